@@ -44,11 +44,9 @@ class QuantisedPanels:
 class LinearWeight:
     """y = x Wᵀ + b for W of shape [out, in]."""
 
-    # [in, out]: Wᵀ, a view of the original W, in the model's dtype; None if every product uses ``packed``.
+    # [in, out]: Wᵀ, a view of W in the model's dtype or float32; None if W is packed or quantised.
     transposed: Tensor | None
-    # W in oneDNN's opaque blocked layout, in the model's dtype or float32, or in the panels of the native
-    # kernels; None if W is not packed.
-    packed: Tensor | None
+    packed: Tensor | None  # W in the panels of the native kernels; None if W is not packed
     bias: Tensor | None  # [out], in the model's dtype
     shape: tuple[int, int]  # (out, in)
     quantised: tuple[QuantisedPanels, ...] = ()  # W as quantised panels, instead of ``packed``
@@ -206,11 +204,9 @@ class ChoiceRows:
     mask_words: NDArray[np.uint32] | None = None
 
 
-def tree_block(
-    head: NDArray[np.int32], paths: IntArray, num_above: int
-) -> tuple[IntArray, NDArray[np.bool_]]:
-    """Returns the slots that the rows of one tree attend to, and the visibility of each slot to each row. All
-    rows see ``head``; the first ``num_above`` see nothing else, and each of the others sees its path."""
+def tree_block(head: NDArray[np.int32], paths: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+    """Returns the slots that some rows of one tree attend to, and the visibility of each slot to each row.
+    Every row sees ``head`` and its path."""
     # Faster than np.unique, which sorts: the paths of long choices contain the same slots many times.
     lowest = int(paths.min())
     is_node = np.zeros(int(paths.max()) - lowest + 1, dtype=np.bool_)
@@ -218,21 +214,7 @@ def tree_block(
     nodes = np.flatnonzero(is_node)
     place_of = np.empty(len(is_node), dtype=np.int64)
     place_of[nodes] = np.arange(len(nodes))
-    visible = np.zeros((num_above + len(paths), len(head) + len(nodes)), dtype=np.bool_)
+    visible = np.zeros((len(paths), len(head) + len(nodes)), dtype=np.bool_)
     visible[:, : len(head)] = True
-    rows = np.arange(num_above, len(visible))
-    visible[rows[:, None], len(head) + place_of[paths - lowest]] = True
+    visible[np.arange(len(paths))[:, None], len(head) + place_of[paths - lowest]] = True
     return np.concatenate((head, nodes + lowest)), visible
-
-
-def side_by_side(blocks: Sequence[NDArray[np.bool_]], num_rows: int, num_slots: int) -> NDArray[np.bool_]:
-    """Returns a block-diagonal mask: the rows of each tree see only the slots of that tree. Padding rows
-    repeat the last row, and no row sees padding slots."""
-    seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
-    row = column = 0
-    for block in blocks:
-        height, width = block.shape
-        seen[row : row + height, column : column + width] = block
-        row, column = row + height, column + width
-    seen[row:] = seen[row - 1]
-    return seen

@@ -98,7 +98,7 @@ def cpu_flags() -> frozenset[str]:
     listed = Path("/proc/cpuinfo")
     for line in listed.read_text(encoding="utf-8").splitlines() if listed.exists() else ():
         name, _, value = line.partition(":")
-        if name.strip() == "flags":
+        if name.strip() in ("flags", "Features"):  # on x86, on ARM
             return frozenset(value.split())
     return frozenset()
 

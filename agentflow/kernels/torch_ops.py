@@ -1,34 +1,22 @@
-"""The kernels in torch operations, for every device: tuned for CPUs, correct on GPUs.
+"""The kernels in torch operations, for every device.
 
-Each kernel uses as few operations as possible: a step of a small model runs thousands of operations that
-take a few microseconds each, so their number matters as much as bytes and FLOPs. In order: linear layers,
-norms and RoPE, attention by the parts of an ``AttentionPlan``, and the choice of tokens.
+In order: linear layers, norms and RoPE, attention by the groups of an ``AttentionPlan``, and the choice of
+tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.attention_plan import (
-    TILE_ROWS,
-    AttentionPlan,
-    CausalGroup,
-    ContextPart,
-    Index,
-    ShortGroup,
-    SingleGroup,
-    rounded_up,
-    whole_tiles,
-)
-from agentflow.kernels.attention_plan import plan_attention as plan_parts
+from agentflow.kernels.attention_plan import AttentionPlan, Group
+from agentflow.kernels.attention_plan import plan_attention as plan_groups
 from agentflow.kernels.inputs import (
     AttentionBatch,
     BlockMatrix,
@@ -39,35 +27,24 @@ from agentflow.kernels.inputs import (
     LinearWeight,
     LowRank,
 )
+from agentflow.kernels.native_library import cpu_flags
 from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
 
 
 @functools.cache
-def _packs_float32() -> bool:
-    """Whether oneDNN's blocked float32 layout is available (on x86, if torch was built with oneDNN)."""
-    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-@functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether the CPU has bfloat16 matrix products (AVX-512 BF16, AMX). Without them torch falls back to a
-    scalar loop, several times slower than float32."""
-    return bool(_packs_float32() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether the CPU has bfloat16 products (x86: AVX-512 BF16 or AMX). Without them, torch's products of
+    several rows in bfloat16 take up to 10 times as long as in float32."""
+    return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def pack_linear(
     weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
 ) -> LinearWeight:
     shape = (weight.shape[0], weight.shape[1])
-    if weight.device.type != "cpu":
-        return LinearWeight(weight.t(), None, bias, shape)
-    if not _packs_float32():  # these products write the dtype of their operands
-        return LinearWeight((weight.float() if exact_output else weight).t(), None, bias, shape)
-    if weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
-        return LinearWeight(None, _blocked(weight), bias, shape)
-    # A product with one row is bound by reading the weight, and the plain weight has half the bytes.
-    keeps_plain = weight.dtype != torch.float32 and not exact_output
-    return LinearWeight(weight.t() if keeps_plain else None, _blocked(weight.float()), bias, shape)
+    if exact_output and weight.device.type == "cpu":  # a CPU's products have the dtype of their operands
+        weight = weight.float()
+    return LinearWeight(weight.t(), None, bias, shape)
 
 
 BLOCK_TYPES = ()
@@ -86,99 +63,38 @@ def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor
     return torch.nn.functional.embedding(token_ids, weight.transposed.t()).to(dtype)
 
 
-def _blocked(weight: Tensor) -> Tensor:
-    # The number of rows is only a hint: the layout was measured to serve every number equally well.
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    return packed
-
-
 def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    product = _linear(x, weight)
+    assert weight.transposed is not None
+    if x.device.type == "cpu" and len(x) > 8 and x.dtype == torch.bfloat16 and not _multiplies_bfloat16():
+        product = exact_linear(x, weight).to(x.dtype)
+    else:
+        product = torch.nn.functional.linear(x, weight.transposed.t(), weight.bias)
     return product if added is None else product.add_(added)
+
+
+def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    assert weight.transposed is not None
+    if x.is_cuda and x.dtype != torch.float32:
+        product = torch.mm(x, weight.transposed, out_dtype=torch.float32)  # GPUs add in float32 anyway
+    else:
+        product = torch.mm(x.float(), weight.transposed.float())
+    return product if weight.bias is None else product.add_(weight.bias)
 
 
 def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
     added = x.new_zeros(len(x), num_out)
     for change, numbers in changes:
         rows = torch.from_numpy(numbers).to(x.device)
-        inner = _linear(x.index_select(0, rows), change.down)
+        inner = linear(x.index_select(0, rows), change.down)
         ranks = [part.up.shape[1] for part in change.parts]
         for part, own in zip(change.parts, torch.split(inner, ranks, dim=1), strict=True):
             outputs = slice(part.first_output, part.first_output + part.up.shape[0])
-            added[:, outputs].index_copy_(0, rows, _linear(own.contiguous(), part.up))
+            added[:, outputs].index_copy_(0, rows, linear(own, part.up))
     return added
 
 
-def _linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    if weight.packed is None or (x.shape[0] == 1 and weight.transposed is not None):
-        return _plain_linear(x, weight)
-    if weight.packed.dtype == x.dtype:
-        product: Tensor = _linear_pointwise(_padded(x), weight.packed, weight.bias, "none", [], "")
-        return product[: x.shape[0]]
-    return exact_linear(x, weight).to(x.dtype)
-
-
-def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    if weight.packed is None:
-        return _exact_plain_linear(x, weight)
-    if weight.packed.dtype == torch.bfloat16:
-        return _two_term_linear(x, weight)
-    bias = None if weight.bias is None else weight.bias.float()
-    product: Tensor = _linear_pointwise(_padded(x.float()), weight.packed, bias, "none", [], "")
-    return product[: x.shape[0]]
-
-
-def _padded(x: Tensor) -> Tensor:
-    """Pads with rows of zeros, so that few sizes occur."""
-    num_rows = x.shape[0]
-    return x if num_rows <= TILE_ROWS else _with_rows(x, rounded_up(num_rows))
-
-
-def _with_rows(x: Tensor, num_rows: int) -> Tensor:
-    num_missing = num_rows - x.shape[-2]
-    return torch.nn.functional.pad(x, (0, 0, 0, num_missing)) if num_missing else x
-
-
-def _two_term_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """Computes a product of about 16 bits with kernels that write only bfloat16: the rounded product, plus
-    its rounding error. The second pass subtracts the first result from its float32 sums before it rounds
-    them. For the default model's head this takes two thirds of the time of a float32 product."""
-    padded = _padded(x)
-    rounded = _linear_pointwise(padded, weight.packed, weight.bias, "none", [], "")
-    lost = _linear_pointwise_binary(padded, rounded, weight.packed, weight.bias, "sub")
-    product: Tensor = rounded.float().add_(lost)
-    return product[: x.shape[0]]
-
-
-def _plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    assert weight.transposed is not None
-    if weight.bias is None:
-        return torch.mm(x, weight.transposed)
-    return torch.addmm(weight.bias, x, weight.transposed)
-
-
-def _exact_plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """GPUs accumulate in float32 anyway, and can write the sums unrounded."""
-    assert weight.transposed is not None
-    if x.is_cuda and x.dtype != torch.float32:
-        product = torch.mm(x, weight.transposed, out_dtype=torch.float32)
-    else:
-        product = torch.mm(x.float(), weight.transposed.float())
-    return product if weight.bias is None else product.add_(weight.bias)
-
-
-@functools.cache
-def _eps_tensor(eps: float, device: torch.device) -> Tensor:
-    return torch.tensor(eps, dtype=torch.float32, device=device)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(_eps_tensor(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    if x.dtype == torch.float32:
-        return torch.mul(wide, scale).mul_(weight)
-    return wide.mul_(scale).to(x.dtype).mul_(weight)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=eps).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -202,15 +118,7 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, writ
 
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
-    return plan_parts(
-        batch.req_to_token,
-        batch.req_rows,
-        batch.query_lens,
-        batch.kv_lens,
-        dtype=dtype,
-        device=device,
-        trees=batch.trees,
-    )
+    return plan_groups(batch, dtype, device)
 
 
 def static_plans(
@@ -224,107 +132,44 @@ def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
 
 
 def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    parts = [_attend_singles(q, kv_layer, group, scale) for group in plan.singles]
-    parts += [_attend_short_chunks(q, kv_layer, group, scale) for group in plan.shorts]
-    parts += [_attend_chunks(q, kv_layer, group, scale) for group in plan.causals]
-    out = _in_order([part_out for part_out, _ in parts], plan.order)
-    if plan.contexts:
-        lse = _in_order([part_lse for _, part_lse in parts], plan.order)
-        out = out.float()
-        for context in plan.contexts:
-            _merge_context(out, lse, q, kv_layer, context, scale)
-    return out.to(q.dtype).reshape(q.shape[0], -1)
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    lse = out.new_empty(q.shape[:2])
+    for group in plan.tails:  # the repeated rows of a group have equal results
+        part_out, part_lse = attend_group(q, kv_layer, group, scale, attend)
+        out.index_copy_(0, group.rows, part_out)
+        lse.index_copy_(0, group.rows, part_lse)
+    for group in plan.shared:
+        part_out, part_lse = attend_group(q, kv_layer, group, scale, attend)
+        own_out, own_lse = out.index_select(0, group.rows), lse.index_select(0, group.rows)
+        weight = torch.sigmoid(part_lse - own_lse).unsqueeze(-1)
+        out.index_copy_(0, group.rows, own_out.lerp_(part_out, weight))
+        lse.index_copy_(0, group.rows, torch.logaddexp(own_lse, part_lse))
+    return out.to(q.dtype).flatten(1)
 
 
-def _in_order(parts: list[Tensor], order: Tensor | None) -> Tensor:
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined if order is None else joined.index_select(0, order)
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
-def _take(x: Tensor, index: Index) -> Tensor:
-    return x[index] if isinstance(index, slice) else x.index_select(0, index)
-
-
-def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """Attends from each row to the slots of that row. The query heads that share a KV head take the place of
-    flash attention's queries, so that K and V are read once for them. Returns [n, heads, head_dim] and the
-    log-sum-exp [n, heads] of the scores."""
-    _, _, num_kv_heads, head_dim = kv_layer.shape
-    n, queries_per_head = group.num_rows, q.shape[1] // num_kv_heads
-    kv = _take(kv_layer, group.slots).view(n, group.num_slots, 2, num_kv_heads, head_dim)
-    queries = _take(q, group.rows).view(n, num_kv_heads, queries_per_head, head_dim)
-    keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-    out, lse = attend(queries, keys, values, group.mask, False, scale)
-    return out.reshape(n, -1, head_dim), lse.reshape(n, -1)
-
-
-def _attend_short_chunks(
-    q: Tensor, kv_layer: Tensor, group: ShortGroup, scale: float
+def attend_group(
+    q: Tensor, kv_layer: Tensor, group: Group, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Attends from each chunk to the slots of that chunk, under the mask. Flash attention's queries are the
-    rows of all heads that share a KV head, head after head. Returns [chunks * rows, heads, head_dim] and the
-    log-sum-exp [chunks * rows, heads]."""
+    """Attends from each chunk of N to its slots. The L rows of the query heads that share a KV head are the
+    queries of one product, so that K and V are read once for them. Returns float32 [N * L, heads, head_dim],
+    and the log-sum-exp of the scores, [N * L, heads]."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
-    n, length, queries_per_head = group.num_chunks, group.num_rows, q.shape[1] // num_kv_heads
-    kv = _take(kv_layer, group.slots).view(n, group.num_slots, 2, num_kv_heads, head_dim)
-    queries = _take(q, group.rows).view(n, length, num_kv_heads, queries_per_head, head_dim)
+    n, num_heads = group.num_chunks, q.shape[1]
+    queries_per_head = num_heads // num_kv_heads
+    kv = kv_layer.index_select(0, group.slots).view(n, -1, 2, num_kv_heads, head_dim)
+    queries = q.index_select(0, group.rows).view(n, -1, num_kv_heads, queries_per_head, head_dim)
     queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
-    keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-    out, lse = attend(queries, keys, values, group.mask_for(queries_per_head), False, scale)
-    out = out.reshape(n, -1, length, head_dim).transpose(1, 2)
-    lse = lse.reshape(n, -1, length).transpose(1, 2)
-    return out.reshape(n * length, -1, head_dim), lse.reshape(n * length, -1)
+    mask = None if group.mask is None else group.mask.repeat(1, 1, queries_per_head, 1)
+    out, lse = attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2), mask, scale)
+    out = out.reshape(n, num_heads, -1, head_dim).transpose(1, 2)
+    lse = lse.reshape(n, num_heads, -1).transpose(1, 2)
+    return out.reshape(-1, num_heads, head_dim).float(), lse.reshape(-1, num_heads)
 
 
-def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """Attends from each chunk to the rows of that chunk, causally. Flash attention's batch is the KV heads,
-    and its heads are the query heads that share one, with K and V repeated by a stride of 0. Returns [chunks
-    * rows, heads, head_dim] and the log-sum-exp [chunks * rows, heads]."""
-    _, _, num_kv_heads, head_dim = kv_layer.shape
-    n, length = group.num_chunks, group.num_rows
-    queries_per_head = q.shape[1] // num_kv_heads
-    kv = _take(kv_layer, group.slots).view(n, length, 2, num_kv_heads, head_dim)
-    queries = _take(q, group.rows).view(n, length, num_kv_heads, queries_per_head, head_dim)
-    queries = queries.permute(0, 2, 3, 1, 4).reshape(-1, queries_per_head, length, head_dim)
-    shape = (n * num_kv_heads, queries_per_head, length, head_dim)
-    keys = kv[:, :, 0].transpose(1, 2).reshape(-1, 1, length, head_dim).expand(shape)
-    values = kv[:, :, 1].transpose(1, 2).reshape(-1, 1, length, head_dim).expand(shape)
-    out, lse = attend(queries, keys, values, None, True, scale)
-    out = out.view(n, -1, length, head_dim).transpose(1, 2)
-    lse = lse.reshape(n, -1, length).transpose(1, 2)
-    return out.reshape(n * length, -1, head_dim), lse.reshape(n * length, -1)
-
-
-def _merge_context(
-    out: Tensor, lse: Tensor, q: Tensor, kv_layer: Tensor, part: ContextPart, scale: float
-) -> None:
-    """Attends to a context part, which its rows see completely, and merges the result into ``out`` and
-    ``lse``."""
-    _, _, num_kv_heads, head_dim = kv_layer.shape
-    n, queries_per_head = part.num_rows, q.shape[1] // num_kv_heads
-    num_queries = n * queries_per_head
-    kv = _take(kv_layer, part.slots)
-    queries = _take(q, part.rows).view(n, num_kv_heads, queries_per_head, head_dim).transpose(0, 1)
-    queries = queries.reshape(1, num_kv_heads, num_queries, head_dim)
-    queries = _with_rows(queries, whole_tiles(num_queries))
-    keys, values = kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)
-    part_out, part_lse = attend(queries, keys, values, part.mask, False, scale)
-    part_out, part_lse = part_out[0, :, :num_queries], part_lse[0, :, :num_queries]
-    part_out = part_out.reshape(num_kv_heads, n, queries_per_head, head_dim).transpose(0, 1)
-    part_out = part_out.reshape(n, -1, head_dim)
-    part_lse = part_lse.reshape(num_kv_heads, n, queries_per_head).transpose(0, 1).reshape(n, -1)
-    merged_out, merged_lse = _take(out, part.rows), _take(lse, part.rows)
-    weight = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
-    merged_out.lerp_(part_out.float(), weight)
-    torch.logaddexp(merged_lse, part_lse, out=merged_lse)
-    if not isinstance(part.rows, slice):
-        out.index_copy_(0, part.rows, merged_out)
-        lse.index_copy_(0, part.rows, merged_lse)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Computes softmax attention, and the log-sum-exp of its scores for merging.
 
     Args:
@@ -332,29 +177,29 @@ def attend(
         k: [batch, heads, keys, head_dim].
         v: [batch, heads, keys, head_dim].
         mask: added to the scores, or None.
-        is_causal: query i sees keys 0 to i.
         scale: multiplies the scores.
 
     Returns:
         [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
     """
     if q.device.type != "cpu":
-        return attend_dense(q, k, v, mask, is_causal, scale)
-    out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return attend_dense(q, k, v, mask, scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
     return out, lse
 
 
 def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """``attend`` in plain tensor algebra, with all scores in memory as float32. The arguments and results are
-    the same."""
+    the same. With a ``cap``, a score is ``cap * tanh(score / cap)``."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    if cap:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     if mask is not None:
         scores += mask
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(hidden, -math.inf)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     return torch.matmul(weights.to(v.dtype), v), lse
@@ -501,9 +346,3 @@ def to_host(x: Tensor) -> FloatArray:
     """Copies a tensor to an array."""
     values: FloatArray = x.cpu().numpy()
     return values
-
-
-# Explicit overloads: torch takes longer to choose one by its arguments than some of the kernels run.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _packs_float32() else None
-_linear_pointwise_binary: Any = torch.ops.mkldnn._linear_pointwise.binary if _packs_float32() else None

@@ -179,7 +179,9 @@ def _limit_ms(name: str, limits: Limits, shape: Shape, config: DecoderConfig) ->
 
 
 def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> None:
-    """Measures the same steps on torch's kernels, interleaved."""
+    """Measures the same steps on torch's kernels, interleaved: plain products in bfloat16, or in float32 for
+    more than 8 rows on a processor without bfloat16 instructions. Results before November 2026 compare with
+    weights in oneDNN's blocked layout, whose steps take the same time for few rows and longer for many."""
     other = runner_on("torch")
     for name, shape in (("single", SINGLE), ("batch32", BATCH32), ("prompt128", PROMPT)):
         ratios = []

@@ -1,5 +1,5 @@
-"""Runs the native kernels where memory or threads are refused, in a process of its own for
-test_native_failures.py. Prints what comes of it.
+"""Runs the native kernels where memory or threads are refused, in a separate process for
+test_native_failures.py. Prints the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MANY_ROWS = 200_000
 
 @contextmanager
 def no_more_memory() -> Iterator[None]:
-    """Address space ends 2 MB above what is in use."""
+    """Address space ends 2 MB above the used part."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 20), hard))

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentflow.kernels import native_library, native_ops, torch_ops
+from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.native_library import LEVELS, cpu_flags
 
 FOREIGN = 2**31 - 1
-"""The value of req_to_token where no token is: reading a slot of this number fails at once."""
+"""The value of req_to_token where no token is: reading a slot of this number fails immediately."""
 
 
 BEST_LEVEL = next((level for level, need in reversed(LEVELS.items()) if cpu_flags().issuperset(need)), "")
@@ -104,7 +105,7 @@ def shapes(draw: st.DrawFn, max_requests: int = 7) -> list[Shape]:
     made: list[Shape] = []
     for i in range(draw(st.integers(1, max_requests))):
         parent = draw(st.integers(-1, i - 1))
-        # A request shares only what its parent had computed before this batch.
+        # A request shares only tokens that its parent had computed before this batch.
         shared = draw(st.integers(0, made[parent].cached)) if parent >= 0 else 0
         cached = shared + draw(st.integers(0, 40))
         query_len = draw(st.just(1) | st.integers(1, 24))
@@ -161,6 +162,81 @@ class Rows:
     query_lens: NDArray[np.int64]
     paths: NDArray[np.int64]
     path_lens: NDArray[np.int64]
+
+
+def batch_of(case: Case, rows: Rows | None = None) -> AttentionBatch:
+    return AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree below all tokens of request ``owner``: node n hangs below node ``parents[n]`` (-1: the prefix).
+    The nodes from ``first`` on are rows of the batch. ``is_alone``: the request has no rows itself."""
+
+    owner: int
+    parents: tuple[int, ...]
+    first: int = 0
+    is_alone: bool = False
+
+    def path(self, node: int) -> list[int]:
+        return [*self.path(self.parents[node]), node] if node >= 0 else []
+
+
+@st.composite
+def trees_below(draw: st.DrawFn, num_requests: int) -> list[Tree]:
+    owners = draw(st.lists(st.integers(0, num_requests - 1), min_size=1, max_size=3, unique=True))
+    made = []
+    for owner in sorted(owners):
+        size = draw(st.integers(1, 12))
+        parents = tuple(draw(st.integers(-1, n - 1)) for n in range(size))
+        made.append(Tree(owner, parents, draw(st.integers(0, size - 1)), draw(st.booleans())))
+    return made
+
+
+@st.composite
+def batches(draw: st.DrawFn, max_requests: int = 7) -> tuple[list[Shape], list[Tree]]:
+    made = draw(shapes(max_requests))
+    return made, draw(st.just([]) | trees_below(len(made)))
+
+
+def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows | None]:
+    """The trees' nodes in free slots; requests that are alone leave the batch."""
+    if not trees:
+        return case, None
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed + 1)
+    kv_heads, head_dim = case.kv_layer.shape[2:]
+    used = set(case.req_to_token.ravel().tolist())
+    free = rng.permutation([slot for slot in range(len(case.kv_layer)) if slot not in used]).tolist()
+    paths: list[list[int]] = []
+    for tree in trees:
+        slots = [free.pop() for _ in tree.parents]
+        case.kv_layer[slots] = torch.randn(len(slots), 2, kv_heads, head_dim).to(case.kv_layer.dtype)
+        paths += [[slots[n] for n in tree.path(node)] for node in range(tree.first, len(tree.parents))]
+    longest = max(map(len, paths)) + 1
+    owners = np.array([tree.owner for tree in trees])
+    rows = Rows(
+        req_rows=case.req_rows[owners],
+        prefix_lens=case.kv_lens[owners],
+        query_lens=np.array([len(tree.parents) - tree.first for tree in trees]),
+        paths=np.array([path + [path[-1]] * (longest - len(path)) for path in paths]),
+        path_lens=np.array([len(path) for path in paths]),
+    )
+    left_out = [tree.owner for tree in trees if tree.is_alone]
+    stays = np.array([r not in left_out for r in range(len(case.req_rows))])
+    query_lens = case.query_lens[stays]
+    num_rows = int(query_lens.sum() + rows.query_lens.sum())
+    fused = torch.randn(num_rows, case.q.shape[1] + 2 * kv_heads, head_dim).to(case.q.dtype)
+    return (
+        replace(
+            case,
+            req_rows=case.req_rows[stays],
+            query_lens=query_lens,
+            kv_lens=case.kv_lens[stays],
+            q=fused[:, : case.q.shape[1]],
+        ),
+        rows,
+    )
 
 
 def seen_by_all(case: Case, rows: Rows | None = None) -> list[list[int]]:

@@ -1,38 +1,67 @@
-"""Paged attention of torch's kernels and of the reference against float64, on random trees of requests."""
+"""Paged attention against float64, on random trees of requests and of tokens below them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import SCALE, Case, Shape, assert_exact, exact_attention, make_case, shapes
+from kernel_cases import (
+    FOREIGN,
+    IN_ORDER,
+    QUICK_KERNELS,
+    SCALE,
+    Case,
+    Rows,
+    Shape,
+    Tree,
+    assert_exact,
+    batch_of,
+    batches,
+    exact_attention,
+    make_case,
+    shapes,
+    with_trees,
+)
 
 from agentflow.kernels import reference_ops, torch_ops
-from agentflow.kernels.attention_plan import AttentionPlan, plan_attention, rounded_up
+from agentflow.kernels.attention_plan import AttentionPlan, Group, plan_attention
+from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.ops import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+Batch = tuple[list[Shape], list[Tree]]
+STRETCHES = st.sampled_from([1, 9])
+"""The factor of a batch's lengths: longer ones have keys in pieces, and shared prefixes."""
+POISONS = st.sampled_from([math.nan, 1e30])
+LIMITS = st.fixed_dictionaries(
+    {"least_saving": st.sampled_from([0, 1, 20, 400]), "max_gathered": st.sampled_from([1, 60, 16384])}
+)
+SHARES_50 = {"least_saving": 50}
 
 
-def planned(case: Case, **limits: int) -> AttentionPlan:
-    return plan_attention(
-        case.req_to_token,
-        case.req_rows,
-        case.query_lens,
-        case.kv_lens,
-        dtype=case.q.dtype,
-        device=case.q.device,
-        **limits,
-    )
+def planned(case: Case, rows: Rows | None = None, **limits: int) -> AttentionPlan:
+    """The plan of torch's kernels."""
+    return plan_attention(batch_of(case, rows), case.q.dtype, case.q.device, **limits)
 
 
-def assert_attends(kernels: Kernels, case: Case, plan: AttentionPlan) -> None:
-    assert_exact(kernels.attention(case.q, case.kv_layer, plan, SCALE), case)
+def assert_attends(kernels: Kernels, case: Case, rows: Rows | None = None, **limits: int) -> None:
+    """``limits``: of torch's plan."""
+    if kernels is torch_ops:
+        plan = planned(case, rows, **limits)
+    else:
+        plan = kernels.plan_attention(batch_of(case, rows), case.q.dtype, case.q.device)
+    assert_exact(kernels.attention(case.q, case.kv_layer, plan, SCALE), case, rows)
+
+
+def stretched(batch: list[Shape], times: int) -> list[Shape]:
+    """The same tree of requests with ``times`` as many cached tokens."""
+    return [replace(s, shared=times * s.shared, cached=times * s.cached) for s in batch]
 
 
 @DTYPES
@@ -54,124 +83,257 @@ def test_f11a_the_bound_rejects_small_faults(
     assert exact.excess(exact_attention(case).out) > 1
 
 
-@given(shapes(max_requests=4), st.integers(0, 1000))
-def test_the_reference_equals_float64(batch: list[Shape], seed: int) -> None:
-    case = make_case(batch, seed=seed)
-    assert_attends(reference_ops, case, planned(case))
+@given(batches(max_requests=4), st.integers(0, 1000))
+def test_the_reference_equals_float64(batch: Batch, seed: int) -> None:
+    assert_attends(reference_ops, *with_trees(make_case(batch[0], seed=seed), batch[1], seed))
 
 
+@QUICK_KERNELS
 @DTYPES
-@given(
-    shapes(),
-    st.integers(0, 1000),
-    st.sampled_from([math.nan, 1e30]),
-    st.sampled_from([0, 1, 20, 400]),
-    st.sampled_from([1, 60, 16384]),
-    st.sampled_from([1, 16, 64]),
-    st.booleans(),
-)
+@given(batches(), STRETCHES, st.integers(0, 1000), POISONS, st.booleans(), LIMITS)
 def test_attention_equals_float64(
+    kernels: Kernels,
     dtype: torch.dtype,
-    batch: list[Shape],
+    batch: Batch,
+    times: int,
     seed: int,
     poison: float,
-    part_overhead: int,
-    max_gathered: int,
-    run_step: int,
     consecutive: bool,
+    limits: dict[str, int],
 ) -> None:
-    case = make_case(batch, seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
-    limits = {"part_overhead": part_overhead, "max_gathered": max_gathered, "run_step": run_step}
-    assert_attends(torch_ops, case, planned(case, **limits))
+    longer = stretched(batch[0], times)
+    made = make_case(longer, seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
+    assert_attends(kernels, *with_trees(made, batch[1], seed), **limits)
 
 
-@given(shapes(), st.sampled_from([0, 1, 20]))
-def test_groups_of_many_queries_have_few_sizes(batch: list[Shape], part_overhead: int) -> None:
-    plan = planned(make_case(batch), part_overhead=part_overhead)
-    for num_slots in [part.num_slots for part in plan.contexts] + [group.num_slots for group in plan.shorts]:
-        assert num_slots == rounded_up(num_slots)
-    assert all(group.num_rows % 4 == 0 for group in plan.shorts if group.num_rows > 4)
-    assert all(group.num_rows % 16 == 0 for group in plan.causals)
-
-
-def test_products_of_attention_are_of_few_sizes() -> None:
-    """As flash attention is called, whatever the lengths."""
-    sizes: set[tuple[int, int]] = set()
-    with pytest.MonkeyPatch.context() as patch:
-        attend = torch_ops.attend
-
-        def noted(q: torch.Tensor, k: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            if q.shape[2] >= 64:
-                sizes.add((q.shape[2] % 64, k.shape[2] % 512))
-            return attend(q, k, *args)
-
-        patch.setattr(torch_ops, "attend", noted)
-        for cached in range(0, 700, 13):
-            batch = [Shape(-1, 0, cached, 40 + cached // 5), *[Shape(0, cached, cached, 1)] * 37]
-            case = make_case(batch)
-            torch_ops.attention(case.q, case.kv_layer, planned(case), SCALE)
-    assert len(sizes) <= 48
-
-
-def test_sizes_are_few_and_not_much_larger() -> None:
-    assert all(size <= rounded_up(size) < max(size * 1.25, size + 16) for size in range(1, 5000))
-    assert len({rounded_up(size) for size in range(1, 1025)}) == 8 + 4 + 12
-    assert all(rounded_up(rounded_up(size)) == rounded_up(size) for size in range(1, 5000))
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (12, 1, 32)])
-@DTYPES
-def test_all_shapes_of_heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    batch = [Shape(-1, 0, 120, 1), Shape(0, 100, 110, 1), Shape(0, 100, 100, 30), Shape(-1, 0, 0, 17)]
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    case = make_case(batch, dtype=dtype, **sizes)
-    assert_attends(torch_ops, case, planned(case, part_overhead=50))
-
-
-@given(shapes(), st.integers(0, 1000))
-def test_the_dense_way_of_a_gpu_equals_flash_attention(batch: list[Shape], seed: int) -> None:
-    case = make_case(batch, seed=seed)
-    plan = planned(case, part_overhead=10)
+@given(batches(), st.integers(0, 1000))
+def test_dense_attention_of_gpus_equals_float64(batch: Batch, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_ops, "attend", torch_ops.attend_dense)
-        assert_attends(torch_ops, case, plan)
+        made = make_case(batch[0], seed=seed)
+        assert_attends(torch_ops, *with_trees(made, batch[1], seed), least_saving=10)
 
 
-def test_a_shared_prefix_is_read_once_for_decode_rows_and_chunks() -> None:
-    first = Shape(-1, 0, 501, 1)
-    case = make_case([first, *[Shape(0, 500, 501, 1)] * 3, *[Shape(0, 500, 500, 6)] * 2])
-    plan = planned(case)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(16, 448)]
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(4, 54)]
-    assert [(group.num_chunks, group.num_rows, group.num_slots) for group in plan.shorts] == [(2, 8, 64)]
-    assert not plan.causals
-    assert_attends(torch_ops, case, plan)
+@QUICK_KERNELS
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(9, 3, 64), (4, 4, 16), (12, 1, 32), (6, 2, 80), (2, 1, 128), (8, 2, 128), (3, 3, 6)],
+)
+def test_all_shapes_of_heads(
+    kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    batch = [Shape(-1, 0, 420, 1), Shape(0, 400, 410, 1), Shape(0, 400, 400, 30), Shape(-1, 0, 0, 117)]
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    assert_attends(kernels, make_case(batch, dtype=dtype, **sizes), **SHARES_50)
 
 
-def test_unshared_requests_make_one_group_and_no_part() -> None:
-    plan = planned(make_case([Shape(-1, 0, 40 + i, 1) for i in range(8)]))
-    assert (len(plan.singles), list(plan.causals), list(plan.contexts), plan.order) == (1, [], [], None)
+@QUICK_KERNELS
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [Shape(-1, 0, 3000, 1)],
+        [Shape(-1, 0, 600, 1), *[Shape(0, 600, 600, 1)] * 39],
+        [Shape(-1, 0, 300, 700)],
+    ],
+    ids=["one long request", "40 over one prefix", "a chunk in several blocks"],
+)
+def test_long_keys_in_bfloat16(kernels: Kernels, batch: list[Shape]) -> None:
+    sizes = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    assert_attends(kernels, make_case(batch, dtype=torch.bfloat16, **sizes))
 
 
-def test_a_long_request_is_not_padded_to() -> None:
-    case = make_case([Shape(-1, 0, 30, 1), Shape(-1, 0, 900, 1), Shape(-1, 0, 33, 1)])
-    plan = planned(case)
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(1, 901), (2, 34)]
-    assert_attends(torch_ops, case, plan)
+@QUICK_KERNELS
+def test_scores_of_any_size_give_weights(kernels: Kernels) -> None:
+    """Scores in the thousands, of either sign: the largest decides, and nothing is infinite."""
+    case = make_case([Shape(-1, 0, 300, 1), Shape(-1, 0, 200, 40)])
+    case.q.mul_(1000)
+    assert_attends(kernels, case)
 
 
-def test_a_chunk_after_a_cached_prefix_reads_it_apart_from_its_own_rows() -> None:
-    case = make_case([Shape(-1, 0, 300, 40)])
-    plan = planned(case)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(40, 256), (40, 48)]
-    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(1, 48)]
+@QUICK_KERNELS
+def test_a_row_of_infinite_keys_is_lost_alone(kernels: Kernels) -> None:
+    case = make_case([Shape(-1, 0, 30, 1), Shape(-1, 0, 40, 1)])
+    case.kv_layer[case.req_to_token[case.req_rows[0], 7]] = math.nan
+    plan = kernels.plan_attention(batch_of(case), case.q.dtype, case.q.device)
+    out = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    assert out[0].isnan().all()
+    exact = exact_attention(case)
+    assert ((out[1].double() - exact.out[1]).abs() <= exact.bound[1]).all()
 
 
-def test_chunks_of_a_few_rows_share_one_pass_over_their_keys() -> None:
-    case = make_case([Shape(-1, 0, 60, 3), Shape(-1, 0, 80, 1), Shape(-1, 0, 70, 5)])
-    plan = planned(case)
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(1, 81)]
-    assert [(group.num_chunks, group.num_rows, group.num_slots) for group in plan.shorts] == [(2, 8, 80)]
-    assert not plan.causals
-    assert not plan.contexts
-    assert_attends(torch_ops, case, plan)
+@QUICK_KERNELS
+def test_many_rows_over_one_prefix(kernels: Kernels) -> None:
+    """More rows than one task or group has share a run, next to requests down to one token."""
+    shared = [Shape(-1, 0, 300, 1), *[Shape(0, 290, 290 + i % 7, 1 + i % 3) for i in range(150)]]
+    case = make_case([*shared, Shape(-1, 0, 0, 1), Shape(-1, 0, 1, 1)])
+    assert_attends(kernels, case)
+
+
+@QUICK_KERNELS
+def test_arrays_of_any_stride(kernels: Kernels) -> None:
+    """A page table that is a part of a wider one, and queries in another order of memory."""
+    case = make_case([Shape(-1, 0, 90, 1), Shape(0, 80, 85, 3)])
+    wide = np.full((case.req_to_token.shape[0], case.req_to_token.shape[1] + 7), 2**31 - 1, dtype=np.int32)
+    wide[:, : case.req_to_token.shape[1]] = case.req_to_token
+    queries = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    part = replace(case, req_to_token=wide[:, : case.req_to_token.shape[1]], q=queries)
+    assert_attends(kernels, part)
+    case, rows = with_trees(case, [Tree(0, (-1, 0, 0, 1)), Tree(1, (-1, 0))], 0)
+    assert rows is not None
+    assert_attends(kernels, case, replace(rows, paths=np.asfortranarray(rows.paths)))
+
+
+HEADS = st.sampled_from([(4, 2, 8), (9, 3, 64), (4, 4, 64), (6, 2, 128)])
+
+
+@IN_ORDER
+@DTYPES
+@given(st.data(), shapes(), st.sampled_from([1, 5, 12]), HEADS, st.integers(0, 1000))
+def test_f36a_a_row_is_the_same_in_any_company_and_chunk(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    batch: list[Shape],
+    times: int,
+    heads: tuple[int, int, int],
+    seed: int,
+) -> None:
+    """To the last bit: prefixes that are shared or not, chunks, and the number of threads change nothing."""
+    num_heads, num_kv_heads, head_dim = heads
+    case = make_case(
+        stretched(batch, times),
+        seed=seed,
+        dtype=dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+    plan = kernels.plan_attention(batch_of(case), dtype, case.q.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: data.draw(st.integers(1, 3)))
+        expected = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    first_rows = np.cumsum(case.query_lens) - case.query_lens
+    members = data.draw(st.lists(st.sampled_from(range(len(batch))), min_size=1, unique=True))
+    begins = [data.draw(st.integers(0, case.query_lens[m] - 1)) for m in members]
+    ends = [data.draw(st.integers(b + 1, case.query_lens[m])) for m, b in zip(members, begins, strict=True)]
+    rows = np.concatenate(
+        [first_rows[m] + np.arange(b, e) for m, b, e in zip(members, begins, ends, strict=True)]
+    )
+    part = AttentionBatch(
+        case.req_to_token,
+        case.req_rows[members],
+        np.subtract(ends, begins),
+        case.kv_lens[members] - case.query_lens[members] + ends,
+        None,
+    )
+    plan = kernels.plan_attention(part, dtype, case.q.device)
+    assert torch.equal(kernels.attention(case.q[rows], case.kv_layer, plan, SCALE), expected[rows])
+
+
+@IN_ORDER
+@given(st.integers(2, 40), st.integers(16, 400), st.integers(1, 150), st.integers(0, 1000))
+def test_f36b_a_short_prefix_that_many_share_changes_no_bit(
+    kernels: Kernels, num_requests: int, shared: int, own: int, seed: int
+) -> None:
+    """Also where it ends within a block of keys, of which its rows share the layout only."""
+    made = [
+        Shape(-1, 0, shared + own, 1),
+        *[Shape(0, shared, shared + own + i % 3, 1) for i in range(num_requests)],
+    ]
+    case = make_case(made, seed=seed, dtype=torch.bfloat16, num_heads=6, num_kv_heads=2, head_dim=64)
+    plan = kernels.plan_attention(batch_of(case), torch.bfloat16, case.q.device)
+    together = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    for r in (0, num_requests // 2, num_requests):
+        one = slice(r, r + 1)
+        alone = AttentionBatch(
+            case.req_to_token, case.req_rows[one], case.query_lens[one], case.kv_lens[one], None
+        )
+        plan = kernels.plan_attention(alone, torch.bfloat16, case.q.device)
+        assert torch.equal(kernels.attention(case.q[one], case.kv_layer, plan, SCALE), together[one])
+
+
+def sizes(groups: Sequence[Group]) -> list[tuple[int, int, int]]:
+    """The chunks of each group, and the rows and slots of each chunk."""
+    return [(n := g.num_chunks, len(g.rows) // n, len(g.slots) // n) for g in groups]
+
+
+@pytest.mark.parametrize(
+    ("batch", "trees", "shared", "tails"),
+    [
+        pytest.param(
+            [Shape(-1, 0, 1001, 1), *[Shape(0, 1000, 1001, 1)] * 3, *[Shape(0, 1000, 1000, 6)] * 2],
+            [],
+            [(1, 16, 1000)],
+            [(2, 6, 6), (4, 1, 2)],
+            id="a shared prefix is read once for decode rows and chunks",
+        ),
+        pytest.param(
+            [Shape(-1, 0, 40 + i, 1) for i in range(8)], [], [], [(8, 1, 48)], id="requests of similar length"
+        ),
+        pytest.param(
+            [Shape(-1, 0, 30, 1), Shape(-1, 0, 900, 1), Shape(-1, 0, 33, 1)],
+            [],
+            [],
+            [(1, 1, 901), (2, 1, 34)],
+            id="no padding to a long request",
+        ),
+        pytest.param(
+            [Shape(-1, 0, 60, 3), Shape(-1, 0, 80, 1), Shape(-1, 0, 70, 2)],
+            [],
+            [],
+            [(2, 3, 72), (1, 1, 81)],
+            id="chunks of a few rows share one group",
+        ),
+        pytest.param(
+            [Shape(-1, 0, 100, 600)],
+            [],
+            [],
+            [(1, 256, 612), (1, 256, 356), (1, 88, 700)],
+            id="a long chunk is cut, and each block reads the keys before it",
+        ),
+        pytest.param(
+            [Shape(-1, 0, 2999, 1)],
+            [Tree(0, (-1, -1, 0, 1, 2))],
+            [(1, 6, 2999)],
+            [(1, 5, 6), (1, 1, 1)],
+            id="a tree and the last token of its prefix read the prefix once",
+        ),
+        pytest.param(
+            [Shape(-1, 0, 501, 1), *[Shape(0, 500, 500, 1)] * 3],
+            [Tree(1, (-1, 0)), Tree(2, (-1, -1, 1)), Tree(3, (-1,), is_alone=True)],
+            [(1, 9, 500)],
+            [(2, 3, 4), (4, 1, 2)],
+            id="trees and decode rows read one prefix once",
+        ),
+        pytest.param(
+            [Shape(-1, 0, 30, 1)],
+            [Tree(0, (-1, -1, 0))],
+            [],
+            [(1, 3, 34), (1, 1, 31)],
+            id="a tree reads a short prefix itself",
+        ),
+    ],
+)
+def test_groups_of_torch(
+    batch: list[Shape],
+    trees: list[Tree],
+    shared: list[tuple[int, int, int]],
+    tails: list[tuple[int, int, int]],
+) -> None:
+    case, rows = with_trees(make_case(batch), trees, 0)
+    plan = planned(case, rows)
+    assert (sizes(plan.shared), sizes(plan.tails)) == (shared, tails)
+    assert_attends(torch_ops, case, rows)
+
+
+@QUICK_KERNELS
+def test_large_trees(kernels: Kernels) -> None:
+    """Also longer than one pass of a kernel."""
+    batch = [Shape(-1, 0, 300 + r, 1) for r in range(4)]
+    nodes = [3, 600, 70, 4]
+    trees = [Tree(r, tuple(n // 2 - 1 for n in range(size))) for r, size in enumerate(nodes)]
+    case = make_case([*batch, Shape(-1, 0, 1000, 1)])  # a pool with room for the nodes
+    case.req_to_token[case.req_rows[4], :1001] = FOREIGN
+    left = replace(case, req_rows=case.req_rows[:4], query_lens=case.query_lens[:4], kv_lens=case.kv_lens[:4])
+    assert_attends(kernels, *with_trees(left, trees, 0))

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import Shape, make_case, seen_by_all
-from test_tree_attention import Tree, batches, with_trees
+from kernel_cases import Shape, Tree, batch_of, batches, make_case, seen_by_all, with_trees
 
-from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.masked_attention import AttentionRule, masked_attention, plan_masked
+from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 
 CPU = torch.device("cpu")
 RULES = st.builds(
@@ -43,9 +41,9 @@ def test_each_row_sees_its_window(
     made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
-    batch = AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows)
+    plan = MaskedPlans(batch_of(case, rows), CPU).of(rule.window)
     sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
-    found = masked_attention(case.q, case.kv_layer, plan_masked(batch, rule.window, CPU), rule, sinks)
+    found = masked_attention(case.q, case.kv_layer, plan, rule, sinks)
     for row, slots in enumerate(seen_by_all(case, rows)):
         kv = case.kv_layer[slots[-rule.window :] if rule.window else slots]
         expected = attended(case.q[row], kv, rule, sinks)
@@ -54,6 +52,5 @@ def test_each_row_sees_its_window(
 
 def test_a_batch_of_one_decoding_row_gathers_only_its_window() -> None:
     case = make_case([Shape(-1, 0, 40, 1)])
-    batch = AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, None)
-    (group,) = plan_masked(batch, 5, CPU).groups
+    (group,) = MaskedPlans(batch_of(case), CPU).of(5)
     np.testing.assert_array_equal(group.slots.numpy(), case.req_to_token[case.req_rows[0], 36:41])

@@ -116,7 +116,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
 
 @dataclass
 class Step:
-    """A batch of a model whose pool is poisoned but for what the batch has cached."""
+    """A batch of a model whose pool is poisoned except for the batch's cached tokens."""
 
     token_ids: Any
     positions: Any
@@ -367,7 +367,7 @@ def test_a_caller_that_fails_and_waits_leaves_the_threads_usable(
 
 
 def test_threads_of_python_take_turns() -> None:
-    """Two models run by two threads at once, as two engines in one process do."""
+    """Two models run by two threads at the same time, as two engines in one process do."""
     sizes = SIZES[0]
     step = step_of(sizes, [Shape(-1, 0, 100, 1)] * 4, [True], torch.float32, 3)
     models = [model_of(sizes, native_ops, torch.float32, seed) for seed in range(2)]

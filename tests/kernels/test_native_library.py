@@ -1,4 +1,4 @@
-"""Finding, compiling and keeping the native kernels, and what happens where they cannot be had."""
+"""Finding, compiling and keeping the native kernels, and the results where they are not available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESENT = native_library.cpu_flags()
 
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The processor's features, to be changed. What was loaded before is loaded anew, and not kept."""
+    """The processor's features, to be changed. Libraries are loaded again, and not kept."""
     made: set[str] = set()
     monkeypatch.setattr(native_ops, "_library_allowed", native_ops._library_allowed.__wrapped__)
     monkeypatch.setattr(native_library, "cpu_flags", lambda: frozenset(made))
@@ -28,7 +28,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty source, which compiles at once, and an empty cache."""
+    """An empty source, which compiles immediately, and an empty cache."""
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "cache"))
     sources = tmp_path / "sources"
     sources.mkdir()

@@ -87,7 +87,7 @@ def test_errors_of_bfloat16_products_stay_below_one_percent(kernels: NativeAt, b
 
 @NATIVE_KERNELS
 @TYPES
-def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: NativeAt, block_type: str) -> None:
+def test_a_row_does_not_depend_on_other_rows(kernels: NativeAt, block_type: str) -> None:
     if kernels.level == "amx":
         pytest.skip("AMX multiplies many rows as bfloat16")
     weight = kernels.pack_blocks([random_matrix(block_type, 40, seed=2)], None)
@@ -126,7 +126,7 @@ def test_stacked_matrices_may_differ_in_type(kernels: NativeAt) -> None:
     assert error(kernels.linear(x, kernels.pack_blocks(parts, None)), expected) < 1e-3
 
 
-def test_what_does_not_fit_together_is_not_packed() -> None:
+def test_incompatible_blocks_are_not_packed() -> None:
     q4, q8 = random_matrix("Q4_1", 32, seed=0), random_matrix("Q8_0", 33, seed=0)
     assert native_ops.pack_blocks([q4, q8], None, gated=True) is None
     assert native_ops.pack_blocks([q8, q4], None) is None  # the first does not fill its last panel

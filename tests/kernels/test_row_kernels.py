@@ -154,11 +154,18 @@ def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: Kernels, dtype:
 
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_where_the_cpu_packs_nothing(
-    dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_bfloat16_fast", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def test_linear_of_torch(
+    dtype: torch.dtype,
+    has_bias: bool,
+    is_bfloat16_fast: bool,
+    num_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_ops, "_packs_float32", lambda: False)
-    x, weight = random(5, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
+    """The weight is neither copied nor packed."""
+    monkeypatch.setattr(torch_ops, "_multiplies_bfloat16", lambda: is_bfloat16_fast)
+    x, weight = random(num_rows, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
     packed = torch_ops.pack_linear(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
     assert packed.transposed is not None
     assert packed.transposed.data_ptr() == weight.data_ptr()
@@ -189,11 +196,11 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ops.kernels_for(torch.device("cpu"))
 
 
-def test_a_cpu_with_bfloat16_products_keeps_one_narrow_copy() -> None:
+def test_torch_keeps_one_copy_of_a_weight() -> None:
+    """The head's is in float32 on a CPU, whose products have the type of their operands."""
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    is_narrow = torch_ops._multiplies_bfloat16() or not torch_ops._packs_float32()
-    assert torch_ops.pack_linear(weight, None).nbytes == (48 if is_narrow else 48 + 96)
-    assert torch_ops.pack_linear(weight, None, exact_output=True).nbytes == (48 if is_narrow else 96)
+    assert torch_ops.pack_linear(weight, None).nbytes == 48
+    assert torch_ops.pack_linear(weight, None, exact_output=True).nbytes == 96
 
 
 @QUICK_KERNELS
@@ -219,11 +226,8 @@ HAS_GPU = torch.cuda.is_available()
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here"))],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_logits_are_exact_where_nothing_is_packed(
-    device: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU, and on a CPU without oneDNN: near-equal logits stay apart, in the order of the exact ones."""
-    monkeypatch.setattr(torch_ops, "_packs_float32", lambda: False)
+def test_logits_of_torch_are_exact(device: str, has_bias: bool) -> None:
+    """Near-equal logits stay apart, in the order of the exact ones."""
     x = random(3, 40, seed=0, dtype=torch.bfloat16).to(device)
     weight = random(500, 40, seed=1, dtype=torch.bfloat16).to(device)
     bias = random(500, seed=2, dtype=torch.bfloat16).to(device) if has_bias else None
@@ -267,7 +271,7 @@ def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
 def test_low_rank_changes_of_some_rows(
     kernels: Kernels, dtype: torch.dtype, ranks: list[list[int]], num_rows: int, seed: int
 ) -> None:
-    """Each change has parts of other ranks, in outputs that need not be adjacent, for rows of its own."""
+    """Each change has parts of other ranks, in outputs that need not be adjacent, for separate rows."""
     x = random(num_rows, 72, seed=seed, dtype=dtype)
     owners = np.random.default_rng(seed).integers(-1, len(ranks), num_rows)
     sizes = (40, 24, 33)
@@ -290,7 +294,7 @@ def test_low_rank_changes_of_some_rows(
 
 @QUICK_KERNELS
 @DTYPES
-def test_what_is_added_to_a_product(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_products_with_an_added_term(kernels: Kernels, dtype: torch.dtype) -> None:
     x, weight, bias = (random(*shape, seed=0, dtype=dtype) for shape in ((7, 48), (72, 48), (72,)))
     added = random(7, 72, seed=1, dtype=dtype)
     for name in ("linear", "gated_linear"):

@@ -7,30 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import Shape, make_case, shapes
 
-from agentflow.kernels.attention_plan import SharedRun, find_shared_runs
+from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
 
 
-def runs_of(
-    batch: list[Shape], least_saving: int, step: int = 1
-) -> tuple[list[SharedRun], list[int], list[list[int]]]:
+def runs_of(batch: list[Shape], least_saving: int) -> tuple[list[SharedRun], list[int], list[list[int]]]:
     """The runs, the starts of the tails, and each request's slots that can be shared."""
     case = make_case(batch)
     limits = case.kv_lens - case.query_lens
-    runs, tails = find_shared_runs(case.req_to_token, case.req_rows, limits, least_saving, step)
+    runs, tails = find_shared_runs(case.req_to_token, case.req_rows, limits, least_saving)
     slots = [case.req_to_token[row, :n].tolist() for row, n in zip(case.req_rows, limits, strict=True)]
     return runs, tails.tolist(), slots
 
 
-@given(shapes(), st.integers(0, 100), st.sampled_from([1, 7, 16]))
+@given(shapes(), st.integers(0, 100))
 def test_runs_are_equal_slots_worth_their_cost_and_tile_each_request(
-    batch: list[Shape], least_saving: int, step: int
+    batch: list[Shape], least_saving: int
 ) -> None:
-    runs, tails, slots = runs_of(batch, least_saving, step)
+    runs, tails, slots = runs_of(batch, least_saving)
     reached = [0] * len(batch)
     for run in runs:
         assert (len(run.members) - 1) * (run.end - run.start) >= least_saving
         assert run.end > run.start
-        assert (run.end - run.start) % step == 0
         for member in run.members:
             assert slots[member][run.start : run.end] == slots[run.members[0]][run.start : run.end]
             assert len(slots[member]) >= run.end
@@ -70,14 +67,3 @@ def test_a_long_trunk_is_a_run_of_its_own() -> None:
         ([2, 3], 200, 300),
     ]
     assert tails == [300] * 4
-
-
-def test_the_remainder_of_a_step_joins_the_runs_below() -> None:
-    pairs = [Shape(-1, 0, 310, 1), Shape(0, 300, 310, 1), Shape(0, 200, 310, 1), Shape(2, 300, 310, 1)]
-    runs, tails, _ = runs_of(pairs, 50, 64)
-    assert sorted((run.members.tolist(), run.start, run.end) for run in runs) == [
-        ([0, 1], 192, 256),
-        ([0, 1, 2, 3], 0, 192),
-        ([2, 3], 192, 256),
-    ]
-    assert tails == [256] * 4

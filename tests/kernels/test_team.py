@@ -28,7 +28,7 @@ def output_of(*command: object) -> str:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False).stdout
 
 
-@pytest.mark.skipif(len(PROCESSORS) < 2, reason="each of the two nodes needs a processor of its own")
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="each of the two nodes needs a separate processor")
 def test_threads_take_the_units_of_their_own_node_first(team_case: Path) -> None:
     """And every unit of every loop is run exactly once, by any number of threads."""
     assert output_of(team_case, "loops", *PROCESSORS[:2]) == "passed\n"

@@ -26,8 +26,8 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(cpu_flags().issuperset(LEVELS["amx"]), reason="this processor has tiles of its own")
-@pytest.mark.skipif(not cpu_flags().issuperset(AVX512_BF16), reason="what is compiled for AMX needs AVX-512")
+@pytest.mark.skipif(cpu_flags().issuperset(LEVELS["amx"]), reason="this processor has tiles")
+@pytest.mark.skipif(not cpu_flags().issuperset(AVX512_BF16), reason="code compiled for AMX needs AVX-512")
 def test_the_kernels_for_amx_pass_their_tests(trap: Path) -> None:
     inner = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
     chosen = ["-k", "native-amx", str(HERE)]

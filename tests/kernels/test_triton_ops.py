@@ -11,8 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import SCALE, Case, Rows, Shape, assert_exact, make_case, seen_by_all
-from test_tree_attention import Tree, batches, with_trees
+from kernel_cases import (
+    SCALE,
+    Case,
+    Rows,
+    Shape,
+    Tree,
+    assert_exact,
+    batch_of,
+    batches,
+    make_case,
+    seen_by_all,
+    with_trees,
+)
 
 from agentflow.kernels import ops, reference_ops, torch_ops
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
@@ -37,10 +48,6 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and segments short enough for small batches to have several."""
     monkeypatch.setattr(units, "LEAST_SAVING", 10)
     monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
-
-
-def batch_of(case: Case, rows: Rows | None) -> AttentionBatch:
-    return AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows)
 
 
 def attended(case: Case, rows: Rows | None) -> torch.Tensor:

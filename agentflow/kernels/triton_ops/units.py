@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.kernels.attention_plan import find_shared_runs
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention
+from agentflow.kernels.shared_runs import find_shared_runs, with_trees
 
 Int32 = NDArray[np.int32]
 
@@ -62,11 +62,7 @@ class Groups:
 def find_groups(batch: AttentionBatch) -> Groups:
     """Finds the groups of a batch. Each pair of a row and a key that it sees is in exactly one of them."""
     table, trees, num = batch.req_to_token, batch.trees, len(batch.req_rows)
-    req_rows, query_lens, cached = batch.req_rows, batch.query_lens, batch.kv_lens - batch.query_lens
-    if trees is not None:  # each tree is one more request, and all of its prefix is cached
-        req_rows = np.concatenate((req_rows, trees.req_rows))
-        query_lens = np.concatenate((query_lens, trees.query_lens))
-        cached = np.concatenate((cached, trees.prefix_lens))
+    req_rows, query_lens, cached = with_trees(batch)
     is_tree = np.arange(len(req_rows)) >= num
     limits = np.where((query_lens <= MAX_SHARED_ROWS) | is_tree, cached, 0)
     runs, starts = find_shared_runs(table, req_rows, limits, LEAST_SAVING)
