@@ -24,6 +24,7 @@ from agentflow.backends.remote import Remote
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.protocol import ops
+from agentflow.protocol.wire import VERSION, Hello, encode
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import Models, OneGenerator, one_model
@@ -69,6 +70,16 @@ def test_a_broken_engine_is_live_but_not_ready(server: ThreadServer, fault: Exce
     assert (status, body["status"]) == (503, "unready")
     assert "the engine broke" in body["reason"]
     assert get(server, "/health/live")[0] == 200
+
+
+def test_a_full_server_is_not_ready(server: ThreadServer) -> None:
+    url = f"{server.url}/v1/session"
+    with connect(url, compression=None) as first, connect(url, compression=None) as second:
+        for connection in (first, second):
+            connection.send(encode(Hello(VERSION), binary=True))
+            connection.recv()
+        status, body = get(server, "/health/ready")
+    assert (status, body["status"]) == (503, "unready")
 
 
 async def _answers(app: Any, scope: dict[str, Any]) -> list[Message]:

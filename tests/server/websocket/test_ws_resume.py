@@ -11,7 +11,7 @@ from support.session_peer import HANG, Listener, count_words, gen
 
 from agentflow.protocol import ops
 from agentflow.protocol.events import Reached, StateFailed, StatsReply, Value
-from agentflow.protocol.wire import Events, Resume
+from agentflow.protocol.wire import VERSION, Events, Hello, Resume
 from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
@@ -89,6 +89,22 @@ async def test_a_stuck_connection_cannot_keep_its_session() -> None:
             assert isinstance(frame, Events)
             listener.deliver(frame.events)
         assert listener.texts[2] == count_words("much #300")
+
+
+async def test_a_session_that_is_gone_and_one_of_another_client_are_refused_alike() -> None:
+    async with bench() as server, connected(server, binary=[True] * 4) as peers:
+        own = await peers[0].greet()
+        peers[0].bye()
+        await server.is_idle()
+        other = await peers[1].greet()
+        messages = set()
+        for peer, session in ((peers[2], own.session), (peers[3], other.session)):
+            peer.put(Hello(VERSION, Resume(session, own.secret)))
+            refused, code = await peer.refusal()
+            assert (refused.error.code, code) == ("server_lost", 1008)
+            messages.add(refused.error.message)
+        assert len(messages) == 1
+        await check_still_served(peers[1], count(1))
 
 
 async def test_an_answer_to_stats_waits_for_a_client_that_is_away() -> None:
