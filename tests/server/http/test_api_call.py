@@ -217,6 +217,13 @@ async def test_an_error_in_a_stream_is_its_last_event(error, code):
     assert client.sent[-1]["more_body"] is False
 
 
+async def test_a_server_that_ends_takes_nothing_new():
+    async with service() as ending:
+        ending.is_draining = True
+        client = await exchange(echo, Exchange(b'{"word": "a"}'), ending)
+    assert (client.status, client.error["code"]) == (503, "unready")
+
+
 @pytest.mark.parametrize(("asked", "is_used"), [("abc-1.2:3", True), ("a b", False), ("x" * 129, False)])
 async def test_requests_have_an_id(asked, is_used, caplog):
     caplog.set_level(logging.INFO, "agentflow.requests")
