@@ -13,8 +13,8 @@ import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
-THOUGHTS, ANSWER = "It is a greeting.", "Hello!"
-SCRIPT = f"<think>\n{THOUGHTS}\n</think>\n\n{ANSWER}"
+REASONING, ANSWER = "It is a greeting.", "Hello!"
+SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
 EACH = pytest.mark.parametrize("model", [QWEN_MODEL, DEEPSEEK_MODEL], ids=["qwen", "deepseek"])
 
 
@@ -23,26 +23,26 @@ def engine_of(model: ThinkingModel) -> ConstrainedEngine:
 
 
 @EACH
-async def test_thoughts_are_no_part_of_a_value(model: ThinkingModel) -> None:
+async def test_reasoning_are_no_part_of_a_value(model: ThinkingModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", logprobs=True))
         deltas = [delta async for delta in s["answer"]]
         assert "".join(deltas) == await s["answer"] == ANSWER
         answer = s["answer"]
-        assert answer.reasoning == THOUGHTS
-        assert 0 < answer.usage.thought_tokens < answer.usage.output_tokens
+        assert answer.reasoning == REASONING
+        assert 0 < answer.usage.reasoning_tokens < answer.usage.output_tokens
         assert answer.logprobs is not None
-        assert len(answer.logprobs) < answer.usage.output_tokens - answer.usage.thought_tokens + 1
+        assert len(answer.logprobs) < answer.usage.output_tokens - answer.usage.reasoning_tokens + 1
         s += af.user(f"{answer}") + af.assistant(af.gen("again", max_tokens=1))
         await s
         text = await s.text()
-        # The next turn has the answer without its thoughts.
-        assert text.count(THOUGHTS) == 1
+        # The next turn has the answer without its reasoning.
+        assert text.count(REASONING) == 1
         assert text.count(ANSWER) == 3
 
 
 @EACH
-async def test_a_reply_has_no_thoughts_and_keeps_its_calls(model: ThinkingModel) -> None:
+async def test_a_reply_has_no_reasoning_and_keeps_its_calls(model: ThinkingModel) -> None:
     @af.tool
     def look() -> str:
         """Looks."""
@@ -52,21 +52,21 @@ async def test_a_reply_has_no_thoughts_and_keeps_its_calls(model: ThinkingModel)
         s += af.conversation([{"role": "user", "content": SCRIPT}])
         s += af.reply("reply")
         assert (await s["reply"]).text == ANSWER
-        assert s["reply"].reasoning == THOUGHTS
+        assert s["reply"].reasoning == REASONING
     if model is DEEPSEEK_MODEL:
         return
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         asked = f"<think>\nI call {call}.\n</think>\n\n{call}"
-        s += af.conversation([{"role": "user", "content": asked}], tools=[look])
-        s += af.reply("reply")
+        s += af.conversation([{"role": "user", "content": asked}])
+        s += af.reply("reply", tools=[look])
         reply = await s["reply"]
         assert [called.name for called in reply.tool_calls] == ["look"]
         assert reply.text == ""
         assert s["reply"].reasoning == f"I call {call}."
 
 
-async def test_past_thoughts_of_a_conversation_are_given_to_the_template() -> None:
+async def test_past_reasoning_of_a_conversation_are_given_to_the_template() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     turns = [
         {"role": "user", "content": SCRIPT},
@@ -89,7 +89,7 @@ async def test_a_constrained_gen_does_not_think(model: ThinkingModel) -> None:
 
 
 @EACH
-async def test_a_program_sets_the_budget_of_thoughts(model: ThinkingModel) -> None:
+async def test_a_program_sets_the_budget_of_reasoning(model: ThinkingModel) -> None:
     @af.program
     async def asked(s: af.State, budget: int | None) -> str:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
@@ -103,16 +103,16 @@ async def test_a_program_sets_the_budget_of_thoughts(model: ThinkingModel) -> No
             async with flow.state() as s:
                 s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
                 assert await s["answer"] == ANSWER
-                assert THOUGHTS.startswith(s["answer"].reasoning or "")
+                assert REASONING.startswith(s["answer"].reasoning or "")
                 assert bool(s["answer"].reasoning) == (budget > 0)
-                num_thoughts = s["answer"].usage.thought_tokens
-            assert num_thoughts <= budget + 20
-            # Thoughts of a reply, and before a constrained text.
+                num_reasoning = s["answer"].usage.reasoning_tokens
+            assert num_reasoning <= budget + 20
+            # Reasoning of a reply, and before a constrained text.
             async with flow.state() as s:
                 s += af.conversation([{"role": "user", "content": SCRIPT}])
                 s += af.reply("reply", max_reasoning_tokens=budget)
                 assert (await s["reply"]).text == ANSWER
-                assert s["reply"].usage.thought_tokens == num_thoughts
+                assert s["reply"].usage.reasoning_tokens == num_reasoning
                 script = SCRIPT.replace(ANSWER, "42")
                 s += af.user(script)
                 s += af.assistant(af.gen("number", regex="[0-9]{2}", max_reasoning_tokens=budget))
@@ -135,12 +135,12 @@ async def test_reasoning_and_its_budget_are_replayed(is_streamed: bool, tmp_path
 
     path = tmp_path / "run.jsonl"
     async with af.session(backend=engine_of(QWEN_MODEL), record=path) as flow:
-        assert await flow.run(asked, None) == THOUGHTS
+        assert await flow.run(asked, None) == REASONING
         reasoning = await flow.run(asked, 2)
-    assert 0 < len(reasoning) < len(THOUGHTS)
+    assert 0 < len(reasoning) < len(REASONING)
     assert '"max_reasoning_tokens":2' in path.read_text().replace(" ", "")
     async with af.session(backend=af.Replay(path)) as flow:
-        assert await flow.run(asked, None) == THOUGHTS
+        assert await flow.run(asked, None) == REASONING
         assert await flow.run(asked, 2) == reasoning
     with pytest.raises(af.errors.ReplayDiffers):
         async with af.session(backend=af.Replay(path)) as flow:
@@ -149,7 +149,7 @@ async def test_reasoning_and_its_budget_are_replayed(is_streamed: bool, tmp_path
 
 @EACH
 @pytest.mark.parametrize("is_reply", [False, True])
-async def test_thoughts_are_streamed_before_the_text(model: ThinkingModel, is_reply: bool) -> None:
+async def test_reasoning_are_streamed_before_the_text(model: ThinkingModel, is_reply: bool) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         if is_reply:
             s += af.conversation([{"role": "user", "content": SCRIPT}])
@@ -157,14 +157,14 @@ async def test_thoughts_are_streamed_before_the_text(model: ThinkingModel, is_re
         else:
             s += af.user(SCRIPT) + af.assistant(af.gen("answer", stream_reasoning=True))
         deltas = [delta async for delta in s["answer"].reasoning_deltas()]
-        assert "".join(deltas) == THOUGHTS
+        assert "".join(deltas) == REASONING
         await s["answer"]
         assert s["answer"].text == ANSWER
-        assert s["answer"].reasoning == THOUGHTS
+        assert s["answer"].reasoning == REASONING
         # Without the option they come whole, with the value.
         s += af.user(SCRIPT) + af.gen("whole")
         await s["whole"]
-        assert [delta async for delta in s["whole"].reasoning_deltas()] == [THOUGHTS]
+        assert [delta async for delta in s["whole"].reasoning_deltas()] == [REASONING]
 
 
 @pytest.mark.parametrize("budget", [-1, True, 1.5, "2"])
@@ -175,9 +175,9 @@ def test_a_budget_is_a_whole_number(budget: Any) -> None:
 
 
 @EACH
-async def test_a_gen_that_ends_within_thoughts_has_an_empty_value(model: ThinkingModel) -> None:
+async def test_a_gen_that_ends_within_reasoning_has_an_empty_value(model: ThinkingModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_tokens=5))
         assert await s["answer"] == ""
         assert s["answer"].finish_reason == "length"
-        assert THOUGHTS.startswith(s["answer"].reasoning or "-")
+        assert REASONING.startswith(s["answer"].reasoning or "-")
