@@ -70,6 +70,9 @@ def _are_pieces(text: str, value: Any) -> bool:
     """Wherever a tag begins, what follows is valid, or cut."""
     behind_marks = text.split(" the ")[1:]
     begun = re.compile(r"(red|green|blue) [a-z]{3,8}\.")
+    if value is None:  # truncated within its last tag
+        *behind_marks, last = behind_marks
+        return "the " + last in text[-20:] and all(map(begun.match, behind_marks))
     tagged = [piece for piece in value if not isinstance(piece, str)]
     return (
         all(begun.match(behind) or "the " + behind in text[-20:] for behind in behind_marks)

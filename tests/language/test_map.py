@@ -249,7 +249,7 @@ async def test_a_map_is_refused_outside_its_session():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"concurrency": 0}, "concurrency=0: say how many may run at once, 1 or more"),
+        ({"concurrency": 0}, "concurrency=0: give a whole number, 1 or more"),
         ({"concurrency": True}, "concurrency=True"),
         ({"concurrency": 2.0}, "concurrency=2.0"),
         ({"on_error": "x"}, "on_error='x': give 'raise' .* or 'return'"),

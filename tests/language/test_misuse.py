@@ -360,7 +360,7 @@ def look_up(city: str) -> str:
 )
 def test_invalid_tools_and_choices_are_rejected(options, why):
     with pytest.raises(af.errors.BadArgument, match=why):
-        af.conversation([{"role": "user", "content": "?"}], **options)
+        af.reply("answer", **options)
 
 
 @pytest.mark.parametrize("inputs", [3, ["essay"], object()])
