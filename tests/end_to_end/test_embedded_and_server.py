@@ -82,8 +82,15 @@ def test_the_demo_answers_on_a_server(model_url):
         timeout=100,
         check=True,
     )
-    assert "of which cached" in result.stdout
-    assert "tokens per second" in result.stdout
+    for figure in (
+        "prompt tokens",
+        "of which cached",
+        "hit rate",
+        "forward steps",
+        "tokens per second",
+        "peak memory",
+    ):
+        assert figure in result.stdout
 
 
 def test_the_demo_reports_in_one_line_that_no_server_answers():

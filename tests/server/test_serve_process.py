@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import pytest
 from support.session_peer import HANG, gen, opened
 
 from agentflow.backends.remote import Remote
@@ -29,6 +30,7 @@ import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
+import pytest
 from support.session_peer import HangingGenerator, opened
 from agentflow.server import serve as serve_module
 from agentflow.server.models.models import one_model
@@ -117,7 +119,8 @@ def loading_server(*arguments: str) -> Iterator[Server]:
             raise
 
 
-def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal(number: signal.Signals) -> None:
     with loading_server() as server:
         assert (server.status("/health/live"), server.status("/health/ready")) == (200, 503)
         server.go_on()
@@ -130,7 +133,7 @@ def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal() -> None:
             async with opened(Remote(f"ws://{address}")) as (connection, listener):
                 connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
                 await listener.wait_for(lambda received: 2 in received.texts)
-                server.process.send_signal(signal.SIGTERM)
+                server.process.send_signal(number)
                 return await listener.wait_until_lost()
 
         error = anyio.run(client)
@@ -138,14 +141,15 @@ def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal() -> None:
     assert isinstance(error, ServerLost)
 
 
-def test_a_signal_ends_it_while_it_loads() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_while_it_loads(number: signal.Signals) -> None:
     with loading_server() as server:
         # A probe that keeps its connection.
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
         with contextlib.closing(connection):
             connection.request("GET", "/health/live")
             assert connection.getresponse().read() == b'{"status":"live"}'
-            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(number)
             assert server.line() == "closed\n"
         server.go_on()  # for the thread that reads
         assert server.end() == (0, "returned\n", "")
@@ -156,7 +160,7 @@ def test_a_hangup_while_it_loads_is_recorded_and_one_while_it_closes_is_ignored(
         server.process.send_signal(signal.SIGHUP)
         server.go_on()
         assert "the keys file was read again\n" in [server.line() for _ in range(3)]
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
         assert server.line() == "closing\n"
         server.process.send_signal(signal.SIGHUP)
         server.go_on()
