@@ -295,9 +295,10 @@ class Sessions(Generic[ContextT]):
             await session.interpreter.aclose()
         except Exception:
             logger.exception("not all contexts of a session could be freed")
-        self._num_closing -= 1
-        self._one_removed.set()
-        self._one_removed = anyio.Event()
+        finally:
+            self._num_closing -= 1
+            self._one_removed.set()
+            self._one_removed = anyio.Event()
 
 
 @asynccontextmanager
