@@ -16,7 +16,7 @@ from support.clocks import ClockS
 from support.compile_loaders import LOADER
 from support.fake_engine import TEMPLATE, StepGate
 from support.holds import Hold
-from support.plain_engine import plain_engine
+from support.plain_model import plain_model_engine
 from support.process_engine import PLAIN, generate, kill, process_engine
 from support.wire_server import open_generator
 
@@ -108,7 +108,7 @@ async def serving(client: EngineClient) -> AsyncIterator[Any]:
 
 
 async def test_the_metrics_include_those_of_the_engine():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         async with serving(client) as app:
             await generate(client, [5, 6, 7])
             await generate(client, [5, 6, 7, *PLAIN.ids[:4], 9])
@@ -136,7 +136,7 @@ async def test_the_metrics_include_those_of_the_engine():
 
 
 async def test_tasks_are_counted():
-    async with plain_engine() as client, serving(client) as app, anyio.create_task_group() as group:
+    async with plain_model_engine() as client, serving(client) as app, anyio.create_task_group() as group:
         _, before = await get_metrics(app)
         assert before["agentflow_tasks",] == len(anyio.get_running_tasks())
         group.start_soon(anyio.sleep_forever)
@@ -147,7 +147,7 @@ async def test_tasks_are_counted():
 
 async def test_forced_tokens_have_a_counter_of_their_own():
     machine = build_dfa(parse_regex("The capital of France is Paris")).to_bytes()
-    async with plain_engine() as client, serving(client) as app:
+    async with plain_model_engine() as client, serving(client) as app:
         await generate(client)
         end = await client.generate(
             [5, 6],
@@ -163,8 +163,8 @@ async def test_forced_tokens_have_a_counter_of_their_own():
 
 async def test_each_application_has_its_own_metrics():
     async with (
-        plain_engine() as client,
-        plain_engine() as other_client,
+        plain_model_engine() as client,
+        plain_model_engine() as other_client,
         serving(client) as app,
         serving(other_client) as other,
     ):
@@ -181,7 +181,7 @@ async def test_counters_go_on_when_the_application_starts_again():
 
     @asynccontextmanager
     async def open_generator() -> AsyncIterator[Generator[Any]]:
-        async with plain_engine() as client:
+        async with plain_model_engine() as client:
             clients.append(client)
             yield EngineGenerator(client, TEMPLATE)
 
@@ -203,7 +203,7 @@ async def test_counts_of_compilers_add_up():
     async def open_models() -> AsyncIterator[Models]:
         limits = CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)  # however busy the processors are
         opening = constraint_compiler(limits, loader=LOADER)
-        async with plain_engine() as client, opening as compiler:
+        async with plain_model_engine() as client, opening as compiler:
             for source in ("pid", "pid", "abort", "spin"):
                 with contextlib.suppress(RequestRefused):
                     await compiler.compile(Constraint("regex", source), tenant="ann")
@@ -226,7 +226,7 @@ async def test_counts_of_compilers_add_up():
 async def test_each_model_has_its_own_counters():
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
-        async with plain_engine() as client, plain_engine() as other:
+        async with plain_model_engine() as client, plain_model_engine() as other:
             await generate(client)
             yield Models([EngineModel("one", client, TEMPLATE), EngineModel("other", other, TEMPLATE)])
 
@@ -283,7 +283,7 @@ async def test_a_scrape_does_not_wait_for_a_step_for_ever(monkeypatch):
     gate.attach()
     gate.allow(0)
     async with (
-        plain_engine(on_step=gate) as client,
+        plain_model_engine(on_step=gate) as client,
         serving(client) as app,
         anyio.create_task_group() as group,
     ):
