@@ -41,7 +41,25 @@ from agentflow.runtime.task_group import forget_loop, running_loop
 
 
 class SessionOptions(TypedDict, total=False):
-    """The keyword arguments of ``af.session`` and ``af.open_session``, for functions that pass them on.
+    """The options of ``af.session`` and ``af.open_session``. Also a type for functions that pass them on.
+
+    Attributes:
+        model: On a server, the name of one of its models; default: the first. In this process, a short name
+            (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a
+            GGUF file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing.
+        embed_model: The model for ``flow.embed``. On a server, the name of one of its embedding models;
+            default: the first. In this process, it is loaded in addition to ``model``.
+        quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
+            ``af.Embedded`` has its other options.
+        chat_template: A Jinja file that replaces the model's chat template.
+        device: ``cpu`` or ``cuda``.
+        kv_tokens: The size of the KV pool in tokens.
+        api_key: Default: the environment variable AGENTFLOW_API_KEY.
+        backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
+            model.
+        seed: Makes sampling reproducible, except for gens with a seed.
+        record: A file that receives all ops and events, for ``af.Replay`` and ``agentflow replay``. It
+            contains prompts and answers in plain text.
 
     >>> options: af.SessionOptions = {"model": "smollm2-135m", "seed": 7}
     >>> async with af.session(**options) as flow:
@@ -67,22 +85,8 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     Args:
         url: The server's address (``ws://…`` or ``wss://…``); default: the environment variable
             AGENTFLOW_URL. Without an address, an engine in this process runs the model.
-        model: On a server, the name of one of its models; default: the first. In this process, a short name
-            (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a
-            GGUF file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing.
-        embed_model: The model for ``flow.embed``. On a server, the name of one of its embedding models;
-            default: the first. In this process, it is loaded in addition to ``model``.
-        quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
-            ``af.Embedded`` has its other options.
-        chat_template: A Jinja file that replaces the model's chat template.
-        device: ``cpu`` or ``cuda``.
-        kv_tokens: The size of the KV pool in tokens.
-        api_key: Default: the environment variable AGENTFLOW_API_KEY.
-        backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
-            model.
-        seed: Makes sampling reproducible, except for gens with a seed.
-        record: A file that receives all ops and events, for ``af.Replay`` and ``agentflow replay``. It
-            contains prompts and answers in plain text.
+        options: Fields of ``af.SessionOptions``: ``model``, ``embed_model``, ``quantize``, ``chat_template``,
+            ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed`` and ``record``.
 
     Raises:
         BadArgument: An option is unknown or invalid, or does not go with another one.

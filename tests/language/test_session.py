@@ -262,3 +262,9 @@ def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
     with pytest.raises(af.errors.BadArgument, match="AGENTFLOW_URL"):
         af.session(kv_tokens=4000)
+
+
+def test_an_unknown_option_is_rejected_with_the_nearest():
+    with pytest.raises(af.errors.BadArgument, match="'model'") as refused:
+        af.session(modell="small")  # type: ignore[call-arg]
+    assert refused.value.param == "modell"
