@@ -36,7 +36,6 @@ from agentflow.language.program import check_program
 from agentflow.language.session import Session
 from agentflow.language.states.state import State
 from agentflow.protocol.backend import Backend
-from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import forget_loop, running_loop
 
 
@@ -140,7 +139,7 @@ _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
 
 
 def _chosen(options: SessionOptions, *names: str) -> dict[str, Any]:
-    """Those of the named options that have a value."""
+    """The named options that have a value."""
     return {name: value for name, value in options.items() if name in names and value is not None}
 
 
@@ -185,9 +184,7 @@ def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
     if url is None:
         from agentflow.backends.local import Embedded
 
-        model = options.get("model")
-        named = DEFAULT_MODEL if model is None else model
-        return Embedded(named, embed_model=options.get("embed_model"), **of_engine)
+        return Embedded(**_chosen(options, *_OF_MODEL), **of_engine)
     if of_engine:
         name = next(iter(of_engine))
         raise BadArgument(

@@ -195,8 +195,8 @@ class InFlight:
             row.ranks = output.ranks[first:end].tolist()
 
     def discard(self) -> list[Request]:
-        """Takes back all batches in flight, because the oldest one failed and the later ones continue it.
-        Returns the requests of the oldest."""
+        """Discards all batches in flight: the oldest failed, and the later ones continue it. Their requests
+        are as before the launches. Returns the requests of the oldest batch."""
         failed = [request for request, _ in self.oldest_work()]
         while self._launched:
             for row in self._launched.pop().rows:

@@ -30,7 +30,7 @@ MAX_PASSED_OVER = 128
 class Policy(ABC):
     """The waiting requests, and which of them is next.
 
-    A policy is told of every change. It may ignore the events of the last five methods.
+    The scheduler reports every change to its policy, which may ignore the events of the last five methods.
     """
 
     @abstractmethod

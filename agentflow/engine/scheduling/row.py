@@ -25,7 +25,7 @@ class Row:
     num_nodes: int = 0  # nodes that it computes
     # Set when the batch has run:
     token_ids: Sequence[int] = ()  # the sampled tokens
-    logprobs: Sequence[float] = ()  # of scored and sampled tokens, in order; empty if nobody wants any
+    logprobs: Sequence[float] = ()  # of scored and sampled tokens, in order; empty if none is wanted
     tops: Sequence[TopTokens] = ()  # for each of these, as many of the likeliest tokens as were asked for
     ranks: Sequence[int] = ()  # of scored tokens
     embedding: bytes = b""  # float32

@@ -81,11 +81,6 @@ def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
         raise BadArgument(f"{where}: {' and '.join(names)} exclude each other: give one of them")
 
 
-def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown: str) -> ValueType:
-    """A value with a JSON schema. ``BadArgument`` if the schema is invalid."""
-    return ValueType(shown, _schema(schema), read, comes_in_parts=True)
-
-
 def _of_regex(regex: str) -> ValueType:
     return ValueType("text", Constraint("regex", regex).check(), str)
 
@@ -117,7 +112,7 @@ def _of_schema(schema: Any) -> ValueType:
     """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
     if isinstance(schema, Mapping):
         _check_written(schema)
-        return of_json_schema(schema, json.loads, "JSON value")
+        return ValueType("JSON value", _schema(schema), json.loads, comes_in_parts=True)
     described, read = json_type(schema)
     described = with_bounded_depth(described)
     # Type checkers expect that iterating over a string or a number yields text.
