@@ -27,7 +27,7 @@ class _InterpretedConnection(Generic[ContextT]):
 
     def __init__(self, interpreter: Interpreter[ContextT]) -> None:
         self._interpreter = interpreter
-        self.capabilities = interpreter.capabilities
+        self.models = interpreter.models
 
     def send(self, ops: Sequence[Op]) -> None:
         for op in ops:
@@ -39,13 +39,22 @@ class _InterpretedConnection(Generic[ContextT]):
 
 @asynccontextmanager
 async def interpreted(
-    generator: Generator[ContextT], deliver: Deliver, embedders: Mapping[str, Embedder] = MappingProxyType({})
+    generator: Generator[ContextT],
+    deliver: Deliver,
+    embedders: Mapping[str, Embedder] = MappingProxyType({}),
+    models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
 ) -> AsyncIterator[Connection]:
-    """Interprets ops with ``generator``, and with ``embedders`` by name, for the duration of the scope, whose
-    end aborts running ops."""
+    """Interprets ops for the duration of the scope, whose end aborts running ops.
+
+    Args:
+        generator: Runs the states of the default model.
+        deliver: Receives the events.
+        embedders: Further models that make embeddings, by name.
+        models: The generators of further models, by name.
+    """
     with ExitStack() as at_the_end:
         async with open_task_group() as group:
-            interpreter = Interpreter(generator, group, embedders=embedders)
+            interpreter = Interpreter(generator, group, models=models, embedders=embedders)
             at_the_end.callback(interpreter.close)
 
             async def pump() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextvars
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,6 +46,9 @@ class SessionOptions(TypedDict, total=False):
         model: On a server, the name of one of its models; default: the first. In this process, a short name
             (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a
             GGUF file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing.
+        models: Several models for the session, by the names that ``flow.state(model=…)`` and
+            ``s.fork(…, model=…)`` use; the first is the default. Each is a model for this process as for
+            ``model``, an address as for ``url``, or a backend.
         embed_model: The model for ``flow.embed``. On a server, the name of one of its embedding models;
             default: the first. In this process, it is loaded in addition to ``model``.
         quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
@@ -67,6 +70,7 @@ class SessionOptions(TypedDict, total=False):
     """
 
     model: str | None
+    models: Mapping[str, str | os.PathLike[str] | Backend] | None
     embed_model: str | None
     quantize: str | None
     chat_template: str | os.PathLike[str] | None
@@ -84,8 +88,8 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     Args:
         url: The server's address (``ws://…`` or ``wss://…``); default: the environment variable
             AGENTFLOW_URL. Without an address, an engine in this process runs the model.
-        options: Fields of ``af.SessionOptions``: ``model``, ``embed_model``, ``quantize``, ``chat_template``,
-            ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed`` and ``record``.
+        options: Fields of ``af.SessionOptions``: ``model``, ``models``, ``embed_model``, ``quantize``,
+            ``chat_template``, ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed`` and ``record``.
 
     Raises:
         BadArgument: An option is unknown or invalid, or does not go with another one.
@@ -106,11 +110,18 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
         if value is not None and name in _KINDS and not isinstance(value, _KINDS[name]):
             raise BadArgument(f"session: {name} must be a string, not {value!r:.200}", param=name)
     backend, record, seed = options.get("backend"), options.get("record"), options.get("seed")
+    models = options.get("models")
+
+    def choose() -> Backend:
+        return _chosen_backend(url, options) if models is None else _several(models, url, options)
+
+    if models is not None and backend is not None:
+        raise BadArgument("session: models has all models: leave out backend", param="backend")
     if backend is None and _substitute is not None:
-        backend, substitute_record = _substitute(lambda: _chosen_backend(url, options))
+        backend, substitute_record = _substitute(choose)
         record = record or substitute_record
     elif backend is None:
-        backend = _chosen_backend(url, options)
+        backend = choose()
     elif any(value is not None for value in (url, *_chosen(options, *_OF_MODEL, *_OF_ENGINE).values())):
         raise BadArgument("session: a backend cannot be combined with a url, a model or options of an engine")
     elif not callable(getattr(backend, "connect", None)):
@@ -126,6 +137,39 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
         seed = secrets.randbits(63) if seed is None else seed
         backend = Recorded(backend, record, seed)
     return Session(backend, seed=seed)
+
+
+def _several(
+    models: Mapping[str, str | os.PathLike[str] | Backend], url: str | None, options: SessionOptions
+) -> Backend:
+    """The backend of a session with several models."""
+    others = _chosen(options, *_OF_MODEL, *_OF_ENGINE)
+    if url is not None or others:
+        name = next(iter(others), "url")
+        raise BadArgument(f"session: models has all models: leave out {name}", param=name)
+    if not isinstance(models, Mapping) or not all(isinstance(name, str) and name for name in models):
+        raise BadArgument(
+            f"session: models must be a dict of names to models, not {short_repr(models)}", param="models"
+        )
+    from agentflow.backends.several import Several
+
+    backends: dict[str, Backend] = {}
+    for name, model in models.items():
+        if isinstance(model, str) and "://" in model:
+            backends[name] = _chosen_backend(model, options)
+        elif isinstance(model, str | os.PathLike):
+            from agentflow.backends.local import Embedded
+
+            backends[name] = Embedded(os.fspath(model))
+        elif callable(getattr(model, "connect", None)):
+            backends[name] = model
+        else:
+            raise BadArgument(
+                f"session: model {name!r} must be a model's name, an address or a backend, not "
+                f"{short_repr(model)}",
+                param="models",
+            )
+    return Several(backends)
 
 
 _OF_MODEL: Final = ("model", "embed_model")

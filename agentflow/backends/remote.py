@@ -146,7 +146,7 @@ class Remote:
         async with open_task_group() as group:
             group.start_soon(connection.run)
             try:
-                connection.capabilities = connection.capabilities.embedding_with(self.embed_model)
+                connection.set_models(welcome)
                 yield connection
             finally:
                 await connection.leave()
@@ -261,7 +261,7 @@ class RemoteConnection:
         embed_model: str | None = None,
         patience_s: float | None = None,
     ) -> None:
-        self.capabilities: Capabilities = welcome.capabilities
+        self.models: dict[str, Capabilities] = {}
         self._url = url
         self._reopen = reopen
         self._binary = websocket.binary
@@ -286,6 +286,13 @@ class RemoteConnection:
         self._queue = OpQueue(binary=self._binary, frame_bytes=self._welcome.limits.frame_bytes)
         self._cursors = Cursors()
         self._waiting_since: float | None = None  # the first op that needs an answer, while disconnected
+
+    def set_models(self, welcome: Welcome) -> None:
+        """Takes the models of the server. ``UnknownModel`` if it has no such embedding model."""
+        names = dict.fromkeys([welcome.model, *welcome.models])
+        models = {name: welcome.models[name].embedding_with(self._embed_model) for name in names}
+        self.models.clear()  # the session keeps a reference
+        self.models |= models
 
     @property
     def is_connected(self) -> bool:
@@ -373,7 +380,7 @@ class RemoteConnection:
             await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
             try:
                 self._websocket, self._welcome = await self._reopen(None)
-                self.capabilities = self._welcome.capabilities.embedding_with(self._embed_model)
+                self.set_models(self._welcome)
             except (ServerUnreachable, Overloaded) as error:
                 at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
                 if self._is_out_of_patience(error):

@@ -133,7 +133,8 @@ class _ReplayConnection:
         deliver: Deliver,
         lost: Lost,
     ) -> None:
-        self.capabilities = recording.header.capabilities
+        self.models = {recording.header.model: recording.header.models[recording.header.model]}
+        self.models |= recording.header.models
         self._recording = recording
         self._recorded = runs
         self._scheduler = scheduler
@@ -145,7 +146,12 @@ class _ReplayConnection:
         self._runs = _LiveRuns(runs.runs)
         self._num_stats = 0
         self._outgoing: list[Event] = []
-        self._tree = ForkTree(_LiveState, recording.header.seed, self._runs.recorded_index)
+        self._tree = ForkTree(
+            _LiveState,
+            recording.header.seed,
+            self._runs.recorded_index,
+            resolves_params=recording.header.resolves_params,
+        )
         self._schedule_loss()
 
     def send(self, ops: Sequence[ops.Op]) -> None:
@@ -368,7 +374,7 @@ class _ReplayConnection:
 
     def _answer_stats(self, ticket: int) -> None:
         known = self._recorded.stats
-        seq, reply = -1, StatsReply(ticket, Stats(model=self.capabilities.model))
+        seq, reply = -1, StatsReply(ticket, Stats(model=next(iter(self.models.values())).model))
         if known:
             seq, recorded = known[min(self._num_stats, len(known) - 1)]
             reply = StatsReply(ticket, recorded.stats, recorded.error)

@@ -41,7 +41,7 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.op_table import expanded
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
 from agentflow.runtime.word_embedding import word_embedding
 
@@ -177,6 +177,7 @@ class ScriptedGenerator:
             token_ids=False,
             conversations=True,
             embedding_models=("scripted",),
+            default_max_tokens=SamplingParams().max_tokens,
         )
         self.num_open = 0
         self.num_running = 0
@@ -214,7 +215,7 @@ class ScriptedGenerator:
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -222,9 +223,9 @@ class ScriptedGenerator:
         """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
         ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
         nothing). A script has no reasoning."""
-        call = self._call(context, "gen", params, constraint)
+        call = self._call(context, "gen", params.resolved(), constraint)
         return await self._stream(
-            context, text_of(self._answer(call)), call.name, params, on_text, constraint
+            context, text_of(self._answer(call)), call.name, call.params, on_text, constraint
         )
 
     async def offer_tools(
@@ -252,13 +253,13 @@ class ScriptedGenerator:
     async def reply(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
-        call = self._call(context, "reply", params, constraint)
+        call = self._call(context, "reply", params.resolved(), constraint)
         reply = reply_of(self._answer(call))
         writer = ReplyWriter()
         written: list[str] = []
@@ -270,7 +271,7 @@ class ScriptedGenerator:
         if context.may_call and reply.tool_calls:
             constraint = None  # it applies to replies without calls
         end = await self._stream(
-            context, reply.text, call.name, params, lambda delta: write(TextPiece(delta)), constraint
+            context, reply.text, call.name, call.params, lambda delta: write(TextPiece(delta)), constraint
         )
         for answered in reply.tool_calls:
             called = context.named(answered)
@@ -462,7 +463,7 @@ class _ScriptedConnection:
     is_connected = True
 
     def __init__(self, connection: Connection, generator: ScriptedGenerator) -> None:
-        self.capabilities = connection.capabilities
+        self.models = connection.models
         self.is_complete = False
         self._connection = connection
         self._generator = generator

@@ -41,7 +41,7 @@ def run_replay(path: Path, console: Console | None = None) -> None:
     runs = RecordedRuns(recording)
     header = recording.header
     console.print(
-        Text(f"{path}: {header.capabilities.model}, {header.started}, agentflow {header.agentflow}"),
+        Text(f"{path}: {header.model}, {header.started}, agentflow {header.agentflow}"),
         style="bold",
     )
     console.print(_table(runs, _TimeFormat(recording), console.width))

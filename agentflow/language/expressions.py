@@ -24,7 +24,7 @@ from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 ItemT = TypeVar("ItemT")
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -84,7 +84,7 @@ class GenExpression(Expression, Generic[ValueT_co]):
     def __init__(
         self,
         name: str,
-        params: SamplingParams,
+        params: GenParams,
         value_type: ValueType,
         max_retries: int = 0,
         offer: Offer | None = None,

@@ -14,7 +14,7 @@ from agentflow.language.typed.tools import DescribedTool, Tool, described_tool
 from agentflow.language.typed.values import ValueType, refuse_several, value_type
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
-from agentflow.protocol.sampling import SamplingParams, is_whole
+from agentflow.protocol.sampling import GenParams, is_whole
 
 if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] does not include
     from typing_extensions import TypeForm
@@ -28,20 +28,20 @@ MOST_RETRIES: Final = 20
 class SamplingOptions(TypedDict, total=False):
     """The options of ``gen`` that do not affect the type of its value."""
 
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: bool
-    min_tokens: int
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
+    min_tokens: int | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
     logit_bias: Mapping[int, float] | None
     stop_regex: str | None
     top_logprobs: int
@@ -94,15 +94,15 @@ def gen(
 def gen(
     name: str,
     *,
-    max_tokens: int = 256,
-    min_tokens: int = 0,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    frequency_penalty: float = 0.0,
-    presence_penalty: float = 0.0,
-    repetition_penalty: float = 1.0,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    repetition_penalty: float | None = None,
     logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
@@ -135,17 +135,21 @@ def gen(
     ``max_tokens`` truncated it, or if it violates a rule that a grammar cannot enforce, such as a validator
     written in Python. Awaiting an invalid value raises ``InvalidValue``.
 
+    A sampling parameter that is None is left to the model: the engine takes the default that is given below
+    in brackets, and a model behind an API its own.
+
     Args:
         name: The name of the variable.
-        max_tokens: The maximum number of tokens.
-        min_tokens: The minimum number of tokens.
-        temperature: 0 is greedy. ``SamplingParams`` defines the order in which the sampling options apply.
-        top_p: Samples only from the most likely tokens, up to this probability. 1.0: off.
-        top_k: Samples only from this many of the most likely tokens. 0: off.
-        min_p: Samples only from tokens with at least this fraction of the greatest probability. 0.0: off.
-        frequency_penalty: -2 to 2; lowers the logits of generated tokens with each occurrence. 0.0: off.
-        presence_penalty: -2 to 2; lowers the logits of generated tokens once. 0.0: off.
-        repetition_penalty: Reduces the logits of generated tokens and of tokens in the prompt. 1.0: off.
+        max_tokens: The maximum number of tokens [256].
+        min_tokens: The minimum number of tokens [0].
+        temperature: 0 is greedy [0]. ``SamplingParams`` defines the order in which the sampling options
+            apply.
+        top_p: Samples only from the most likely tokens, up to this probability [1.0: off].
+        top_k: Samples only from this many of the most likely tokens [0: off].
+        min_p: Samples only from tokens with at least this fraction of the greatest probability [0.0: off].
+        frequency_penalty: -2 to 2; lowers the logits of generated tokens with each occurrence [0.0: off].
+        presence_penalty: -2 to 2; lowers the logits of generated tokens once [0.0: off].
+        repetition_penalty: Reduces the logits of generated tokens and of tokens in the prompt [1.0: off].
         logit_bias: Maps token ids to numbers that are added to their logits, -100 to 100.
         seed: None derives one from the session's seed.
         stop: One string or several. The text ends before the first of them.
@@ -201,7 +205,7 @@ def gen(
         raise BadArgument(
             f"gen: max_retries must be 1 to {MOST_RETRIES}, not {max_retries!r}", param="max_retries"
         )
-    params = SamplingParams(
+    params = GenParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=temperature,

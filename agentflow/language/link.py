@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from types import TracebackType
@@ -49,7 +49,7 @@ from agentflow.protocol.events import (
     VarFailed,
     Watched,
 )
-from agentflow.protocol.op_table import check_sendable
+from agentflow.protocol.op_table import StateModels, check_sendable
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group, running_loop
 
@@ -102,6 +102,7 @@ class Link:
         self.states: dict[int, StateEvents] = {}
         self.variables: dict[int, VariableEvents] = {}
         self._connection: Connection | None = None
+        self._models = StateModels({})
         self._tasks: TaskGroup | None = None
         self._stack = AsyncExitStack()
         self._failure: Exception | None = None
@@ -141,13 +142,14 @@ class Link:
             async with AsyncExitStack() as stack:
                 connecting = backend.connect(self._deliver, self._lose)
                 self._connection = await stack.enter_async_context(connecting)
+                self._models = StateModels(self._connection.models)
                 self._tasks = await stack.enter_async_context(open_task_group())
                 self._stack = stack.pop_all()
         except BaseException as error:
             self._end_spans(error)
             raise
         if self.spans is not None:
-            self.spans.is_open(self._connection.capabilities.model)
+            self.spans.is_open(self._models.default.model)
         if blocking_s:
             self._watch = LoopWatch(blocking_s, lambda: bool(self.states), self._lose)
 
@@ -180,10 +182,23 @@ class Link:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the backend."""
+        """The capabilities of the default model."""
         self.check_open()
-        assert self._connection is not None
-        return self._connection.capabilities
+        return self._models.default
+
+    @property
+    def models(self) -> Mapping[str, Capabilities]:
+        """The capabilities of each model by name, the default first."""
+        self.check_open()
+        return self._models.models
+
+    def is_model_of(self, state_id: int, model: str) -> bool:
+        """Whether the state runs on ``model``. ``UnknownModel``."""
+        return self._models.named(model) is self._models.of(state_id)
+
+    def capabilities_of(self, state_id: int) -> Capabilities:
+        """The capabilities of the state's model."""
+        return self._models.of(state_id)
 
     @property
     def is_alive(self) -> bool:
@@ -252,7 +267,8 @@ class Link:
         self.check_alive()
         assert self._connection is not None
         for op in recorded:
-            check_sendable(op, self._connection.capabilities)
+            check_sendable(op, self._models)
+            self._models.follow(op)
         if self._first_id:
             recorded = [op for op in recorded if not self._is_of_lost(op)]
         self._connection.send(recorded)

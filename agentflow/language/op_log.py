@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend
+from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend, NotSupported
 from agentflow.language.expressions import Expression, Offer
 from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
@@ -269,6 +269,15 @@ class Transcript:
         """The content since the fork, without the marks of turns."""
         marks = TurnBegins | TurnEnds | ToolCalls
         return [entry for entry in self._entries if not isinstance(entry, marks)]
+
+    def check_portable(self) -> None:
+        """Raises ``NotSupported`` if another model cannot be given the content: calls of tools are in the
+        notation of the model that made them."""
+        if any(isinstance(entry, ToolCalls) for entry in self.all()):
+            raise NotSupported(
+                "fork: the conversation has tool calls, which another model reads only as messages: begin a "
+                "state with af.conversation(await s.messages())"
+            )
 
     def turns(self) -> list[TurnContent]:
         """The turns so far, the open one included. Text outside turns belongs to none."""

@@ -254,14 +254,25 @@ class Session(AsyncOnly):
         return await GraphRun(self._link, graph, args, kwargs).result()
 
     def state(
-        self, *, cache_salt: str = "", objective: Objective | None = None, program: str = ""
+        self,
+        *,
+        cache_salt: str = "",
+        objective: Objective | None = None,
+        program: str = "",
+        model: str | None = None,
     ) -> RootState:
         """A state without a program. ``async with flow.state() as s`` ends it with the block and cancels
         unfinished ops; without ``async with`` it ends with ``s.close()`` or with the session.
 
-        ``cache_salt``: states share cached KV only if their salts are equal. ``objective``: as in ``s.hint``.
-        ``program``: states with the same name are siblings to the scheduler, which finishes the states of one
-        program before it begins another's. Use it for one program that has a state for each call.
+        Args:
+            cache_salt: States share cached KV only if their salts are equal.
+            objective: As in ``s.hint``.
+            program: States with the same name are siblings to the scheduler, which finishes the states of one
+                program before it begins another's. Use it for one program that has a state for each call.
+            model: One of ``flow.models``; by default the first.
+
+        Raises:
+            UnknownModel: The session has no such model.
 
         >>> async with flow.state() as s:
         ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
@@ -272,7 +283,7 @@ class Session(AsyncOnly):
         >>> print(await s["answer"])
         Plants turn light into sugar.
         """
-        run = Run(self._link, cache_salt=cache_salt, objective=objective, program=program)
+        run = Run(self._link, cache_salt=cache_salt, objective=objective, program=program, model=model or "")
         return RootState(run.root)
 
     @overload
@@ -380,12 +391,21 @@ class Session(AsyncOnly):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the backend, and the name of its model.
+        """The capabilities and the name of the default model.
 
         >>> flow.capabilities.model
         'scripted'
         """
         return self._link.capabilities
+
+    @property
+    def models(self) -> Mapping[str, Capabilities]:
+        """The capabilities of each model of the session by name, the default first.
+
+        >>> list(flow.models)
+        ['scripted']
+        """
+        return self._link.models
 
     @property
     def is_alive(self) -> bool:

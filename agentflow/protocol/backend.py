@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -23,7 +23,10 @@ class Lost(Protocol):
 class Connection(Protocol):
     """An open backend. ``send`` does not block."""
 
-    capabilities: Capabilities
+    @property
+    def models(self) -> Mapping[str, Capabilities]:
+        """The capabilities of each model by the name that programs use, the default first. The object stays
+        the same when the backend connects again."""
 
     @property
     def is_connected(self) -> bool:

@@ -23,6 +23,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol.constraint import Constraint, ConstraintKind
 from agentflow.protocol.record import Record
+from agentflow.protocol.sampling import GenParams
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +57,24 @@ class Capabilities(msgspec.Struct, frozen=True):
     watch: bool = False
     embedding_models: tuple[str, ...] = ()  # their names, the default first
     batch_size: int | None = None  # more concurrent requests do not raise the throughput; None: unknown
+    sampling: tuple[str, ...] | None = None  # the parameters of ``GenParams`` that may be given; None: all
+    default_max_tokens: int | None = None  # of a gen without ``max_tokens``; None: the model's own limit
+    continuation: bool = True  # a gen may follow text in the assistant's turn
+    plain_text: bool = True  # a gen may stand outside turns
+
+    def accepts(self, name: str) -> bool:
+        """Whether a gen may give the sampling parameter ``name``."""
+        return self.sampling is None or name in self.sampling
+
+    def require_params(self, params: GenParams) -> None:
+        """Raises ``NotSupported`` with the ``param`` that the model does not accept."""
+        if params.wants_logprobs and not self.logprobs:
+            raise NotSupported(f"{self.model} has no log-probabilities: use an engine", param="logprobs")
+        if params.seed is not None and not self.seeds:
+            raise NotSupported(f"{self.model} does not accept a seed: leave it out", param="seed")
+        for name in params.given:
+            if name != "seed" and not self.accepts(name):
+                raise NotSupported(f"{self.model} does not accept {name}: leave it out", param=name)
 
     def require_conversations(self) -> None:
         """Raises ``NotSupported`` if the backend does not accept whole conversations."""

@@ -21,7 +21,14 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError, no_chat_template
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    NotSupported,
+    ProtocolError,
+    UnknownModel,
+    no_chat_template,
+)
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import Capabilities
@@ -41,9 +48,13 @@ OP_BYTES: Final = 600
 
 
 def _check_open(op: ops.Open) -> None:
-    for name, text in (("cache_salt", op.cache_salt), ("program", op.program), ("label", op.label)):
-        if len(text) > ops.MAX_SALT_CHARS:
-            raise BadArgument(f"{name}: {ops.MAX_SALT_CHARS} characters at most, not {len(text):,}")
+    for name in ("cache_salt", "program", "label", "model"):
+        _check_name(name, getattr(op, name))
+
+
+def _check_name(name: str, text: str) -> None:
+    if len(text) > ops.MAX_SALT_CHARS:
+        raise BadArgument(f"{name}: {ops.MAX_SALT_CHARS} characters at most, not {len(text):,}")
 
 
 def _check_parts(op: ops.Text | ops.Set) -> None:
@@ -82,8 +93,7 @@ def _check_gen(op: ops.Gen) -> None:
 def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
     if op.reply:
         capabilities.require_conversations()
-    if op.params.wants_logprobs and not capabilities.logprobs:
-        raise NotSupported(f"{capabilities.model} has no log-probabilities: use an engine")
+    capabilities.require_params(op.params)
     capabilities.require(op.constraint)
 
 
@@ -184,6 +194,7 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Limit: OpSpec(in_graph=True, check=lambda op: ops.check_limit(op.deadline_s, op.output_tokens)),
     ops.Fork: _step(
         opens="children",
+        check=lambda op: _check_name("model", op.model),
         label=lambda op, names: f"fork {len(op.children)}",
         box=("{", "}"),
     ),
@@ -220,16 +231,73 @@ def num_done_with(sequence: Sequence[ops.Op], index: int) -> int:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def check_sendable(op: ops.Op, capabilities: Capabilities) -> None:
-    """Checks the types and values in ``op`` or in each op of a graph (``BadArgument``), and that the backend
-    can run it (``NotSupported``)."""
+class StateModels:
+    """The models of a session, and the model on which each of its states runs.
+
+    Args:
+        models: The capabilities of each model by name, the default first.
+    """
+
+    def __init__(self, models: Mapping[str, Capabilities]) -> None:
+        self.models = models
+        self._of_state: dict[int, str] = {}  # without the states on the default model
+
+    @property
+    def default(self) -> Capabilities:
+        """The capabilities of the default model."""
+        return next(iter(self.models.values()))
+
+    def named(self, name: str) -> Capabilities:
+        """The capabilities of a model, or of the default one for "". ``UnknownModel``."""
+        if not name:
+            return self.default
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise UnknownModel(f"the session has no model {name[:200]!r} (it has: {known})", param="model")
+        return self.models[name]
+
+    def of(self, state: int) -> Capabilities:
+        """The capabilities of the state's model."""
+        return self.named(self._of_state.get(state, ""))
+
+    def follow(self, op: ops.Op) -> None:
+        """Notes the models of the states that the op opens, and forgets a state that it closes."""
+        match op:
+            case ops.Open(state=state, model=model) if model:
+                self._of_state[state] = model
+            case ops.Fork(state=state, children=children, model=model):
+                if inherited := model or self._of_state.get(state, ""):
+                    self._of_state |= dict.fromkeys(children, inherited)
+            case ops.SubmitGraph():
+                for part in op.ops:
+                    self.follow(moved(part, op.state - ROOT))
+            case ops.Close(state=state):
+                self._of_state.pop(state, None)
+            case _:
+                pass
+
+
+def check_sendable(op: ops.Op, models: StateModels) -> None:
+    """Checks the types and values in ``op`` or in each op of a graph (``BadArgument``), and that the models
+    of their states can run them (``NotSupported``, ``UnknownModel``)."""
     check_types(op)
-    for one in op.ops if isinstance(op, ops.SubmitGraph) else (op,):
-        spec = spec_of(one)
-        spec.check(one)
-        for ref in _refs(one):
-            check_transforms(ref.transforms)
-        spec.require(one, capabilities)
+    if isinstance(op, ops.SubmitGraph):
+        of_graph = StateModels(models.models)
+        for part in op.ops:
+            _check_op(part, of_graph)
+            of_graph.follow(part)
+    else:
+        _check_op(op, models)
+
+
+def _check_op(op: ops.Op, models: StateModels) -> None:
+    spec = spec_of(op)
+    spec.check(op)
+    for ref in _refs(op):
+        check_transforms(ref.transforms)
+    if isinstance(op, ops.Open | ops.Fork):
+        models.named(op.model)
+    spec.require(op, models.of(getattr(op, "state", 0)))
 
 
 def check_types(value: msgspec.Struct) -> None:

@@ -20,7 +20,7 @@ from agentflow.errors import AgentflowError, BadArgument, ProtocolError, faults_
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.sampling import MAX_INT, SamplingParams, is_number, is_whole
+from agentflow.protocol.sampling import MAX_INT, GenParams, is_number, is_whole
 from agentflow.protocol.transform import Transform
 
 
@@ -79,15 +79,17 @@ Parts = tuple[str | Ref, ...]
 
 
 class Open(_Op, frozen=True):
-    """Creates a root state. States share cached KV only under an equal ``cache_salt``. ``objective``: as in a
-    ``Hint``. ``program``: the scheduler treats states of the same program as siblings. ``label``: the
-    name that watchers see instead of ``program``; it has no effect on how the state runs."""
+    """Creates a root state on ``model``, one of the session's models (empty: the default). States share
+    cached KV only under an equal ``cache_salt``. ``objective``: as in a ``Hint``. ``program``: the scheduler
+    treats states of the same program as siblings. ``label``: the name that watchers see instead of
+    ``program``; it has no effect on how the state runs."""
 
     state: int
     cache_salt: str = ""
     objective: Objective | None = None
     program: str = ""
     label: str = ""
+    model: str = ""
 
 
 class Text(_Op, frozen=True):
@@ -145,7 +147,7 @@ class Gen(_Op, frozen=True):
     state: int
     var: int
     name: str
-    params: SamplingParams
+    params: GenParams
     constraint: Constraint | None = None
     reply: bool = False
     trace: str = ""
@@ -265,10 +267,13 @@ MAX_BRANCHES = 2_000
 
 
 class Fork(_Op, frozen=True):
-    """Creates the states ``children``, at most ``MAX_BRANCHES``, which continue from here independently."""
+    """Creates the states ``children``, at most ``MAX_BRANCHES``, which continue from here independently. With
+    a ``model`` other than the state's they begin empty, because contexts belong to a model: the client
+    appends the content."""
 
     state: int
     children: tuple[int, ...]
+    model: str = ""
 
 
 class TaskGroup(_Op, frozen=True):

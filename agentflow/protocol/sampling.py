@@ -1,4 +1,5 @@
-"""The sampling parameters of a gen, and their checks.
+"""The sampling parameters of a gen, and their checks: ``GenParams`` as a program gives them,
+``SamplingParams`` as an engine applies them.
 
 ``check_stop_regex`` checks a ``stop_regex`` in the frontend and in the engine. The frontend compiles it with
 Python's ``re``; the engine searches with the package ``regex``, which can match growing text. Patterns that
@@ -90,7 +91,7 @@ _Check = tuple[str, bool, str]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of one generation.
+    """Parameters of one generation, each with a value.
 
     **Length.** ``max_tokens``: the most tokens to generate. ``min_tokens``: the text has at least this many
     tokens: token ids that would end it earlier are masked, and no stop begins in the text of these tokens.
@@ -197,6 +198,70 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             ("stream_reasoning", isinstance(self.stream_reasoning, bool), "True or False"),
             ("top_logprobs", is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
         )
+
+
+class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The parameters of a gen as a program gives them: fields of ``SamplingParams``. None: the program leaves
+    the parameter to the backend. The engine then takes the default of ``SamplingParams``; a model behind an
+    API is sent nothing, because many APIs refuse parameters, or have other defaults.
+
+    >>> GenParams(temperature=0.8).given
+    ('temperature',)
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_regex: str | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    max_reasoning_tokens: int | None = None
+    stream_reasoning: bool = False
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the parameters that the program gives, without those that only report more."""
+        return tuple([name for name in _CHANGING if getattr(self, name) not in (None, (), False)])
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are reported."""
+        return self.logprobs or self.top_logprobs > 0
+
+    def resolved(self) -> SamplingParams:
+        """The parameters with the defaults of ``SamplingParams``."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        unset = [name for name in _MAY_BE_UNSET if values[name] is None]
+        return SamplingParams(**{name: value for name, value in values.items() if name not in unset})
+
+    def check(self) -> GenParams:
+        """Returns itself, or raises ``BadArgument`` with the name of the wrong field."""
+        self.resolved().check()
+        return self
+
+
+_MAY_BE_UNSET = tuple(
+    name
+    for name, default in zip(GenParams.__struct_fields__, GenParams.__struct_defaults__, strict=True)
+    if default is None
+)
+_CHANGING = tuple(
+    name
+    for name in GenParams.__struct_fields__
+    if name not in ("logprobs", "top_logprobs", "stream_reasoning")
+)
+"""The parameters that change the text."""
 
 
 def _are_stops(values: object) -> bool:

@@ -24,14 +24,14 @@ from agentflow.errors import BadArgument, ProtocolError
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event
 from agentflow.protocol.ops import Op, Rejected
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 DEFAULT_PORT = 8410
 # For sessions, servers and `agentflow pull` that name none.
 DEFAULT_MODEL = "smollm2-135m"
 SESSION_PATH = "/v1/session"
 # Clients that offer subprotocols, as pages with a ticket do, offer this one; the server selects it.
-SUBPROTOCOL = "agentflow.v1"
+SUBPROTOCOL = "agentflow.v2"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
 HALF_PAIR: Final = "a text in it has half a surrogate pair"
@@ -54,8 +54,8 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(_Frame, frozen=True):
-    """Client, first frame. ``model``: None for the server's first one. An API key goes into the Authorization
-    header."""
+    """Client, first frame. ``model``: the default of the session's states; None for the server's first model.
+    An API key goes into the Authorization header."""
 
     version: int
     resume: Resume | None = None
@@ -89,12 +89,14 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Welcome(_Frame, frozen=True):
-    """Server, answers ``Hello``. ``ack``: the number of the last accepted op (0 in a new session)."""
+    """Server, answers ``Hello``. ``models``: the capabilities of each model by name. ``model``: the default
+    of the session's states. ``ack``: the number of the last accepted op (0 in a new session)."""
 
     version: int
     session: str
     secret: str
-    capabilities: Capabilities
+    model: str
+    models: dict[str, Capabilities]
     limits: Limits
     ack: int = 0
 

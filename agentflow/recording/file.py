@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,7 +31,8 @@ from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+"""Version 1 had the capabilities of a single model, and a gen always had all parameters of sampling."""
 
 Ending = Literal["complete", "failed", "cancelled"]
 """How the session's block ended: normally, by an exception, or by a cancellation or an interrupt."""
@@ -44,6 +45,22 @@ class Header(msgspec.Struct, frozen=True):
     agentflow: str  # the version of the package
     started: str  # in UTC
     seed: int  # of the session
+    model: str  # the default
+    models: dict[str, Capabilities]  # by the names that programs use
+
+    @property
+    def resolves_params(self) -> bool:
+        """Whether gens were recorded with the defaults of ``SamplingParams``."""
+        return self.recording == 1
+
+
+class _FirstHeader(msgspec.Struct, frozen=True):
+    """The first line in version 1."""
+
+    recording: int
+    agentflow: str
+    started: str
+    seed: int
     capabilities: Capabilities
 
 
@@ -122,7 +139,7 @@ class Recorded:
                 lost(error, is_final=is_final)
 
             async with self._backend.connect(receive, lose) as connection:
-                writer.begin(self._seed, connection.capabilities)
+                writer.begin(self._seed, connection.models)
                 recorded = _RecordedConnection(connection, writer)
                 try:
                     yield recorded
@@ -134,7 +151,7 @@ class Recorded:
 
 class _RecordedConnection:
     def __init__(self, connection: Connection, writer: _Writer) -> None:
-        self.capabilities = connection.capabilities
+        self.models = connection.models
         self.ending: Ending = "cancelled"  # until ``end`` is called
         self._connection = connection
         self._writer = writer
@@ -206,11 +223,11 @@ class _Writer:
         """Seconds since the start."""
         return round(self._clock() - self._started_s, 6)
 
-    def begin(self, seed: int, capabilities: Capabilities) -> None:
+    def begin(self, seed: int, models: Mapping[str, Capabilities]) -> None:
         """Writes the header, gives the file its name, and starts the clock."""
         self._started_s = self._clock()
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        header = Header(VERSION, __version__, started, seed, capabilities)
+        header = Header(VERSION, __version__, started, seed, next(iter(models)), dict(models))
         try:
             if self._part is not None:
                 os.ftruncate(self._file, 0)  # the rest of a process that was killed
@@ -320,10 +337,14 @@ def _read_header(path: Path, line: bytes) -> Header:
 
     try:
         version = msgspec.json.decode(line, type=Version).recording
+        if version == 1:
+            first = msgspec.json.decode(line, type=_FirstHeader)
+            models = {first.capabilities.model: first.capabilities}
+            return Header(1, first.agentflow, first.started, first.seed, first.capabilities.model, models)
         if version != VERSION:
             raise BadRecording(
-                f"{path} has version {version} of the format, and this agentflow reads version {VERSION}: "
-                "record it again"
+                f"{path} has version {version} of the format, and this agentflow reads versions 1 to "
+                f"{VERSION}: record it again"
             )
         return msgspec.json.decode(line, type=Header)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -17,7 +17,7 @@ from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import declared, kind_of, opened
 from agentflow.protocol.ops import derived_seed, place_of, run_of
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 
 Path = tuple[int, ...]
@@ -80,18 +80,21 @@ NodeT = TypeVar("NodeT", bound=Node)
 
 class ForkTree(Generic[NodeT]):
     """The states of one session. ``run_name`` gives the number by which the content of an op names another
-    run."""
+    run. ``resolves_params``: contents have the parameters of gens with the defaults of ``SamplingParams``."""
 
     def __init__(
         self,
         make_node: Callable[[int, Path, NodeT | None], NodeT],
         seed: int,
         run_name: Callable[[int], int] = lambda run: run,
+        *,
+        resolves_params: bool = False,
     ) -> None:
         self.num_runs = 0
         self._make_node = make_node
         self._seed = seed
         self._run_name = run_name
+        self._resolves_params = resolves_params
         self._nodes: dict[int, NodeT] = {}
         self._variables: dict[int, tuple[NodeT, int, str]] = {}
         self._declared: dict[int, list[int]] = {}
@@ -167,8 +170,10 @@ class ForkTree(Generic[NodeT]):
         match value:
             case ops.Ref():
                 return self._place(value.var, node)._replace(transforms=value.transforms)
-            case SamplingParams() if value.seed == self._derived_seed(node):
-                return self._plain_struct(value, node, seed=DERIVED)
+            case GenParams():
+                is_derived = value.seed is not None and value.seed == self._derived_seed(node)
+                params = value.resolved() if self._resolves_params else value
+                return self._plain_struct(params, node, **({"seed": DERIVED} if is_derived else {}))
             case msgspec.Struct():
                 return self._plain_struct(value, node)
             case tuple() | list():

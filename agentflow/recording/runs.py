@@ -194,7 +194,9 @@ class RecordedRuns:
         self._num_events = 0
         self._num_ops = 0
         self._variables: dict[tuple[Node, int], RecordedVariable] = {}
-        self._tree: ForkTree[RecordedState] = ForkTree(RecordedState, recording.header.seed)
+        self._tree: ForkTree[RecordedState] = ForkTree(
+            RecordedState, recording.header.seed, resolves_params=recording.header.resolves_params
+        )
         last: Entry | None = None
         entries = _without_unwinding(recording)
         for number, entry in enumerate(entries, start=2):

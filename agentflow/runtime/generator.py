@@ -6,9 +6,10 @@ engine. Only the generator encodes text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -22,7 +23,7 @@ from agentflow.protocol.events import (
     Usage,
     WatchedRequest,
 )
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")
@@ -167,7 +168,7 @@ class Generator(Embedder, Protocol[ContextT]):
     async def reply(
         self,
         context: ContextT,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -178,7 +179,7 @@ class Generator(Embedder, Protocol[ContextT]):
     async def generate(
         self,
         context: ContextT,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -222,3 +223,12 @@ class Generator(Embedder, Protocol[ContextT]):
     def watching(self) -> AbstractContextManager[View]:
         """The scope of a watch. ``Overloaded`` if there are too many; ``NotSupported`` unless
         ``capabilities.watch``."""
+
+
+class SessionModels(NamedTuple):
+    """The models of one session: the generator of its default model, the generators of the tenant's other
+    models by name, and the models that make embeddings by name."""
+
+    default: Generator[Any]
+    others: Mapping[str, Generator[Any]] = MappingProxyType({})
+    embedders: Mapping[str, Embedder] = MappingProxyType({})

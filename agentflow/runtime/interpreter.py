@@ -35,6 +35,7 @@ from agentflow.errors import (
     ProtocolError,
     RunFailed,
     StateClosed,
+    UnknownModel,
     incident,
 )
 from agentflow.protocol import ops
@@ -97,10 +98,11 @@ class Interpreter(Generic[ContextT]):
     """Runs the ops of a session; ``events`` has the results.
 
     Args:
-        generator: Runs the generations.
+        generator: Runs the generations of the default model.
         task_group: Owns all tasks: cancel it to end the session, then call ``close``.
         memory: Counts the memory of the session.
         hides_faults: Clients see only an id for faults of the backend, which the log explains.
+        models: The generators of further models, by name.
         embedders: Further models that make embeddings, by name.
     """
 
@@ -111,6 +113,7 @@ class Interpreter(Generic[ContextT]):
         memory: MemoryBudget | None = None,
         *,
         hides_faults: bool = False,
+        models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
     ) -> None:
         self._hides_faults = hides_faults
@@ -119,20 +122,37 @@ class Interpreter(Generic[ContextT]):
         self._memory = MemoryBudget() if memory is None else memory
         self._memory_of_rejected = MemoryBudget(REJECTED_BYTES, "of rejected ops, this session may hold")
         self._generator = generator
+        self._generators = {**models, generator.capabilities.model: generator}
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(
-            self.events, self._memory, free=generator.free, kick=self._kick, later=self._later
+            self.events, self._memory, kick=self._kick, later=self._later
         )
         self._variables: dict[int, VariableRecord] = {}
-        self._ops = _OpExecution(generator, self._embedders, self._variables, self._memory, self._start_child)
+        self._ops = _OpExecution(
+            self._find, self._embedders, self._variables, self._memory, self._start_child
+        )
         self._stats = StatsAnswers(generator, task_group, self.events)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
 
     @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of the generator, and the models that make embeddings."""
-        own, names = self._generator.capabilities, tuple(self._embedders)
+    def models(self) -> dict[str, Capabilities]:
+        """The capabilities of each model by name, the default first. All can use the embedding models."""
+        default = self._generator.capabilities.model
+        names = [default, *[name for name in self._generators if name != default]]
+        return {name: self._capabilities_of(self._generators[name]) for name in names}
+
+    def _capabilities_of(self, generator: Generator[ContextT]) -> Capabilities:
+        own, names = generator.capabilities, tuple(self._embedders)
         return own if own.embedding_models == names else replace(own, embedding_models=names)
+
+    def _find(self, model: str) -> Generator[ContextT]:
+        """The generator of a model, or of the default one for "". ``UnknownModel``."""
+        if not model:
+            return self._generator
+        if model not in self._generators:
+            known = ", ".join(self._generators)
+            raise UnknownModel(f"there is no model {model[:200]!r} here (there are: {known})", param="model")
+        return self._generators[model]
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
@@ -158,11 +178,10 @@ class Interpreter(Generic[ContextT]):
         match op:
             case ops.Open():
                 OPS[type(op)].check(op)
+                generator = self._find(op.model)
                 root = self._states.add_root(op.state)
-                context = self._generator.open(op.cache_salt, program=op.program, label=op.label)
-                root.begin(context, Reservation(self._memory, 0))
-                if op.objective is not None:
-                    self._generator.hint(context, StateHint(op.objective))
+                root.opened = op
+                root.begin(generator, opened_context(generator, op), Reservation(self._memory, 0))
             case ops.SubmitGraph():
                 yield from self._start_graph(op)
             case ops.GetStats():
@@ -384,17 +403,23 @@ class Interpreter(Generic[ContextT]):
             case op:
                 spec = OPS[type(op)]
                 spec.check(op)
-                spec.require(op, self.capabilities)
+                if state.generator is not None:
+                    spec.require(op, self._capabilities_of(state.generator))
                 await self._ops.execute(state, pending)
 
     def _start_child(
-        self, child: StateRecord[ContextT], context: ContextT, reservation: Reservation, num_chars: int
+        self,
+        child: StateRecord[ContextT],
+        generator: Generator[ContextT],
+        context: ContextT,
+        reservation: Reservation,
+        num_chars: int,
     ) -> None:
         if self._states.waits_for_fork(child):
-            child.begin(context, reservation, num_chars)
+            child.begin(generator, context, reservation, num_chars)
             self._kick(child)
         else:  # closed or cancelled before it began
-            self._generator.free(context)
+            generator.free(context)
 
     async def _skip(
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
@@ -488,23 +513,32 @@ class Interpreter(Generic[ContextT]):
             self._kick(graph.root)
 
 
+def opened_context(generator: Generator[ContextT], op: ops.Open) -> ContextT:
+    """A new, empty context for a state that ``op`` opens, or for a fork of it on another model."""
+    context = generator.open(op.cache_salt, program=op.program, label=op.label)
+    if op.objective is not None:
+        generator.hint(context, StateHint(op.objective))
+    return context
+
+
 # A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024
 
 
 class _OpExecution(Generic[ContextT]):
-    """Executes ops with ``generator``, and embeddings with ``embedders``, the default one first.
-    ``start_child`` takes the context of a forked state, with its memory and its number of characters."""
+    """Executes ops with the generators of their states, and embeddings with ``embedders``, the default one
+    first. ``find`` gives the generator of a model. ``start_child`` takes the generator and the context of a
+    forked state, with its memory and its number of characters."""
 
     def __init__(
         self,
-        generator: Generator[ContextT],
+        find: Callable[[str], Generator[ContextT]],
         embedders: Mapping[str, Embedder],
         variables: Mapping[int, VariableRecord],
         memory: MemoryBudget,
-        start_child: Callable[[StateRecord[ContextT], ContextT, Reservation, int], None],
+        start_child: Callable[[StateRecord[ContextT], Generator[ContextT], ContextT, Reservation, int], None],
     ) -> None:
-        self._generator = generator
+        self._find = find
         self._embedders = embedders
         self._variables = variables
         self._memory = memory
@@ -514,54 +548,71 @@ class _OpExecution(Generic[ContextT]):
 
     async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         """Runs an op, after it has waited for the variables that its text refers to."""
-        context, op = state.context, pending.op
-        if isinstance(op, ops.Gen | ops.Select) and op.trace and context is not None:
-            self._generator.hint(context, StateHint(trace=op.trace))
+        context, generator, op = state.context, state.generator, pending.op
         match op:
             case ops.Set():  # needs no context: the state may be sealed
                 variable = self._variables[op.var]
                 _complete(variable, await self._resolved(op.parts, pending.sources), "set")
-            case ops.Read():
-                await self._read(op, state, pending)
             case ops.Embed():
                 await self._embed(op)
-            case _ if context is None:
+            case ops.Read() if generator is not None:
+                await self._read(op, state, generator, pending)
+            case _ if context is None or generator is None:
                 raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
+            case _:
+                await self._extend(state, generator, context, pending)
+
+    async def _extend(
+        self,
+        state: StateRecord[ContextT],
+        generator: Generator[ContextT],
+        context: ContextT,
+        pending: PendingOp[ContextT],
+    ) -> None:
+        """Runs an op that uses the state's context."""
+        op = pending.op
+        if isinstance(op, ops.Gen | ops.Select) and op.trace:
+            generator.hint(context, StateHint(trace=op.trace))
+        match op:
             case ops.Text():
                 text = await self._resolved(op.parts, pending.sources)
                 state.reserve_text(text)
-                self._generator.fill(context, text)
+                generator.fill(context, text)
             case ops.Converse():
-                await self._converse(state, context, op.conversation)
+                await self._converse(state, generator, context, op.conversation)
             case ops.Tools():
                 state.reserve_text("", _num_chars_of(op.tools))
-                await self._generator.offer_tools(context, op.tools, op.choice)
+                await generator.offer_tools(context, op.tools, op.choice)
             case ops.Begin():
                 state.reserve_text("", TURN_CHARS + len(op.tool_call_id or "") + len(op.name or ""))
-                self._generator.begin_role(context, op.role, op.tool_call_id, op.name)
+                generator.begin_role(context, op.role, op.tool_call_id, op.name)
             case ops.End():
-                self._generator.end_role(context)
+                generator.end_role(context)
             case ops.Gen():
-                await self._generate(state, context, op)
+                await self._generate(state, generator, context, op)
             case ops.Select():
                 variable = self._variables[op.var]  # before the wait, in which its state may be closed
-                scored = await self._generator.score(context, op.choices, op.method)
+                scored = await generator.score(context, op.choices, op.method)
                 choice = op.choices[scored.index]
                 scores = dict(zip(op.choices, scored.scores, strict=True))
                 state.reserve_text(choice)
                 variable.complete(Value(op.var, 0, choice, "choice", scored.usage, choices=scores))
             case ops.Fork():
-                await self._fork(state, context, pending.children)
+                await self._fork(state, generator, context, op.model, pending.children)
             case ops.Image():
-                self._generator.image(context, op.source)
+                generator.image(context, op.source)
             case ops.Hint():
                 hint = StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
-                self._generator.hint(context, hint)
+                generator.hint(context, hint)
             case _:
                 raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
 
     async def _converse(
-        self, state: StateRecord[ContextT], context: ContextT, conversation: Conversation
+        self,
+        state: StateRecord[ContextT],
+        generator: Generator[ContextT],
+        context: ContextT,
+        conversation: Conversation,
     ) -> None:
         for message in conversation.messages:
             texts = [message.reasoning or "", message.tool_call_id or "", message.name or ""]
@@ -570,27 +621,44 @@ class _OpExecution(Generic[ContextT]):
             num_chars = TURN_CHARS * (1 + len(message.tool_calls)) + sum(map(len, texts))
             state.reserve_text(message.content, num_chars)
         state.reserve_text("", _num_chars_of(conversation.tools))
-        await self._generator.converse(context, conversation)
+        await generator.converse(context, conversation)
 
     async def _fork(
-        self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
+        self,
+        state: StateRecord[ContextT],
+        generator: Generator[ContextT],
+        context: ContextT,
+        model: str,
+        children: Sequence[StateRecord[ContextT]],
     ) -> None:
-        num_chars, turn = state.num_chars, Turn()
+        wanted, turn = self._find(model) if model else generator, Turn()
+        begins_empty = wanted is not generator
+        num_chars = 0 if begins_empty else state.num_chars
         reservations: list[Reservation] = []  # first, because there may be many copies
         for _ in children:
             reservations.append(Reservation(self._memory, FORKED_CHAR_BYTES * num_chars))
             await turn.pause()
-        contexts = await self._generator.fork(context, len(children))
+        if begins_empty:
+            assert state.opened is not None
+            contexts = [opened_context(wanted, state.opened) for _ in children]
+        else:
+            contexts = await generator.fork(context, len(children))
         forked = zip(children, contexts, reservations, strict=True)
         try:
             for child, child_context, reservation in forked:
-                self._start_child(child, child_context, reservation, num_chars)
+                self._start_child(child, wanted, child_context, reservation, num_chars)
                 await turn.pause()
         finally:
             for _, child_context, _ in forked:  # after a cancellation
-                self._generator.free(child_context)
+                wanted.free(child_context)
 
-    async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
+    async def _read(
+        self,
+        op: ops.Read,
+        state: StateRecord[ContextT],
+        generator: Generator[ContextT],
+        pending: PendingOp[ContextT],
+    ) -> None:
         context = state.sealed if state.context is None else state.context
         if context is None:  # fails only the variable: the state has ended without an error
             error = StateClosed(
@@ -599,11 +667,11 @@ class _OpExecution(Generic[ContextT]):
             self._variables[op.var].fail(with_place(error, state, pending.number))
             return
         if op.what == "token_ids":
-            text = json.dumps(await self._generator.token_ids(context))
+            text = json.dumps(await generator.token_ids(context))
         elif op.what == "tokens":
-            text = json.dumps(await self._generator.token_texts(context), ensure_ascii=False)
+            text = json.dumps(await generator.token_texts(context), ensure_ascii=False)
         else:
-            text = self._generator.text(context)
+            text = generator.text(context)
         _complete(self._variables[op.var], text, "read")
 
     async def _embed(self, op: ops.Embed) -> None:
@@ -616,12 +684,19 @@ class _OpExecution(Generic[ContextT]):
         text = json.dumps([base64.b64encode(vector).decode("ascii") for vector in made.vectors])
         variable.complete(Value(op.var, 0, text, "embedded", made.usage))
 
-    async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
-        params, variable = clipped(op.params, state.budgets), self._variables[op.var]
-        generate = self._generator.reply if op.reply else self._generator.generate
+    async def _generate(
+        self,
+        state: StateRecord[ContextT],
+        generator: Generator[ContextT],
+        context: ContextT,
+        op: ops.Gen,
+    ) -> None:
+        variable = self._variables[op.var]
+        params = clipped(op.params, state.budgets, generator.capabilities.default_max_tokens)
+        generate = generator.reply if op.reply else generator.generate
         streamed = (variable.extend_reasoning,) if params.stream_reasoning else ()
         end = await generate(context, params, variable.extend, op.constraint, *streamed)
-        was_truncated = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
+        was_truncated = end.finish_reason == "length" and params is not op.params
         spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(

@@ -18,7 +18,7 @@ import msgspec
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, LimitExceeded, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Value
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized
 
 STATE_BYTES = 3_000
@@ -196,15 +196,17 @@ def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) ->
     return None
 
 
-def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams:
-    """``params`` with ``max_tokens`` clipped to the tokens that are left. ``BudgetExceeded`` if none are."""
-    for budget in budgets:
-        if budget.tokens_left < 1:
-            raise _exceeded(budget)
-        if budget.tokens_left < params.max_tokens:
-            left = int(budget.tokens_left)
-            params = msgspec.structs.replace(params, max_tokens=left, min_tokens=min(params.min_tokens, left))
-    return params
+def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: int | None) -> GenParams:
+    """``params`` with ``max_tokens`` clipped to the tokens that are left; the same object if they suffice.
+    ``default_max_tokens``: as of the model's capabilities. ``BudgetExceeded`` if no tokens are left."""
+    most = params.max_tokens or default_max_tokens or math.inf
+    left = min([budget.tokens_left for budget in budgets], default=math.inf)
+    if left < 1:
+        raise _exceeded(next(budget for budget in budgets if budget.tokens_left < 1))
+    if left >= most:
+        return params
+    least = None if params.min_tokens is None else min(params.min_tokens, int(left))
+    return msgspec.structs.replace(params, max_tokens=int(left), min_tokens=least)
 
 
 def spend(num_tokens: int, budgets: Sequence[Budget], *, was_truncated: bool) -> None:

@@ -12,7 +12,8 @@ of the failed state and to their parent. A cancellation spreads down, to all for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Generator as Steps
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, Protocol
@@ -45,7 +46,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.ops import MAX_BRANCHES, check_number
-from agentflow.runtime.generator import ContextT
+from agentflow.runtime.generator import ContextT, Generator
 from agentflow.runtime.limits import (
     STATE_BYTES,
     Budget,
@@ -253,7 +254,7 @@ class PendingOp(Generic[ContextT]):
 
 class StateRecord(Generic[ContextT]):
     """One state: its context, its waiting ops, and its error. ``reservation``: its memory;
-    ``context_reservation``: the memory of its context."""
+    ``context_reservation``: the memory of its context. ``generator``: the generator of its model."""
 
     def __init__(
         self,
@@ -264,6 +265,10 @@ class StateRecord(Generic[ContextT]):
     ) -> None:
         self.id = state_id
         self.parent = parent
+        self.opened: ops.Open | None = (
+            None if parent is None else parent.opened
+        )  # the op that opened its root
+        self.generator: Generator[ContextT] | None = None  # once it has begun
         self.context: ContextT | None = None
         self.sealed: ContextT | None = None  # its context after a seal, read only
         self.has_begun = False
@@ -303,8 +308,15 @@ class StateRecord(Generic[ContextT]):
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, budget.deadline)
 
-    def begin(self, context: ContextT, reservation: Reservation, num_chars: int = 0) -> None:
+    def begin(
+        self,
+        generator: Generator[ContextT],
+        context: ContextT,
+        reservation: Reservation,
+        num_chars: int = 0,
+    ) -> None:
         """Gives the state its context of ``num_chars`` characters, so that its ops can run."""
+        self.generator = generator
         self.context, self.context_reservation = context, reservation
         self.num_chars = num_chars
         self.has_begun = True
@@ -389,7 +401,6 @@ class StateTree(Generic[ContextT]):
     Args:
         events: The session's events.
         memory: Counts the memory of the states.
-        free: Releases a context.
         kick: Starts a state's waiting ops, which run or fail.
         later: Calls a function in another turn of the event loop.
     """
@@ -399,13 +410,11 @@ class StateTree(Generic[ContextT]):
         events: EventCursor,
         memory: MemoryBudget,
         *,
-        free: Callable[[ContextT], None],
         kick: Callable[[StateRecord[ContextT]], None],
         later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._events = events
         self._memory = memory
-        self._free_context = free
         self._kick = kick
         self._later = later
         self._states: dict[int, StateRecord[ContextT]] = {}
@@ -437,7 +446,7 @@ class StateTree(Generic[ContextT]):
 
     def adding_children(
         self, parent: StateRecord[ContextT], children: tuple[int, ...]
-    ) -> Generator[None, None, tuple[StateRecord[ContextT], ...]]:
+    ) -> Steps[None, None, tuple[StateRecord[ContextT], ...]]:
         """Adds states that a fork will start, in steps. They accept ops after the last one."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
@@ -562,7 +571,8 @@ class StateTree(Generic[ContextT]):
         context, state.context = state.context, None
         if context is None or state.context_reservation is None:
             return
-        self._free_context(context)
+        assert state.generator is not None
+        state.generator.free(context)
         state.sealed = context
         self._sealed[state] = state.context_reservation.num_bytes
         self._num_sealed_bytes += state.context_reservation.num_bytes
@@ -574,8 +584,8 @@ class StateTree(Generic[ContextT]):
         context, state.context = state.context, None
         state.context_reservation = state.sealed = None
         self._num_sealed_bytes -= self._sealed.pop(state, 0)
-        if context is not None:
-            self._free_context(context)
+        if context is not None and state.generator is not None:
+            state.generator.free(context)
 
     def forget(self, state: StateRecord[ContextT]) -> None:
         """Removes the state."""

@@ -39,7 +39,7 @@ from starlette.websockets import WebSocket
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
-from agentflow.runtime.generator import Generator
+from agentflow.runtime.generator import SessionModels
 from agentflow.server.completion.streaming import RELAXED, VIOLATED
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.errors import ENDING, ApiError, api_error_of, not_ready
@@ -257,8 +257,8 @@ async def _session(socket: WebSocket) -> None:
         await socket.send_denial_response(_unauthorized(error))
         return
 
-    def find(model: str | None) -> Generator[Any]:
-        return service.models.find(model, tenant).generator(tenant)
+    def find(model: str | None) -> SessionModels:
+        return service.models.of_session(model, tenant)
 
     def is_valid() -> bool:
         return tenants.still_names(key, tenant)
@@ -267,7 +267,6 @@ async def _session(socket: WebSocket) -> None:
         socket,
         service.sessions,
         find,
-        lambda: service.models.embedders(tenant),
         tenant=tenant.name,
         is_valid=is_valid,
         subprotocol=SUBPROTOCOL if SUBPROTOCOL in offered else None,

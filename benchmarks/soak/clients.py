@@ -16,7 +16,7 @@ import agentflow as af
 from agentflow.errors import EngineFailed, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event, Value, VarFailed
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.wire import (
     SESSION_PATH,
     VERSION,
@@ -258,7 +258,7 @@ async def resume(target: Target) -> str:
         welcome = decoder.decode(await socket.recv())
         if not isinstance(welcome, Welcome):
             return f"refused {welcome.error.code}" if hasattr(welcome, "error") else "refused"
-        gen = ops.Gen(1, var, "tale", SamplingParams(max_tokens=24, ignore_eos=True))
+        gen = ops.Gen(1, var, "tale", GenParams(max_tokens=24, ignore_eos=True))
         await socket.send(_frame(Ops(1, (ops.Open(1), ops.Text(1, (prompt,)), gen))))
         while not text:
             for event in _events(decoder.decode(await socket.recv())):

@@ -15,7 +15,7 @@ from websockets.exceptions import WebSocketException
 import agentflow as af
 from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
 from benchmarks.soak.clients import Scenario, Target
 from benchmarks.soak.raw_http import Request, connect, read_all, reset
@@ -104,7 +104,7 @@ async def talk_nonsense(target: Target) -> str:
 async def abandon_session(target: Target) -> str:
     """Opens a session, and disconnects while it runs, or sends invalid frames."""
     url = f"{target.server.url}{SESSION_PATH}"
-    gen = ops.Gen(1, 2, "tale", SamplingParams(max_tokens=LONG, ignore_eos=True))
+    gen = ops.Gen(1, 2, "tale", GenParams(max_tokens=LONG, ignore_eos=True))
     frames: list[bytes | str] = [
         encode(Ops(1, (ops.Open(1), ops.Text(1, (target.prompt(),)), gen)), binary=True),
         encode(Ops(4, (ops.Fork(1, (2, 3)), ops.Expect(2, 4, "never"))), binary=True),

@@ -16,7 +16,7 @@ import anyio.to_thread
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, Generator, OnText
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.models.models import one_model
@@ -44,20 +44,21 @@ class SteadyGenerator(ScriptedGenerator):
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates ``max_tokens`` words, one in each step."""
         pieces: list[str] = []
-        for index in range(params.max_tokens):
+        num_words = params.resolved().max_tokens
+        for index in range(num_words):
             await self._step.wait()
             pieces.append(f"{' ' if index else ''}{WORDS[index * index % len(WORDS)]}")
             on_text(pieces[-1])
         text = "".join(pieces)
         context.text += text
-        return Generated(text, "length", Usage(len(context.text.split()), 0, params.max_tokens))
+        return Generated(text, "length", Usage(len(context.text.split()), 0, num_words))
 
 
 async def main(steps_per_s: float) -> None:

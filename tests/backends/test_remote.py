@@ -43,7 +43,7 @@ def strict_server() -> Iterator[ThreadServer]:
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
 async def test_a_program_runs_and_leaving_frees_everything(server: ThreadServer, encoding: Encoding) -> None:
     async with opened(Remote(server.url, encoding=encoding)) as (connection, listener):
-        assert connection.capabilities == server.generator.capabilities
+        assert connection.models == {"scripted": server.generator.capabilities}
         await check_program(connection, listener)
     await server.wait_until_idle()
     assert listener.lost_with is None
@@ -86,7 +86,7 @@ async def test_a_program_gives_the_same_on_a_server_as_in_process(server: Thread
 async def test_the_url_may_be_written_in_several_ways(server: ThreadServer, scheme: str) -> None:
     for path in ("", "/", "/v1/session"):
         async with opened(Remote(f"{scheme}://127.0.0.1:{server.port}{path}")) as (connection, _):
-            assert connection.capabilities.model == "scripted"
+            assert [*connection.models] == ["scripted"]
 
 
 async def test_many_sessions_at_once(server: ThreadServer) -> None:

@@ -52,7 +52,8 @@ from agentflow.protocol.wire import (
 pytestmark = pytest.mark.anyio
 
 CERTIFICATE = Path(__file__).parents[1] / "support" / "localhost_for_tests.pem"
-WELCOME = Welcome(VERSION, "session", "secret", Capabilities("canned"), Limits(4096, 60.0))
+MODELS = {"canned": Capabilities("canned")}
+WELCOME = Welcome(VERSION, "session", "secret", "canned", MODELS, Limits(4096, 60.0))
 
 Handler = Callable[[ServerConnection], None]
 
@@ -104,7 +105,7 @@ def welcome(connection: ServerConnection, ack: int = 0) -> Hello:
 
 def _other_version(connection: ServerConnection) -> None:
     connection.recv()
-    send(connection, Welcome(VERSION + 1, "a", "b", Capabilities("canned"), Limits(4096, 1.0)))
+    send(connection, Welcome(VERSION + 1, "a", "b", "canned", MODELS, Limits(4096, 1.0)))
 
 
 def _no_welcome(connection: ServerConnection) -> None:

@@ -46,7 +46,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     CalledTool,
     ToolSpec,
     ToolChoice,
-    sampling.SamplingParams,
+    sampling.GenParams,
     token_logprob.TokenLogprob,
     ErrorInfo,
     generator.Usage,

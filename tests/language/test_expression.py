@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 import agentflow as af
 from agentflow.language.expressions import GenExpression, RoleExpression, SelectExpression
 from agentflow.protocol.ops import MAX_CHOICES
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 
 def test_a_gen_without_options_is_greedy():
-    assert af.gen("x").params == SamplingParams()
-    assert SamplingParams().temperature == 0
+    assert af.gen("x").params.given == ()
+    assert af.gen("x").params.resolved().temperature == 0
 
 
 def test_one_stop_string_needs_no_list():
@@ -54,13 +54,11 @@ WRONG = [
     ("max_tokens", 1.5),
     ("max_tokens", True),
     ("max_tokens", "5"),
-    ("max_tokens", None),
     ("temperature", -0.1),
     ("temperature", 101),
     ("temperature", math.nan),
     ("temperature", math.inf),
     ("temperature", "hot"),
-    ("temperature", None),
     ("top_p", 0),
     ("top_p", 1.01),
     ("top_p", math.nan),
@@ -94,7 +92,6 @@ WRONG = [
     ("frequency_penalty", 2.01),
     ("frequency_penalty", math.nan),
     ("presence_penalty", -2.01),
-    ("presence_penalty", None),
     ("repetition_penalty", 0),
     ("repetition_penalty", -1),
     ("repetition_penalty", 101),
@@ -132,7 +129,7 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
     one, other = (af.gen("x", logit_bias=bias).params for bias in ({5: 1, 3: -2.5}, {3: -2.5, 5: 1}))
     assert one.logit_bias == ((3, -2.5), (5, 1))
     assert hash(one) == hash(other)
-    assert af.gen("x", logit_bias={}).params == SamplingParams()
+    assert af.gen("x", logit_bias={}).params == GenParams()
 
 
 @pytest.mark.parametrize(

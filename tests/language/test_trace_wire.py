@@ -13,7 +13,7 @@ from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event, Reached, StateFailed, VarFailed
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +63,7 @@ OPEN = ops.Open(1)
         (OPEN, ops.SubmitGraph(2, (OPEN,))),
         (OPEN, ops.Text(2, ("x",))),
         (OPEN, ops.Text(1, (ops.Ref(9),))),
-        (OPEN, ops.Gen(1, 2, "x", SamplingParams()), ops.Gen(1, 2, "x", SamplingParams())),
+        (OPEN, ops.Gen(1, 2, "x", GenParams()), ops.Gen(1, 2, "x", GenParams())),
     ],
 )
 async def test_an_invalid_graph_fails_its_root(bad):

@@ -17,7 +17,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.op_table import spec_of
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
 HALF = "\ud800"
@@ -72,7 +72,7 @@ async def test_a_map_to_a_lone_surrogate_fails_only_its_variable(server, is_remo
 
 
 def gen(state: int, var: int, **fields: Any) -> ops.Gen:
-    return ops.Gen(state, var, "bad", SamplingParams(), **fields)
+    return ops.Gen(state, var, "bad", GenParams(), **fields)
 
 
 INVALID: dict[str, Callable[[int, int], ops.Op]] = {

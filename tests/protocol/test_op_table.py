@@ -20,7 +20,7 @@ from agentflow.protocol.op_table import (
     references,
     rejected,
 )
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized
 
 GRAPH: tuple[ops.Op, ...] = (
@@ -28,7 +28,7 @@ GRAPH: tuple[ops.Op, ...] = (
     ops.Expect(1, 2, "question"),
     ops.Text(1, ("a", ops.Ref(2))),
     ops.Fork(1, (3, 4)),
-    ops.Gen(3, 5, "x", SamplingParams()),
+    ops.Gen(3, 5, "x", GenParams()),
     ops.Seal(3),
     ops.Set(4, 6, "y", (ops.Ref(5),)),
     ops.Done(4, 7, "end"),

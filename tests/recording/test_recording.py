@@ -64,7 +64,7 @@ async def test_all_ops_and_events_are_recorded(path):
             await s
     recording = read_recording(path)
     assert (recording.header.recording, recording.header.agentflow) == (VERSION, af.__version__)
-    assert (recording.header.seed, recording.header.capabilities.model) == (7, "scripted")
+    assert (recording.header.seed, recording.header.model) == (7, "scripted")
     assert [entry.sent for entry in recording.entries if entry.sent is not None] == backend.ops
     assert [entry.received for entry in recording.entries if entry.received is not None] == backend.events
     # A program sends neither op that these answer.
@@ -177,7 +177,7 @@ async def test_a_truncated_file_is_read_up_to_its_last_whole_line(path):
         (b"", "it has no complete line"),
         (b"# a page\nof text\n", "its first line is not a header"),
         (b'{"at_s": 1}\n', "its first line is not a header"),
-        (b'{"recording": 99}\n', "has version 99 of the format, and this agentflow reads version 1"),
+        (b'{"recording": 99}\n', "has version 99 of the format, and this agentflow reads versions 1 to 2"),
         (b"HEADER\nnonsense\n", "line 2: not a line of a recording"),
         (b'HEADER\n{"at_s": 1, "sent": {"op": "end", "state": 5}}\n', "line 2: there is no state 5"),
         (

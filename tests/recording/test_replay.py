@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -378,7 +379,7 @@ class Picky:
     @asynccontextmanager
     async def connect(self, deliver, lost):
         async with af.Scripted(measure).connect(deliver, lost) as connection:
-            self.capabilities = connection.capabilities
+            self.models = connection.models
             self._connection = connection
             yield self
 
@@ -401,3 +402,31 @@ async def test_rejected_ops_are_rejected_again(path):
         return await fork["x"]
 
     await assert_replayed(path, Picky(), lambda flow: flow.run(use))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_recording_of_version_1_has_the_defaults_of_parameters(tmp_path, version):
+    """Gens had all parameters then, and the line had none with its default."""
+    path = tmp_path / "run.jsonl"
+
+    def asking(**params):
+        async def program(s: af.State) -> str:
+            s += af.user("Hello") + af.gen("x", **params)
+            return await s["x"]
+
+        return program
+
+    async with af.session(backend=af.Scripted("Hi"), record=path) as flow:
+        await flow.run(asking())
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    fields = json.loads(header)
+    if version == 1:
+        fields |= {"recording": 1, "capabilities": fields.pop("models")[fields.pop("model")]}
+    path.write_bytes(json.dumps(fields).encode() + b"\n" + b"".join(lines))
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert flow.capabilities.model == "scripted"
+        if version == 1:
+            assert await flow.run(asking(temperature=0.0, max_tokens=256)) == "Hi"
+        else:
+            with pytest.raises(af.errors.ReplayDiffers):
+                await flow.run(asking(temperature=0.0, max_tokens=256))

@@ -20,7 +20,7 @@ from agentflow.protocol import sized as sized_module
 from agentflow.protocol.chat import ToolSpec
 from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, Value
 from agentflow.protocol.op_table import GRAPH_TICKET
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import Transform, apply_transforms
 from agentflow.runtime import state_tree, turns
@@ -334,7 +334,7 @@ async def test_the_siblings_of_a_failed_branch_are_cancelled_a_few_at_a_time(
         session.submit(ops.Open(1), ops.Fork(1, CHILDREN), ops.TaskGroup(1, CHILDREN), ops.Await(1, 1))
         while Reached(1, 1) not in session.events:  # a failed fork would stop its branches itself
             session.events += await session.interpreter.events.next()
-        session.submit(ops.Gen(2, 1, "x", SamplingParams(max_tokens=1)), ops.End(3))
+        session.submit(ops.Gen(2, 1, "x", GenParams(max_tokens=1)), ops.End(3))
         failed = await session.until(1 + NUM_BRANCHES)
         group.cancel_scope.cancel()
     assert {event.state for event in failed} == {1, *CHILDREN}

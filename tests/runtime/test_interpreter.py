@@ -29,7 +29,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime import interpreter as interpreter_module
 from agentflow.runtime import state_tree
@@ -103,7 +103,7 @@ async def bench(generator: ScriptedGenerator | None = None) -> AsyncIterator[Ben
 
 
 def gen(state: int, var: int, **params) -> ops.Gen:
-    return ops.Gen(state, var, f"v{var}", SamplingParams(**params))
+    return ops.Gen(state, var, f"v{var}", GenParams(**params))
 
 
 def check(program: OpProgram, listener: Listener) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, Event, Peeked, Reached, Stats, TreeNode, Value, Watched
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Snapshot, SnapshotNode
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.observation import SentTree
@@ -39,7 +39,7 @@ async def events_until(interpreter: Interpreter[ScriptedContext], last: type[Eve
 
 @pytest.mark.parametrize("live", [False, True])
 async def test_outputs_of_a_live_graph_are_reported_while_they_are_generated(live: bool) -> None:
-    gens = [ops.Gen(1, var, "x", SamplingParams()) for var in (2, 3)]
+    gens = [ops.Gen(1, var, "x", GenParams()) for var in (2, 3)]
     async with scripted() as interpreter:
         interpreter.submit(ops.SubmitGraph(5, (ops.Open(1), *gens), outputs=(3,), live=live))
         events = await events_until(interpreter, Reached)

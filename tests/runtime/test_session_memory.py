@@ -20,12 +20,12 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, Reservation, TenantMemory
 
-GREEDY = SamplingParams(max_tokens=4)
+GREEDY = GenParams(max_tokens=4)
 Ops = Iterator[ops.Op]
 
 
@@ -76,7 +76,7 @@ def waiting_ops() -> Ops:
     yield ops.Text(1, (ops.Ref(1),))
     for var in range(2, 1000):
         yield ops.Text(1, ("and so on " * 20 + str(var), ops.Ref(1)))
-        yield ops.Gen(1, var, f"answer {var}", SamplingParams(logit_bias=tuple((i, 1.0) for i in range(9))))
+        yield ops.Gen(1, var, f"answer {var}", GenParams(logit_bias=tuple((i, 1.0) for i in range(9))))
     yield ops.Open(2)
     yield ops.Await(2, 1)
 
@@ -156,7 +156,7 @@ def long_parameters() -> Ops:
     yield ops.Text(2, (ops.Ref(2),))
     for var in MANY:
         text, tags = LONG + str(var), Constraint("tags", "[]", between=f"{LONG}{var}.")
-        yield ops.Gen(2, var, "a", SamplingParams(stop_regex=text), tags)
+        yield ops.Gen(2, var, "a", GenParams(stop_regex=text), tags)
         yield ops.Set(2, var + 1000, "b", (ops.Ref(2, (Transform("json", text + "!"),)),))
     yield ops.Await(1, 1)
 

@@ -20,7 +20,8 @@ from agentflow.engine.submit import Origin
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams, SamplingParams
+from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest, TokenIds
@@ -32,7 +33,7 @@ from agentflow.server.websocket.sessions import open_sessions
 pytestmark = pytest.mark.anyio
 
 TEXT = "a text of some length that is the same each time"
-SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+SHORT = GenParams(max_tokens=3, ignore_eos=True)
 
 
 @asynccontextmanager
@@ -105,7 +106,7 @@ async def test_more_than_a_tenant_may_have_at_once_is_refused_and_others_are_not
     engine, gate = FakeEngine(), TenantGate()
     async with model_on(engine, gate) as model:
         engine.gate.allow(0)
-        request = CompletionRequest(TEXT, SHORT, n=2)
+        request = CompletionRequest(TEXT, SHORT.resolved(), n=2)
         async with completing(model.generator(one), request) as first:
             await engine.gate.held()
             with pytest.raises(RateLimited, match=r"\b2\b"):
@@ -150,7 +151,9 @@ async def test_share_and_priority_reach_the_engine():
         model.client.observe(requests)
         generator = model.generator(tenant)
         prompt = (Message("user", TEXT),)
-        async with completing(generator, CompletionRequest(prompt, SHORT, n=2, priority=3)) as completion:
+        async with completing(
+            generator, CompletionRequest(prompt, SHORT.resolved(), n=2, priority=3)
+        ) as completion:
             await completion.answers()
     origins = [submit.origin for submit in requests.submits]
     assert [(origin.tenant, origin.weight, origin.priority) for origin in origins] == [("ann", 2.5, 3)] * 2
@@ -186,15 +189,15 @@ async def test_of_the_sessions_too():
     generator = HangingGenerator()
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for tenant in ("one", "one", "other"):
-            await sessions.open(generator, anyio.CancelScope(), tenant=tenant)
+            await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant=tenant)
         with pytest.raises(Overloaded, match=r"\b2\b"):
-            await sessions.open(generator, anyio.CancelScope(), tenant="one")
-        await sessions.open(generator, anyio.CancelScope(), tenant="other")
+            await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant="one")
+        await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant="other")
         with pytest.raises(Overloaded, match=r"\b4\b"):
-            await sessions.open(generator, anyio.CancelScope(), tenant="third")
+            await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant="third")
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for _ in range(4):  # without keys there is only one tenant
-            await sessions.open(generator, anyio.CancelScope())
+            await sessions.open(SessionModels(generator), anyio.CancelScope())
 
 
 @pytest.mark.parametrize(("tenant", "most"), [("one", 2), ("", 4)])
@@ -204,7 +207,7 @@ async def test_f29b_sessions_that_open_at_the_same_time_count(tenant: str, most:
 
     async def open_one(sessions: Any) -> None:
         with suppress(Overloaded):
-            opened.append(await sessions.open(generator, anyio.CancelScope(), tenant=tenant))
+            opened.append(await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant=tenant))
 
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         async with anyio.create_task_group() as group:
@@ -220,7 +223,7 @@ async def test_answers_are_let_in_together_or_not_at_all():
         generator = model.generator(tenant)
 
         async def ask(n: int) -> int:
-            async with completing(generator, CompletionRequest(TEXT, SHORT, n=n)) as completion:
+            async with completing(generator, CompletionRequest(TEXT, SHORT.resolved(), n=n)) as completion:
                 return len(await completion.answers())
 
         assert await ask(2) == 2
@@ -267,7 +270,7 @@ async def test_limits_are_not_got_around_by_forks():
 async def test_a_prompt_of_ids_is_not_copied_for_each_answer_before_it_is_refused(monkeypatch):
     async with model_on(FakeEngine(), TenantGate()) as model:
         generator = model.generator(Tenant("ann"))
-        request = CompletionRequest(TokenIds((5,) * 100_000), SHORT, n=100)
+        request = CompletionRequest(TokenIds((5,) * 100_000), SHORT.resolved(), n=100)
         monkeypatch.setattr(generator, "fork", None)  # nothing may be copied
         monkeypatch.setattr(generator.limits, "check_ids", None)
         async with completing(generator, request) as completion:
@@ -283,8 +286,8 @@ async def test_tools_and_calls_are_part_of_the_prompt():
         call = Message("assistant", "", tool_calls=(called,))
         ask = Message("user", "Hi")
         for request in (
-            CompletionRequest((ask,), SHORT, tools=(tool,)),
-            CompletionRequest((ask, call, Message("tool", "z", tool_call_id="call_1")), SHORT),
+            CompletionRequest((ask,), SHORT.resolved(), tools=(tool,)),
+            CompletionRequest((ask, call, Message("tool", "z", tool_call_id="call_1")), SHORT.resolved()),
         ):
             async with completing(generator, request) as completion:
                 with pytest.raises(PromptTooLong, match="characters"):

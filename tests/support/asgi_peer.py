@@ -31,6 +31,7 @@ from agentflow.protocol.wire import (
     encode,
     server_frames,
 )
+from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket.connection import WsSession
@@ -189,7 +190,7 @@ class Bench:
 
     def find(self, model: str | None) -> Any:
         """The only one."""
-        return self.generator
+        return SessionModels(self.generator)
 
     async def is_idle(self) -> None:
         """Waits until no session is left, and checks that nothing of them is."""

@@ -20,7 +20,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Event, Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
 
 
@@ -53,7 +53,7 @@ class _ObservedConnection:
     is_connected = True
 
     def __init__(self, connection: Connection, observed: list[ops.Op]) -> None:
-        self.capabilities = connection.capabilities
+        self.models = connection.models
         self._connection = connection
         self._observed = observed
 
@@ -98,7 +98,7 @@ class _Unconstrained(ScriptedGenerator):
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
@@ -129,11 +129,11 @@ class SteppedGenerator(ScriptedGenerator):
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        words = str(self._answer(self._call(context, "gen", params))).split(" ")
+        words = str(self._answer(self._call(context, "gen", params.resolved()))).split(" ")
         self.num_running += 1
         try:
             for index, word in enumerate(words):

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 import anyio
 
 from agentflow.backends.remote import Remote
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted import Script, ScriptedContext, ScriptedGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Delta, Event, Reached, StateFailed, Stats, StatsReply, Value, VarFailed
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
 
 # A prompt that ends in this, or in a user's turn that does, is never answered.
@@ -30,10 +30,10 @@ def count_words(prompt: str) -> str:
 
 
 class HangingGenerator(ScriptedGenerator):
-    """Answers by ``count_words``, hangs at ``HANG``, and fails with the faults that a test sets."""
+    """Answers by ``script``, hangs at ``HANG``, and fails with the faults that a test sets."""
 
-    def __init__(self) -> None:
-        super().__init__(count_words)
+    def __init__(self, script: Script = count_words) -> None:
+        super().__init__(script)
         self.stats_fault: Exception | None = None
         self.generate_fault: Exception | None = None
         self.has_hung = anyio.Event()
@@ -41,7 +41,7 @@ class HangingGenerator(ScriptedGenerator):
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -67,7 +67,7 @@ class HangingGenerator(ScriptedGenerator):
 
 def gen(state: int, var: int, max_tokens: int = 100_000) -> ops.Gen:
     """A gen whose length depends on the prompt."""
-    return ops.Gen(state, var, f"v{var}", SamplingParams(max_tokens=max_tokens))
+    return ops.Gen(state, var, f"v{var}", GenParams(max_tokens=max_tokens))
 
 
 class Listener:

@@ -12,7 +12,7 @@ from dspy_agentflow import AgentflowLM
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 
 def chat(**fields: Any) -> str:
@@ -28,7 +28,7 @@ class Recorded(ScriptedGenerator):
         super().__init__(script)
         self.programs: list[str] = []
         self.prompts: list[str] = []
-        self.params: list[SamplingParams] = []
+        self.params: list[GenParams] = []
         self.constraints: list[Constraint | None] = []
         self.forks: list[int] = []
         self.begun, self.ended = threading.Event(), threading.Event()

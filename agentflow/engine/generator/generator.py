@@ -59,7 +59,7 @@ from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
 from agentflow.runtime.turns import Turn
 
@@ -135,6 +135,7 @@ class EngineGenerator:
             constraints=() if compiler is None else CONSTRAINT_KINDS,
             embedding_models=(name or info.model,) if info.embedding_size else (),
             batch_size=info.batch_size,
+            default_max_tokens=SamplingParams().max_tokens,
         )
 
     @property
@@ -250,7 +251,7 @@ class EngineGenerator:
     async def reply(
         self,
         context: EngineContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -265,12 +266,13 @@ class EngineGenerator:
             constraint: of the answer, or None.
             on_reasoning: called with new reasoning.
         """
-        thinking = await self._thinking(context, params, constraint, replies=True)
+        sampling = params.resolved()
+        thinking = await self._thinking(context, sampling, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
         on_progress = _reporting(text, on_text, on_reasoning)
         calls = None if context.tools is None else context.tools.marks
         end = await self.complete(
-            context, params, on_progress, text.constraint, thinking=thinking, calls=calls
+            context, sampling, on_progress, text.constraint, thinking=thinking, calls=calls
         )
         context.tokens.generated(end.token_ids, end.text)
         is_truncated = end.finish_reason == "length"
@@ -281,25 +283,26 @@ class EngineGenerator:
         reasoning = str(text.reasoning)
         if reply.tool_calls:
             context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=reasoning or None))
-        return _generated(end, params, self.tokenizer, notation, reasoning)
+        return _generated(end, sampling, self.tokenizer, notation, reasoning)
 
     async def generate(
         self,
         context: EngineContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates text, and appends the generated ids. Reasoning is not part of the text. The arguments are
         those of ``reply``."""
-        thinking = await self._thinking(context, params, constraint, replies=False)
+        sampling = params.resolved()
+        thinking = await self._thinking(context, sampling, constraint, replies=False)
         text = AnswerText(thinking)
         on_progress = _reporting(text, on_text, on_reasoning)
-        end = await self.complete(context, params, on_progress, constraint, thinking=thinking)
+        end = await self.complete(context, sampling, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         answer = text.finish(end.text, end.answer_at)
-        generated = _generated(end, params, self.tokenizer, answer, str(text.reasoning))
+        generated = _generated(end, sampling, self.tokenizer, answer, str(text.reasoning))
         start = len(end.text) - len(answer)
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated

@@ -30,7 +30,7 @@ from agentflow.language.typed.values import TEXT
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.op_table import ROOT, check_sendable, numbers, spec_of
+from agentflow.protocol.op_table import ROOT, StateModels, check_sendable, numbers, spec_of
 from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
 
@@ -72,6 +72,16 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
     )
 
 
+class _AnyModels(StateModels):
+    """The models of a trace: it runs on none, and each model can do everything."""
+
+    def __init__(self) -> None:
+        super().__init__({"": _EVERYTHING})
+
+    def named(self, name: str) -> Capabilities:
+        return _EVERYTHING
+
+
 class _TraceLink(Link):
     """Collects ops, and reports no events."""
 
@@ -79,12 +89,9 @@ class _TraceLink(Link):
 
     def __init__(self) -> None:
         super().__init__(seed=0)
+        self._models = _AnyModels()
         self.collected: list[ops.Op] = []
         self.cancelled_at: ProgramLine | None = None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return _EVERYTHING
 
     @property
     def is_alive(self) -> bool:
@@ -98,7 +105,8 @@ class _TraceLink(Link):
 
     def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
         for op in recorded:
-            check_sendable(op, _EVERYTHING)
+            check_sendable(op, self._models)
+            self._models.follow(op)
         self.collected += recorded
         if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in recorded):
             self.cancelled_at = calling_line()
@@ -240,7 +248,7 @@ class GraphRun:
             inputs=values,
             outputs=tuple(graph.generated if is_streamed else graph.outputs),
             seeds=run_of(link.seed, index),
-            places=dict(graph.places),
+            places=dict(graph.places) if link.capabilities.seeds else {},
         )
         try:
             link.send([op])

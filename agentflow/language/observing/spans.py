@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from agentflow.errors import Cancelled
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, Value
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.telemetry import configured_tracer
 
 if TYPE_CHECKING:
@@ -38,14 +38,16 @@ CAPTURE_CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """The environment variable of the conventions that allows prompts and answers in spans."""
 _CAPTURES = {"true", "1", "span_only", "span_and_event"}
 _OP = "gen_ai.operation.name"
-# The parameters of a gen that its span contains unless they have these values, by their names in the span.
-_OPTIONAL: dict[str, tuple[str, Any]] = {
-    "top_p": ("top_p", 1.0),
-    "top_k": ("top_k", 0),
-    "seed": ("seed", None),
-    "stop": ("stop_sequences", ()),
-    "frequency_penalty": ("frequency_penalty", 0.0),
-    "presence_penalty": ("presence_penalty", 0.0),
+# The parameters that the span of a gen contains if they are given, by their names in the span.
+_REPORTED = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "stop": "stop_sequences",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
 }
 
 
@@ -307,16 +309,9 @@ def _shown(path: Sequence[int]) -> str:
     return ".".join(map(str, path)) or "root"
 
 
-def _of_params(params: SamplingParams) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-    }
-    for field, (name, default) in _OPTIONAL.items():
-        value = getattr(params, field)
-        if value != default:
-            found[f"gen_ai.request.{name}"] = value
-    return found
+def _of_params(params: GenParams) -> dict[str, Any]:
+    values = {name: getattr(params, field) for field, name in _REPORTED.items()}
+    return {f"gen_ai.request.{name}": value for name, value in values.items() if value not in (None, ())}
 
 
 def _record(span: Span, error: BaseException | ErrorInfo) -> None:

@@ -7,7 +7,7 @@ marks of turns. The state does not change before that, so an error leaves it as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -25,7 +25,15 @@ from agentflow.language.expressions import (
     not_appendable,
 )
 from agentflow.language.markers import MARKERS
-from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds, TurnPlace
+from agentflow.language.op_log import (
+    WRITTEN,
+    Entry,
+    ToolCalls,
+    Transcript,
+    TurnBegins,
+    TurnEnds,
+    TurnPlace,
+)
 from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.language.states.traced import GenOp, traced
 from agentflow.language.states.validation import Attempts
@@ -83,6 +91,26 @@ class Recorder:
         for attempts, index in self._attempts:
             attempts.adopt(num_before + index + 1)
             state.link.start_soon(attempts.run)
+
+    def repeat(self, content: Transcript) -> None:
+        """Sends the entries that the state has from its parent, for a model that begins empty."""
+        if content.offer is not None:
+            self.put(ops.Tools(self._state.id, *content.offer))
+        for entry in content.all():
+            match entry:
+                case TurnBegins(role=role):
+                    self.put(ops.Begin(self._state.id, cast(ops.Role, role), entry.tool_call_id, entry.name))
+                case TurnEnds():
+                    self.put(ops.End(self._state.id))
+                case ImageExpression():
+                    self.put(ops.Image(self._state.id, entry.source))
+                case str() | Reference():
+                    self._text.append(self._part(entry))
+                case _:
+                    raise not_appendable(entry)
+        self._flush()
+        if self._ops:
+            self._state.submit(self._ops)
 
     def _record(self, op: ops.Op) -> None:
         self._ops.append(op)
@@ -258,7 +286,7 @@ class Recorder:
         if is_reply:
             self._entries.append(ToolCalls(node.front))
         params = item.params
-        if params.seed is None:
+        if params.seed is None and self._state.capabilities.seeds:
             seed = self._state.run.seed_at(node.id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1

@@ -26,7 +26,7 @@ from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
-from agentflow.protocol.events import ErrorInfo, Value
+from agentflow.protocol.events import Capabilities, ErrorInfo, Value
 from agentflow.protocol.ops import derived_seed, place_of, run_of
 from agentflow.runtime.limits import limit_op
 
@@ -55,6 +55,7 @@ class Run:
         root_id: The number of a root that a graph opens; by default the run opens a root.
         objective: A hint for all states.
         program: Calls with the same name are siblings to the scheduler.
+        model: The model of the root; by default the session's.
         name: The name of the running program, for watchers and for a new ``record``.
         record: The run's record, if it has begun.
     """
@@ -68,6 +69,7 @@ class Run:
         root_id: int | None = None,
         objective: ops.Objective | None = None,
         program: str = "",
+        model: str = "",
         name: str = "",
         record: RunRecord | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class Run:
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
             root_id = link.next_id()
-            link.send([ops.Open(root_id, cache_salt, objective, program, _label(name))])
+            link.send([ops.Open(root_id, cache_salt, objective, program, _label(name), model)])
         self.root = StateNode(self, root_id, ())
         self.root.span = self.record.span
         self.adopt(self.root)
@@ -210,6 +212,15 @@ class StateNode:
         self._deadline: float = math.inf if parent is None else parent._deadline
 
     @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of its model."""
+        return self.link.capabilities_of(self.id)
+
+    def runs_on(self, model: str) -> bool:
+        """Whether the state's model has this name. ``UnknownModel``."""
+        return self.link.is_model_of(self.id, model)
+
+    @property
     def deadline(self) -> float:
         """When the limits of the state and of its session end it, on the event loop's clock."""
         return min(self._deadline, self.link.deadline)
@@ -298,10 +309,11 @@ class StateNode:
         """The error that a function of the program raised instead of providing op ``number``."""
         return self.mapped_errors.get(number - FIRST_MAPPED)
 
-    def fork(self, count: int) -> list[StateNode]:
-        """Forks the state into ``count`` branches."""
+    def fork(self, count: int, model: str = "") -> list[StateNode]:
+        """Forks the state into ``count`` branches. With a ``model`` that is not the state's, they begin
+        empty."""
         ids = [self.link.next_id() for _ in range(count)]
-        self.submit([ops.Fork(self.id, tuple(ids))])
+        self.submit([ops.Fork(self.id, tuple(ids), model)])
         children = self.branches(ids, len(self.children))
         self.adopt(children, self.in_flight.num_submitted)
         return children

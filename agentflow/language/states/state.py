@@ -288,9 +288,19 @@ class State:
     def __contains__(self, name: object) -> bool:
         return name in self._node.names
 
-    def fork(self, count: int) -> Branches:
+    def fork(self, count: int, *, model: str | None = None) -> Branches:
         """``count`` states that continue from here independently and share the prefix. With ``async with
-        s.fork(3) as branches`` they are a task group: see ``Branches``. ``BadArgument`` for a count below 1.
+        s.fork(3) as branches`` they are a task group: see ``Branches``.
+
+        Args:
+            count: The number of branches.
+            model: The name of the session's model on which they run; by default the state's. Another model
+                gets the content of the state as text.
+
+        Raises:
+            BadArgument: ``count`` is below 1.
+            UnknownModel: The session has no such model.
+            NotSupported: Another model is to continue a conversation with tool calls.
 
         >>> for branch, dimension in zip(s.fork(2), ["clarity", "evidence"]):
         ...     branch += af.user(f"Judge its {dimension}.")
@@ -304,15 +314,22 @@ class State:
                 f"fork({count}): a fork has at most {MAX_BRANCHES:,} branches; flow.map runs a program for "
                 "any number of inputs"
             )
-        return Branches(self, [State(node) for node in self._node.fork(count)])
+        if model is None or self._node.runs_on(model):
+            return Branches(self, [State(node) for node in self._node.fork(count)])
+        content = self._node.transcript
+        content.check_portable()
+        children = self._node.fork(count, model)
+        for child in children:
+            Recorder(child).repeat(content)
+        return Branches(self, [State(node) for node in children])
 
-    def copy(self) -> State:
-        """A state that continues from here independently: a fork of one.
+    def copy(self, *, model: str | None = None) -> State:
+        """A state that continues from here independently: a fork of one. ``model``: as in ``fork``.
 
         >>> draft = s.copy()
         >>> draft += af.user("Try again.") + af.assistant(af.gen("answer", temperature=0.8))
         """
-        return self.fork(1)[0]
+        return self.fork(1, model=model)[0]
 
     def join(self, branches: Branches, *, separator: str = "") -> State:
         """Appends the content of each branch of a fork of this state, in the order of the branches, with

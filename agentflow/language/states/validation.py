@@ -153,13 +153,15 @@ class Attempts:
     def _op(self, node: VariableNode, index: int) -> ops.Gen:
         """The op of attempt number ``index``."""
         item, branch, params = self._item, node.state, self._item.params
-        if params.seed is None:
+        capabilities = branch.capabilities
+        if params.seed is None and capabilities.seeds:
             seed = branch.run.seed_at(node.id, branch.seed_place(0))
-        else:
-            seed = derived_seed(str(params.seed), f"attempt {index}") if index else params.seed
+            params = msgspec.structs.replace(params, seed=seed)
+        elif params.seed is not None and index:
+            params = msgspec.structs.replace(params, seed=derived_seed(str(params.seed), f"attempt {index}"))
         is_repeated = index and not item.asks_again
-        temperature = params.temperature or (RETRY_TEMPERATURE if is_repeated else 0.0)
-        params = msgspec.structs.replace(params, seed=seed, temperature=temperature)
+        if is_repeated and not params.temperature and capabilities.accepts("temperature"):
+            params = msgspec.structs.replace(params, temperature=RETRY_TEMPERATURE)
         constraint = item.value_type.constraint
         op = ops.Gen(branch.id, node.id, item.name, params, constraint)
         return traced(

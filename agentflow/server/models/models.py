@@ -18,7 +18,7 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import UnknownModel, listed
-from agentflow.runtime.generator import Embedder, Generator
+from agentflow.runtime.generator import Generator, SessionModels
 from agentflow.server.models.admission import Admission
 from agentflow.server.models.request_spans import request_spans
 from agentflow.server.tenants.rate_limit import TenantGate
@@ -276,9 +276,14 @@ class Models:
             return self.find(name, tenant)
         return next((model for model in self.seen_by(tenant) if model.makes_embeddings), None)
 
-    def embedders(self, tenant: Tenant) -> dict[str, Embedder]:
-        """The tenant's models that make embeddings, by name."""
-        return {one.name: one.generator(tenant) for one in self.seen_by(tenant) if one.makes_embeddings}
+    def of_session(self, name: str | None, tenant: Tenant) -> SessionModels:
+        """The models of a session of the tenant, whose default is the model of this name, or the tenant's
+        first one for None. ``UnknownModel``."""
+        default = self.find(name, tenant).generator(tenant)
+        generators: dict[bool, dict[str, Generator[Any]]] = {True: {}, False: {}}
+        for one in self.seen_by(tenant):
+            generators[one.makes_embeddings][one.name] = one.generator(tenant)
+        return SessionModels(default, others=generators[False], embedders=generators[True])
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
         """The models that the tenant may use, under all of their names. Models with adapters

@@ -15,7 +15,7 @@ client receives more events per frame.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Generic, NoReturn, TypeAlias
 
 import anyio
@@ -47,10 +47,16 @@ from agentflow.protocol.wire import (
     frame_name,
     op_reader,
 )
-from agentflow.runtime.generator import ContextT, Embedder, Generator
+from agentflow.runtime.generator import ContextT, SessionModels
 from agentflow.runtime.turns import Turn, end_turn
 from agentflow.server.websocket.frames import SMALL_FRAME_BYTES, check_frame, event_frames
-from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
+from agentflow.server.websocket.sessions import (
+    IsValid,
+    ServedSession,
+    Sessions,
+    always_valid,
+    revoked,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +81,9 @@ OTHER_ERROR = 1008
 PROTOCOL_VIOLATIONS = {1002, 1007, 1009}
 
 
-FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
-"""Finds the generator of a model, or of the default one for None. ``UnknownModel``."""
-FindEmbedders: TypeAlias = Callable[[], Mapping[str, Embedder]]
-"""Finds all models that make embeddings, by name."""
+FindModels: TypeAlias = Callable[[str | None], SessionModels]
+"""Finds the models of a session, whose default is the model of this name, or the server's default for None.
+``UnknownModel``."""
 
 
 class WsSession(Generic[ContextT]):
@@ -89,8 +94,7 @@ class WsSession(Generic[ContextT]):
         self,
         socket: WebSocket,
         sessions: Sessions[ContextT],
-        find_generator: FindGenerator[ContextT],
-        find_embedders: FindEmbedders = dict,
+        find_models: FindModels,
         *,
         tenant: str = "",
         is_valid: IsValid = always_valid,
@@ -99,8 +103,7 @@ class WsSession(Generic[ContextT]):
         self._socket = socket
         self._subprotocol = subprotocol
         self._sessions = sessions
-        self._find_generator = find_generator
-        self._find_embedders = find_embedders
+        self._find_models = find_models
         self._tenant = tenant
         self._is_valid = is_valid
         self._limits = sessions.limits
@@ -163,13 +166,9 @@ class WsSession(Generic[ContextT]):
                 "install the same version of agentflow on both sides"
             )
         if hello.resume is None:
-            generator = self._find_generator(hello.model)
+            models = self._find_models(hello.model)
             return await self._sessions.open(
-                generator,
-                self._scope,
-                self._find_embedders(),
-                tenant=self._tenant,
-                is_valid=self._is_valid,
+                models, self._scope, tenant=self._tenant, is_valid=self._is_valid
             )
         return await self._sessions.resume(
             hello.resume, self._scope, tenant=self._tenant, is_valid=self._is_valid
@@ -177,9 +176,19 @@ class WsSession(Generic[ContextT]):
 
     async def _converse(self, session: ServedSession[ContextT]) -> None:
         limits = Limits(self._limits.frame_bytes, self._limits.resume_grace_s)
-        capabilities = session.capabilities
+        models = session.interpreter.models
         self._num_acked = session.num_taken
-        await self._send(Welcome(VERSION, session.id, session.secret, capabilities, limits, self._num_acked))
+        await self._send(
+            Welcome(
+                VERSION,
+                session.id,
+                session.secret,
+                model=next(iter(models)),
+                models=models,
+                limits=limits,
+                ack=self._num_acked,
+            )
+        )
         faults: list[Exception] = []
         async with anyio.create_task_group() as group:
             group.start_soon(self._write, session, faults, group.cancel_scope)

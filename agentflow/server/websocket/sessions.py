@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from types import MappingProxyType
 from typing import Any, Generic
 
 import anyio
@@ -28,7 +27,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
-from agentflow.runtime.generator import ContextT, Embedder, Generator
+from agentflow.runtime.generator import ContextT, SessionModels
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
 from agentflow.runtime.task_group import open_task_group
@@ -53,20 +52,25 @@ class ServedSession(Generic[ContextT]):
 
     def __init__(
         self,
-        generator: Generator[ContextT],
+        models: SessionModels,
         tasks: TaskGroup,
         holder: anyio.CancelScope,
         tenant: str,
         memory: MemoryBudget,
         is_valid: IsValid = always_valid,
-        embedders: Mapping[str, Embedder] = MappingProxyType({}),
     ) -> None:
         self.tenant = tenant
         self.is_valid = is_valid
         self.id = secrets.token_urlsafe(12)
         self.secret = secrets.token_urlsafe(32)
-        self.interpreter = Interpreter(generator, tasks, memory, hides_faults=True, embedders=embedders)
-        self.capabilities = self.interpreter.capabilities
+        self.interpreter = Interpreter(
+            models.default,
+            tasks,
+            memory,
+            hides_faults=True,
+            models=models.others,
+            embedders=models.embedders,
+        )
         self.num_taken = 0
         self.has_ended = False
         self.failure: AgentflowError | None = None
@@ -193,15 +197,13 @@ class Sessions(Generic[ContextT]):
 
     async def open(
         self,
-        generator: Generator[ContextT],
+        models: SessionModels,
         holder: anyio.CancelScope,
-        embedders: Mapping[str, Embedder] = MappingProxyType({}),
         *,
         tenant: str = "",
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
-        """Opens a session. ``embedders``: as of the interpreter. ``Overloaded`` if there are too many, or the
-        tenant has too many."""
+        """Opens a session. ``Overloaded`` if there are too many, or the tenant has too many."""
         if len(self._sessions) + self._num_opening.total() >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} open sessions, which is its limit: "
@@ -216,7 +218,7 @@ class Sessions(Generic[ContextT]):
         self._num_opening[tenant] += 1
         try:
             session: ServedSession[ContextT] = await self._tasks.start(
-                self._run, generator, embedders, holder, tenant, is_valid
+                self._run, models, holder, tenant, is_valid
             )
         finally:
             self._num_opening[tenant] -= 1
@@ -257,8 +259,7 @@ class Sessions(Generic[ContextT]):
 
     async def _run(
         self,
-        generator: Generator[ContextT],
-        embedders: Mapping[str, Embedder],
+        models: SessionModels,
         holder: anyio.CancelScope,
         tenant: str,
         is_valid: IsValid,
@@ -273,7 +274,7 @@ class Sessions(Generic[ContextT]):
                     within=self._memory.of(tenant),
                     free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
                 )
-                session = ServedSession(generator, group, holder, tenant, memory, is_valid, embedders)
+                session = ServedSession(models, group, holder, tenant, memory, is_valid)
                 self._sessions[session.id] = session
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)

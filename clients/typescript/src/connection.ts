@@ -57,7 +57,10 @@ type AskingOp = Extract<Op, { op: "getstats" | "peek" }>;
 export class Connection {
   status: Status = "open";
   error: AgentflowError | undefined;
-  readonly capabilities: Capabilities;
+  /** The default model of the states. */
+  readonly model: string;
+  /** The capabilities of each model by name. */
+  readonly models: Readonly<Record<string, Capabilities>>;
   #transport: Transport;
   #handlers: ConnectionHandlers;
   #socket: Socket | undefined;
@@ -90,16 +93,18 @@ export class Connection {
   ) {
     this.#record = options.record;
     this.#note({
-      recording: 1,
+      recording: 2,
       agentflow: "",
       started: new Date().toISOString(),
       seed: 0,
-      capabilities: welcome.capabilities,
+      model: welcome.model,
+      models: welcome.models,
     });
     this.#transport = transport;
     this.#welcome = welcome;
     this.#handlers = handlers;
-    this.capabilities = welcome.capabilities;
+    this.model = welcome.model;
+    this.models = welcome.models;
     this.#queue = new OpQueue(welcome.limits.frame_bytes, options.maxBufferedBytes);
     this.#keepaliveMs = options.keepaliveS * 1000;
     this.#adopt(socket);

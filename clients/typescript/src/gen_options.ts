@@ -1,7 +1,7 @@
 // The options of a gen, and the op that they make.
 
 import { BadArgument } from "./errors.js";
-import type { Constraint, GenOp, SamplingParams } from "./protocol.js";
+import type { Constraint, GenOp, GenParams } from "./protocol.js";
 
 type CamelCase<Name extends string> = Name extends `${infer Head}_${infer Tail}`
   ? `${Head}${Capitalize<CamelCase<Tail>>}`
@@ -9,7 +9,7 @@ type CamelCase<Name extends string> = Name extends `${infer Head}_${infer Tail}`
 
 /** The sampling parameters of the protocol, with names such as `maxTokens` for `max_tokens`. */
 export type SamplingOptions = {
-  [Name in keyof SamplingParams as CamelCase<Name>]?: SamplingParams[Name] | undefined;
+  [Name in keyof GenParams as CamelCase<Name>]?: GenParams[Name] | undefined;
 };
 
 /** Options of `gen`. One of `schema`, `regex`, `choices`, `grammar` and `constraint` may constrain the text. */
@@ -66,7 +66,7 @@ export function genFields(options: GenOptions): Omit<GenOp, "op" | "state" | "va
     if (value !== undefined) params[snakeCase(name)] = value;
   }
   if (stop !== undefined) params["stop"] = typeof stop === "string" ? [stop] : stop;
-  const fields: Omit<GenOp, "op" | "state" | "var" | "name"> = { params: params as SamplingParams };
+  const fields: Omit<GenOp, "op" | "state" | "var" | "name"> = { params: params as GenParams };
   let made: Constraint | undefined = constraint;
   if (schema !== undefined) made = schemaConstraint(schema);
   if (regex !== undefined) made = { kind: "regex", source: regex };

@@ -18,6 +18,8 @@ export interface StateOptions {
   cacheSalt?: string | undefined;
   /** Optimise for response time, or for total throughput. */
   objective?: "latency" | "throughput" | undefined;
+  /** One of `session.models`; by default the session's. */
+  model?: string | undefined;
 }
 
 /** The op that opens a root state. */
@@ -27,6 +29,7 @@ export function openOp(number: number, options: StateOptions): OpenOp {
   if (options.label) op.label = options.label;
   if (options.cacheSalt) op.cache_salt = options.cacheSalt;
   if (options.objective) op.objective = options.objective;
+  if (options.model) op.model = options.model;
   return op;
 }
 

@@ -15,7 +15,7 @@ export type {
   ErrorInfo,
   Message,
   Op,
-  SamplingParams,
+  GenParams,
   ServerEvent,
   Stats,
   StepRecord,

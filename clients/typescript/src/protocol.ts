@@ -2,7 +2,7 @@
 
 
 /** The version of the protocol. */
-export const VERSION = 1;
+export const VERSION = 2;
 
 /** The path of the websocket on a server. */
 export const SESSION_PATH = "/v1/session";
@@ -112,6 +112,8 @@ export interface OpenOp {
   program?: string;
   /** A name that `watched` shows instead of `program`; it changes nothing else; by default `""`. */
   label?: string;
+  /** One of the `models` of `welcome`; empty: the session's; by default `""`. */
+  model?: string;
 }
 
 /**
@@ -293,7 +295,7 @@ export interface GenOp {
   var: number;
   /** The variable's name, for error messages. */
   name: string;
-  params: SamplingParams;
+  params: GenParams;
   /** The form of the text. */
   constraint?: Constraint | null;
   /** The value is a reply, which may call the tools of `converse` or `tools`; by default `false`. */
@@ -305,29 +307,31 @@ export interface GenOp {
   trace?: string;
 }
 
-/** Part of `gen`. Other fields are rejected. */
-export interface SamplingParams {
-  /** The maximum number of tokens to generate; by default `256`. */
-  max_tokens?: number;
-  /** The text does not end before this many tokens; at most `max_tokens`; by default `0`. */
-  min_tokens?: number;
-  /** 0 is greedy; by default `0.0`. */
-  temperature?: number;
-  /** Above 0, up to 1; by default `1.0`. */
-  top_p?: number;
-  /** 0 is off; by default `0`. */
-  top_k?: number;
-  /** 0 to 1; by default `0.0`. */
-  min_p?: number;
-  /** -2 to 2; subtracted from a logit once for each time that the token was generated; by default `0.0`. */
-  frequency_penalty?: number;
-  /** -2 to 2; subtracted from a logit once if the token was generated; by default `0.0`. */
-  presence_penalty?: number;
+/**
+ * Part of `gen`. Other fields are rejected. A parameter that is `null` or left out is the choice of the
+ * model's server: an engine takes the default in brackets.
+ */
+export interface GenParams {
+  /** The maximum number of tokens to generate [256]. */
+  max_tokens?: number | null;
+  /** The text does not end before this many tokens; at most `max_tokens` [0]. */
+  min_tokens?: number | null;
+  /** 0 is greedy [0.0]. */
+  temperature?: number | null;
+  /** Above 0, up to 1 [1.0]. */
+  top_p?: number | null;
+  /** 0 is off [0]. */
+  top_k?: number | null;
+  /** 0 to 1 [0.0]. */
+  min_p?: number | null;
+  /** -2 to 2; subtracted from a logit once for each time that the token was generated [0.0]. */
+  frequency_penalty?: number | null;
+  /** -2 to 2; subtracted from a logit once if the token was generated [0.0]. */
+  presence_penalty?: number | null;
   /**
-   * 0.01 to 100; for tokens of prompt and output: divides positive logits, multiplies negative ones; by
-   * default `1.0`.
+   * 0.01 to 100; for tokens of prompt and output: divides positive logits, multiplies negative ones [1.0].
    */
-  repetition_penalty?: number;
+  repetition_penalty?: number | null;
   /**
    * Token ids, each once, and the value to add to their logits: -100 to 100; at most 1024; by default
    * `[]`.
@@ -543,12 +547,18 @@ export interface LimitOp {
   output_tokens?: number | null;
 }
 
-/** Creates states that continue from here independently. They start when the ops before are done. */
+/**
+ * Creates states that continue from here independently. They start when the ops before are done. On a
+ * model that is not the state's they begin empty, because the content of a state belongs to its model:
+ * the client appends it again.
+ */
 export interface ForkOp {
   op: "fork";
   state: number;
   /** The numbers of the new states, at least one. */
   children: number[];
+  /** One of the `models` of `welcome`; empty: the state's; by default `""`. */
+  model?: string;
 }
 
 /**
@@ -872,7 +882,7 @@ export interface PeekedEvent {
 /** Client, first frame. */
 export interface HelloFrame {
   frame: "hello";
-  /** Of the protocol: 1. */
+  /** Of the protocol: 2. */
   version: number;
   /** The session to resume; none: a new one. */
   resume?: Resume | null;
@@ -908,21 +918,23 @@ export interface ByeFrame {
 /** Server, the answer to `hello`. */
 export interface WelcomeFrame {
   frame: "welcome";
-  /** Of the protocol: 1. */
+  /** Of the protocol: 2. */
   version: number;
   /** The session's id. */
   session: string;
   /** Needed to resume the session. */
   secret: string;
-  /** What the model behind the server can do. */
-  capabilities: Capabilities;
+  /** The default of the session's states. */
+  model: string;
+  /** Each model by name. */
+  models: Record<string, Capabilities>;
   /** Limits for the client. */
   limits: Limits;
   /** The number of the last op accepted; 0 in a new session; by default `0`. */
   ack?: number;
 }
 
-/** Part of `welcome`. Ops that need an unsupported feature fail with `not_supported`. */
+/** Part of `welcome`, for each model. Ops that need an unsupported feature fail with `not_supported`. */
 export interface Capabilities {
   /** Its name. */
   model: string;
@@ -947,6 +959,14 @@ export interface Capabilities {
   embedding_models: string[];
   /** Requests that run together before more of them make each one slower and all of them no faster. */
   batch_size: number | null;
+  /** The fields of GenParams that a `gen` may give; without it, all. */
+  sampling: string[] | null;
+  /** The tokens of a `gen` without `max_tokens`; without it, as many as the model gives. */
+  default_max_tokens: number | null;
+  /** A `gen` may follow text in the assistant's turn. */
+  continuation: boolean;
+  /** A `gen` may stand outside turns. */
+  plain_text: boolean;
 }
 
 /** Part of `welcome`. */

@@ -106,14 +106,19 @@ export class Session {
     this.#ended.push(() => target.removeEventListener?.("online", hurry));
   }
 
-  /** The name of the model. */
+  /** The name of the default model. */
   get model(): string {
-    return this.capabilities.model;
+    return this.#connection.model;
   }
 
-  /** What the model can do. */
+  /** The capabilities of each model by name. */
+  get models(): Readonly<Record<string, Capabilities>> {
+    return this.#connection.models;
+  }
+
+  /** The capabilities of the default model. */
   get capabilities(): Capabilities {
-    return this.#connection.capabilities;
+    return this.#connection.models[this.model]!;
   }
 
   /** `lost` while the client reconnects; `closed` when the session has ended. */

@@ -19,7 +19,7 @@ import {
 } from "./protocol.js";
 import { receivedError } from "./received_error.js";
 
-const SUBPROTOCOL = "agentflow.v1";
+const SUBPROTOCOL = "agentflow.v2";
 const TICKET_PROTOCOL = "agentflow.ticket.";
 const MAX_REASON_CHARS = 500;
 

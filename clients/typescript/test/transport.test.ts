@@ -45,11 +45,11 @@ for (const [given, ws, http] of [
     await settle(server);
     const session = await connecting;
     assert.equal(server.socket.url, ws);
-    assert.deepEqual(server.socket.protocols, ["agentflow.v1", "agentflow.ticket.t1"]);
+    assert.deepEqual(server.socket.protocols, ["agentflow.v2", "agentflow.ticket.t1"]);
     // A ticket opens one connection.
     server.socket.end(1006);
     await settle(server, () => session.status === "open");
-    assert.deepEqual(server.socket.protocols, ["agentflow.v1", "agentflow.ticket.t2"]);
+    assert.deepEqual(server.socket.protocols, ["agentflow.v2", "agentflow.ticket.t2"]);
     const request = { url: `${http}/v1/session-ticket`, method: "POST", key: "Bearer af-key" };
     assert.deepEqual(requests, [request, request]);
     await Promise.all([session.close(), settle(server)]);

@@ -29,7 +29,7 @@ from agentflow.engine.tenant import Tenant
 from agentflow.engine.text import token_state
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.events import Capabilities, Stats
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import StateHint
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +56,7 @@ def fill_turn(generator: EngineGenerator, context: EngineContext, role: str, tex
 
 async def generate(generator: EngineGenerator, context: EngineContext, **params) -> tuple:
     deltas: list[str] = []
-    end = await generator.generate(context, SamplingParams(**params), deltas.append)
+    end = await generator.generate(context, GenParams(**params), deltas.append)
     assert end.text.startswith("".join(deltas))
     return end
 
@@ -603,14 +603,14 @@ async def test_hints_go_with_the_requests_that_follow():
         generator.observe(observer)
         context = generator.open("")
         generator.fill(context, "one two three " * 20)
-        await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+        await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
         generator.hint(context, StateHint("throughput", 7, None, 60.0))
-        await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+        await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
         generator.fill(context, "four five six " * 20)
         generator.hint(context, StateHint(None, None, 3))
         before = len(observer.submits)
         children = await generator.fork(context, 3)
-        await generator.generate(children[0], SamplingParams(max_tokens=2), lambda text: None)
+        await generator.generate(children[0], GenParams(max_tokens=2), lambda text: None)
         for one in (context, *children):
             generator.free(one)
     first, second, ahead, last = observer.submits
@@ -631,7 +631,7 @@ async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():
         for generator in (ann, ann, eve):
             context = generator.open("")
             generator.fill(context, "some words")
-            await generator.generate(context, SamplingParams(max_tokens=3), lambda text: None)
+            await generator.generate(context, GenParams(max_tokens=3), lambda text: None)
             generator.free(context)
         everything, own = await eve.stats(), await ann.stats()
     assert everything.steps > 0

@@ -8,7 +8,7 @@ from support.session_peer import HangingGenerator
 
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, UnknownModel
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models.models import EngineModel, Models, OneGenerator
 from agentflow.server.responses.background import open_background_runs
@@ -67,7 +67,7 @@ async def test_f25d_the_names_of_a_model_share_its_engine_and_its_cache():
             assert generator.capabilities.model == (name or "served")
             context = generator.open("")
             generator.fill(context, "The quick brown fox jumps over the lazy dog")
-            end = await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+            end = await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
             cached.append(end.usage.cached_tokens)
             generator.free(context)
         assert cached[0] == 0 < cached[1] == cached[2]

@@ -17,7 +17,7 @@ from support.spans import Recorded, recording_spans
 import agentflow as af
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import spec_of
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 PHASES = ("server.request", ["queue", "prefill", "decode"])
 SELECT = ("server.request", ["queue", "prefill"])
@@ -109,7 +109,7 @@ def test_a_request_without_a_readable_trace_has_its_own(
 @pytest.mark.parametrize(
     "op",
     [
-        ops.Gen(1, 2, "x", SamplingParams(), trace="x" * 257),
+        ops.Gen(1, 2, "x", GenParams(), trace="x" * 257),
         ops.Select(1, 2, "x", ("a", "b"), trace="x" * 257),
     ],
 )

@@ -92,7 +92,7 @@ def keep_busy(opened: Session, program: str, label: str = "") -> None:
 
 def test_a_watch_shows_steps_requests_counters_and_the_tree(server: ApiServer) -> None:
     with session(server) as worker, session(server) as viewer:
-        assert viewer.welcome["capabilities"]["watch"] is True
+        assert viewer.welcome["models"][viewer.welcome["model"]]["watch"] is True
         events = watched(viewer)
         tree = Tree()
         tree.apply(next(events)["tree"])

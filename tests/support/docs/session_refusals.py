@@ -32,7 +32,7 @@ def no_key(_: ApiServer) -> tuple[str, str]:
     with api_server(tenants=tenants(), constraints=False) as server:
         wrong = {"Authorization": "Bearer af-other"}
         assert refused_handshake(address(server), wrong) == refused_handshake(address(server))
-        ticket = {"Sec-WebSocket-Protocol": "agentflow.v1, agentflow.ticket.wrong"}
+        ticket = {"Sec-WebSocket-Protocol": "agentflow.v2, agentflow.ticket.wrong"}
         assert refused_handshake(address(server), ticket) == refused_handshake(address(server))
         return refused_handshake(address(server))
 

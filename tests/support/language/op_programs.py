@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentflow.errors import EngineFailed, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform, apply_transforms
 
 TRANSFORMS = (
@@ -137,7 +137,7 @@ class OpProgram:
             var = self.new_id()
             self.variables[var] = (state, len(state.stream))
             op = (
-                ops.Gen(state.id, var, f"v{var}", SamplingParams())
+                ops.Gen(state.id, var, f"v{var}", GenParams())
                 if kind == "gen"
                 else ops.Select(state.id, var, f"v{var}", ANSWERS)
             )

@@ -20,7 +20,7 @@ from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
 
 CHOICES = ["yes", "no"]
@@ -64,7 +64,7 @@ class ClumsyGenerator(ScriptedGenerator):
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:

@@ -13,7 +13,7 @@ from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoic
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.ops import Op
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.protocol.wire import Bye, ClientFrame, Ops
 
@@ -56,7 +56,7 @@ VALUES: dict[type[Any], dict[str, tuple[Sequence[Any], Sequence[Any]]]] = {
         "constraint": ([None], CONSTRAINTS),
         "reply": ([False, False, True], [True]),
     },
-    SamplingParams: {
+    GenParams: {
         "max_tokens": ([1, 4, 16, 16, 64], [0, -1, 100_000, 2**31]),
         "min_tokens": ([0, 0, 1], [65, -1]),
         "temperature": ([0.0, 0.0, 1.0], [-1.0, 1e300]),
@@ -250,8 +250,8 @@ class OpsWriter:
             case ops.Gen:
                 logprobs = self._random.choice([False, False, self._has_logprobs])
                 top = self._one_of([0, 0, 3 * self._has_logprobs], [3, 21, -1])
-                params = self._values(SamplingParams)
-                fields["params"] = SamplingParams(logprobs=logprobs, top_logprobs=top, **params)
+                params = self._values(GenParams)
+                fields["params"] = GenParams(logprobs=logprobs, top_logprobs=top, **params)
         var = self._new()
         self._variables.append(var)
         if kind is ops.Expect:

@@ -16,7 +16,7 @@ from agentflow.errors import NotSupported
 from agentflow.protocol.chat import ReplyWriter, TextPiece
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, Generator, OnText, Scored
 from agentflow.server.app import Access
 from agentflow.server.config.limits import ServerLimits
@@ -73,7 +73,7 @@ class StagedGenerator(ScriptedGenerator):
     async def generate(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -84,7 +84,7 @@ class StagedGenerator(ScriptedGenerator):
     async def reply(
         self,
         context: ScriptedContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,

@@ -188,7 +188,7 @@ function Recording({ title, reader, version, problem }: RecordingProps) {
         </h2>
         <p class="runs-source">
           {[
-            header?.capabilities.model,
+            header?.model,
             header?.started && new Date(header.started).toLocaleString("en-GB"),
             header?.agentflow && `agentflow ${header.agentflow}`,
           ]

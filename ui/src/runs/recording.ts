@@ -23,7 +23,7 @@ export interface Header {
   readonly recording: number;
   readonly agentflow: string;
   readonly started: string;
-  readonly capabilities: { readonly model: string };
+  readonly model: string;
 }
 
 export type Ending = "complete" | "failed" | "cancelled";
@@ -222,12 +222,13 @@ export class RecordingReader {
   private begin(line: Json): boolean {
     const { recording, agentflow, started, capabilities } = line;
     if (typeof recording !== "number") return false;
-    const model = isObject(capabilities) ? textOf(capabilities["model"]) : "";
+    // Version 1 had the capabilities of a single model.
+    const model = isObject(capabilities) ? capabilities["model"] : line["model"];
     this.header = {
       recording,
       agentflow: textOf(agentflow),
       started: textOf(started),
-      capabilities: { model },
+      model: textOf(model),
     };
     return true;
   }

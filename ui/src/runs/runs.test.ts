@@ -24,7 +24,7 @@ const LINES = text.trimEnd().split("\n");
 const fileOf = (content: string, name = "run.jsonl"): File => new File([content], name);
 const read = (lines: readonly object[]): RecordingReader => {
   const reader = new RecordingReader();
-  for (const line of [{ recording: 1, capabilities: { model: "m" } }, ...lines]) reader.read(line);
+  for (const line of [{ recording: 2, model: "m", models: {} }, ...lines]) reader.read(line);
   reader.finish();
   return reader;
 };

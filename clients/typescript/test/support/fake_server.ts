@@ -70,10 +70,11 @@ export class FakeServer {
         }
         socket.down({
           frame: "welcome",
-          version: 1,
+          version: 2,
           session: `s${this.#session}`,
           secret: "secret",
-          capabilities: {
+          model: "fake",
+          models: { fake: {
             model: "fake",
             roles: true,
             select: true,
@@ -87,7 +88,11 @@ export class FakeServer {
             conversations: true,
             watch: true,
             embedding_models: [],
-          },
+            sampling: null,
+            default_max_tokens: 256,
+            continuation: true,
+            plain_text: true,
+          } },
           limits: { frame_bytes: 1024 * 1024, resume_grace_s: this.graceS },
           ack: this.accepted.length,
         });

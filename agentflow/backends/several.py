@@ -1,0 +1,501 @@
+"""Several backends as the models of one session.
+
+Each backend is a *place* with a separate interpreter. ``SeveralConnection`` sends each op to the place of its
+state, under the numbers of the session. Three things cross places:
+
+- A variable that a state of another place refers to. There the state gets an *import*: a variable that the
+  client provides, here with the value as soon as it is known. Imports have negative numbers.
+- A fork onto another model. The branches are roots in their place, which first wait for an import of the
+  parent's progress, so that they begin and fail as branches do.
+- Cancellations, limits and task groups of such forks, which no place sees as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import msgspec
+
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, NotSupported, RunFailed
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.chat import read_reply
+from agentflow.protocol.events import (
+    Capabilities,
+    Delta,
+    ErrorInfo,
+    Event,
+    StateFailed,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.op_table import declared, expanded
+
+
+class Several:
+    """Several backends, the backend of ``af.session(models={...})``.
+
+    Args:
+        backends: The backends by the names that programs use for their models; the first is the default.
+
+    >>> small, large = af.Scripted("A draft."), af.Scripted("A verdict.")
+    >>> async with af.session(models={"small": small, "large": large}) as flow, flow.state() as s:
+    ...     s += af.user("Write.") + af.gen("draft")
+    ...     judge = s.copy(model="large")
+    ...     judge += af.user("Judge it.") + af.gen("verdict")
+    ...     print(await judge["verdict"])
+    A verdict.
+    """
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        if not backends:
+            raise BadArgument("session: models must name at least one model", param="models")
+        self._backends = dict(backends)
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens all backends. For the session."""
+        connection = SeveralConnection(deliver, lost)
+        async with AsyncExitStack() as stack:
+            for name, backend in self._backends.items():
+                place = _Place(name)
+                connecting = backend.connect(
+                    partial(connection.receive, place), partial(connection.lose, place)
+                )
+                place.connection = await stack.enter_async_context(connecting)
+                connection.add(place)
+            yield connection
+
+
+@dataclass(eq=False)
+class _Place:
+    """One backend. ``error``: why it has ended."""
+
+    name: str
+    connection: Connection = field(init=False)
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class _State:
+    """An open state. ``root``: the op that opened the root of its tree. ``is_import``: it is the root of
+    another place, forked from ``parent``, and its first op is not the program's. ``group``: its task group,
+    if that spans places."""
+
+    number: int
+    place: _Place
+    parent: _State | None
+    root: ops.Open
+    is_import: bool = False
+    is_closed: bool = False
+    is_sealed: bool = False
+    lost: ErrorInfo | None = None  # why its place does not know it any more
+    cancelled: ErrorInfo | None = None  # why its task group has cancelled it
+    children: list[_State] = field(default_factory=list)
+    group: list[_State] = field(default_factory=list)
+    variables: list[int] = field(default_factory=list)
+    imports: dict[int, int] = field(default_factory=dict)  # of variables of other places, by their numbers
+
+    def with_forks(self) -> Iterator[_State]:
+        """The state and all its forks."""
+        pending = [self]
+        while pending:
+            state = pending.pop()
+            yield state
+            pending += state.children
+
+    def with_parents(self) -> Iterator[_State]:
+        """The state and all states above it."""
+        state: _State | None = self
+        while state is not None:
+            yield state
+            state = state.parent
+
+
+@dataclass(eq=False)
+class _Variable:
+    """A variable of an open state. ``text``: of a reply its notation. ``imports``: waiting imports of its
+    value, with their places."""
+
+    state: _State
+    name: str
+    is_reply: bool = False
+    text: str = ""
+    has_value: bool = False
+    error: ErrorInfo | None = None
+    imports: list[tuple[_Place, int]] = field(default_factory=list)
+
+    def provided(self, number: int) -> ops.Provide | None:
+        """The op that ends an import, or None before the variable's end."""
+        if self.error is not None:
+            return ops.Provide(number, error=self.error)
+        if not self.has_value:
+            return None
+        return ops.Provide(number, read_reply(self.text).text if self.is_reply else self.text)
+
+
+@dataclass(eq=False)
+class _TokenLimit:
+    """The tokens that a state and its forks (None: all states) may still generate, in all places."""
+
+    root: _State | None
+    left: int
+
+
+class SeveralConnection:
+    """A connection to all places."""
+
+    def __init__(self, deliver: Deliver, lost: Lost) -> None:
+        self.models: dict[str, Capabilities] = {}
+        self._deliver = deliver
+        self._lost = lost
+        self._places: dict[str, _Place] = {}
+        self._states: dict[int, _State] = {}
+        self._variables: dict[int, _Variable] = {}
+        self._numbers = itertools.count(-1, -1)
+        self._token_limits: list[_TokenLimit] = []
+        self._deadlines: list[tuple[_State | None, float]] = []
+
+    def add(self, place: _Place) -> None:
+        """Adds a place that is open."""
+        self._places[place.name] = place
+        self.models[place.name] = next(iter(place.connection.models.values()))
+
+    @property
+    def _default(self) -> _Place:
+        return next(iter(self._places.values()))
+
+    @property
+    def is_connected(self) -> bool:
+        return all(place.error is None and place.connection.is_connected for place in self._places.values())
+
+    def end(self, error: BaseException | None) -> None:
+        for place in self._places.values():
+            place.connection.end(error)
+
+    def send(self, sent: Sequence[ops.Op]) -> None:
+        outgoing: list[tuple[_Place, ops.Op]] = []
+        for op in sent:
+            outgoing += self._translated(op)
+        self._dispatch(outgoing)
+
+    def _dispatch(self, outgoing: Sequence[tuple[_Place, ops.Op]]) -> None:
+        """Sends ops to their places, each run of ops for one place together."""
+        for place, run in itertools.groupby(outgoing, key=lambda pair: pair[0]):
+            if place.error is None:
+                place.connection.send([op for _, op in run])
+
+    def _react(self, outgoing: Iterable[tuple[_Place, ops.Op]]) -> None:
+        """Sends the ops that follow from events, where no program can be told of an error: an import whose
+        text its place does not accept fails with that error."""
+        for place, op in outgoing:
+            if place.error is not None:
+                continue
+            try:
+                place.connection.send([op])
+            except AgentflowError as error:
+                if isinstance(op, ops.Provide) and op.error is None:
+                    place.connection.send([ops.Provide(op.var, error=ErrorInfo.of(error))])
+
+    # From ops of the session to ops of the places.
+
+    def _translated(self, op: ops.Op) -> Iterator[tuple[_Place, ops.Op]]:
+        match op:
+            case ops.Open():
+                place = self._open(op.state, op)
+                yield place, msgspec.structs.replace(op, model="")
+            case ops.SubmitGraph():
+                yield from self._graph(op)
+            case ops.Fork() if (state := self._known(op.state)) is not None:
+                place = self._place(op.model) if op.model else state.place
+                if place is state.place:
+                    self._add(op.children, place, state)
+                    yield place, msgspec.structs.replace(op, model="")
+                else:
+                    yield from self._fork_onto(place, state, op.children)
+            case ops.TaskGroup() if (state := self._known(op.state)) is not None:
+                yield from self._group(state, op)
+            case ops.Cancel() if (state := self._known(op.state)) is not None:
+                yield state.place, op
+                for fork in state.with_forks():
+                    if fork.is_import:
+                        yield fork.place, ops.Cancel(fork.number)
+            case ops.Close() if op.state in self._states:
+                state = self._states[op.state]
+                if state.lost is None:
+                    yield state.place, op
+                self._forget(state)
+            case ops.Limit():
+                yield from self._limit(op)
+            case ops.Provide() if (variable := self._variables.get(op.var)) is not None:
+                yield variable.state.place, op
+            case ops.GetStats() | ops.Watch() | ops.Unwatch() | ops.Peek():
+                yield self._default, op
+            case _ if (state := self._states.get(getattr(op, "state", 0))) is not None:
+                if state.lost is None:
+                    yield from self._in_stream(state, op)
+                elif not isinstance(op, ops.Seal | ops.Await):
+                    raise state.lost.to_exception()
+            case _:
+                pass
+
+    def _place(self, name: str) -> _Place:
+        place = self._places[name] if name else self._default
+        if place.error is not None:
+            raise ErrorInfo.of(place.error).to_exception()
+        return place
+
+    def _known(self, number: int) -> _State | None:
+        """The state, unless its place has lost it."""
+        state = self._states.get(number)
+        return None if state is None or state.lost is not None else state
+
+    def _open(self, number: int, op: ops.Open) -> _Place:
+        place = self._place(op.model)
+        self._states[number] = _State(number, place, None, op)
+        return place
+
+    def _add(self, numbers: Iterable[int], place: _Place, parent: _State, *, is_import: bool = False) -> None:
+        for number in numbers:
+            state = _State(number, place, parent, parent.root, is_import)
+            parent.children.append(state)
+            self._states[number] = state
+
+    def _graph(self, op: ops.SubmitGraph) -> Iterator[tuple[_Place, ops.Op]]:
+        first, *rest = op.ops
+        if not isinstance(first, ops.Open) or any(isinstance(part, ops.Fork) and part.model for part in rest):
+            raise NotSupported("a graph runs on one model: leave out the model of its forks")
+        place = self._open(op.state, first)
+        for part in expanded(op):
+            if isinstance(part, ops.Fork):
+                self._add(part.children, place, self._states[part.state])
+        self._declare(self._states[op.state], op)
+        yield place, msgspec.structs.replace(op, ops=(msgspec.structs.replace(first, model=""), *rest))
+
+    def _declare(self, state: _State, op: ops.Op) -> None:
+        for number, name in declared(op):
+            self._variables[number] = _Variable(state, name, isinstance(op, ops.Gen) and op.reply)
+            state.variables.append(number)
+
+    def _in_stream(self, state: _State, op: ops.Op) -> Iterator[tuple[_Place, ops.Op]]:
+        """An op of the state's stream, after the imports that its text needs."""
+        if isinstance(op, ops.Text | ops.Set):
+            parts: list[str | ops.Ref] = []
+            for part in op.parts:
+                if isinstance(part, ops.Ref) and self._crosses(part.var, state):
+                    if part.var not in state.imports:
+                        state.imports[part.var] = next(self._numbers)
+                        yield from self._import(state, part.var, state.imports[part.var])
+                    parts.append(ops.Ref(state.imports[part.var], part.transforms))
+                else:
+                    parts.append(part)
+            op = msgspec.structs.replace(op, parts=tuple(parts))
+        elif isinstance(op, ops.Seal):
+            state.is_sealed = True
+        self._declare(state, op)
+        yield state.place, op
+
+    def _crosses(self, number: int, reader: _State) -> bool:
+        variable = self._variables.get(number)
+        return variable is not None and variable.state.place is not reader.place
+
+    def _import(self, state: _State, source: int, number: int) -> Iterator[tuple[_Place, ops.Op]]:
+        """Declares an import of variable ``source`` in the state."""
+        variable = self._variables[source]
+        yield state.place, ops.Expect(state.number, number, variable.name)
+        if (provide := variable.provided(number)) is not None:
+            yield state.place, provide
+        else:
+            variable.imports.append((state.place, number))
+
+    def _fork_onto(
+        self, place: _Place, parent: _State, children: Sequence[int]
+    ) -> Iterator[tuple[_Place, ops.Op]]:
+        """Opens the branches of a fork as roots of another place, where they wait for the parent."""
+        progress = next(self._numbers)
+        self._variables[progress] = _Variable(parent, "the fork")
+        parent.variables.append(progress)
+        yield parent.place, ops.Done(parent.number, progress, "the fork")
+        self._add(children, place, parent, is_import=True)
+        for child in children:
+            yield place, msgspec.structs.replace(parent.root, state=child, model="")
+            yield from self._inherited_limits(self._states[child])
+            number = next(self._numbers)
+            yield from self._import(self._states[child], progress, number)
+            yield place, ops.Text(child, (ops.Ref(number),))
+
+    def _group(self, state: _State, op: ops.TaskGroup) -> Iterator[tuple[_Place, ops.Op]]:
+        members = [self._states[child] for child in op.children if child in self._states]
+        if all(not member.is_import for member in members):
+            yield state.place, op
+            return
+        for member in members:
+            member.group = members
+        if near := tuple([member.number for member in members if not member.is_import]):
+            yield state.place, ops.TaskGroup(op.state, near)
+
+    # Limits.
+
+    def _limit(self, op: ops.Limit) -> Iterator[tuple[_Place, ops.Op]]:
+        root = self._known(op.state) if op.state else None
+        if op.state and root is None:
+            return
+        if op.output_tokens is not None:
+            self._token_limits.append(_TokenLimit(root, op.output_tokens))
+        if op.deadline_s is not None:
+            self._deadlines.append((root, anyio.current_time() + op.deadline_s))
+        yield from self._everywhere(root, op.deadline_s, op.output_tokens)
+
+    def _everywhere(
+        self, root: _State | None, deadline_s: float | None, output_tokens: int | None
+    ) -> Iterator[tuple[_Place, ops.Op]]:
+        """The limit in each place of the state and its forks, or of all states."""
+        if root is None:
+            for place in self._places.values():
+                yield place, ops.Limit(0, deadline_s, output_tokens)
+            return
+        for state in root.with_forks():
+            if (state is root or state.is_import) and state.lost is None:
+                yield state.place, ops.Limit(state.number, deadline_s, output_tokens)
+
+    def _inherited_limits(self, child: _State) -> Iterator[tuple[_Place, ops.Op]]:
+        """The limits of the states above a root of another place."""
+        above = set(child.with_parents())
+        now = anyio.current_time()
+        left_s = [deadline - now for root, deadline in self._deadlines if root in above]
+        tokens = [limit.left for limit in self._token_limits if limit.root in above]
+        if left_s or tokens:
+            deadline_s = max(0.0, min(left_s)) if left_s else None
+            yield child.place, ops.Limit(child.number, deadline_s, max(0, min(tokens)) if tokens else None)
+
+    def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_Place, ops.Op]]:
+        """Charges tokens that one place has counted. What all places have used up ends in each."""
+        above = set(state.with_parents())
+        for limit in self._token_limits:
+            if limit.left > 0 and (limit.root is None or limit.root in above):
+                limit.left -= num_tokens
+                if limit.left <= 0:
+                    yield from self._everywhere(limit.root, None, 0)
+
+    # From events of the places to events of the session.
+
+    def receive(self, place: _Place, events: Iterable[Event]) -> None:
+        """Delivers the events of a place, and provides the imports of variables that have ended."""
+        delivered: list[Event] = []
+        outgoing: list[tuple[_Place, ops.Op]] = []
+        for event in events:
+            match event:
+                case Delta() | Value() | VarFailed():
+                    outgoing += self._follow(event)
+                    if event.var > 0:
+                        delivered.append(self._renumbered(event))
+                case StateFailed():
+                    outgoing += self._failed(event)
+                    delivered.append(self._renumbered(event))
+                case _:
+                    delivered.append(event)
+        if delivered:
+            self._deliver(delivered)
+        self._react(outgoing)
+
+    def _follow(self, event: Delta | Value | VarFailed) -> Iterator[tuple[_Place, ops.Op]]:
+        variable = self._variables.get(event.var)
+        if variable is None:
+            return
+        if isinstance(event, VarFailed):
+            variable.error = event.error
+        else:
+            before = variable.text if event.at == len(variable.text) else variable.text[: event.at]
+            variable.text = before + event.text
+            if isinstance(event, Value):
+                variable.has_value = True
+                yield from self._spend(variable.state, event.usage.output_tokens)
+        for place, number in variable.imports:
+            if (provide := variable.provided(number)) is not None:
+                yield place, provide
+        if variable.has_value or variable.error is not None:
+            variable.imports.clear()
+            if variable.state.is_closed:
+                del self._variables[event.var]
+
+    def _renumbered(self, event: Event) -> Event:
+        """The event with the program's numbers of ops: the first op of a forked root is not the program's. A
+        cancellation by a task group gets its cause."""
+        if not isinstance(event, VarFailed | StateFailed):
+            return event
+        if isinstance(event, StateFailed):
+            state = self._states.get(event.state)
+        else:
+            state = self._variables[event.var].state if event.var in self._variables else None
+        if event.error.code == Cancelled.code and state is not None:
+            for one in state.with_parents():
+                if one.cancelled is not None:
+                    return msgspec.structs.replace(event, error=one.cancelled)
+        return msgspec.structs.replace(event, error=self._renumbered_error(event.error))
+
+    def _renumbered_error(self, error: ErrorInfo) -> ErrorInfo:
+        cause = None if error.cause is None else self._renumbered_error(error.cause)
+        state = None if error.state is None else self._states.get(error.state)
+        op = error.op
+        if state is not None and state.is_import and op is not None:
+            op = op - 1 if op > 1 else None
+        return msgspec.structs.replace(error, cause=cause, op=op, state=error.state if op else None)
+
+    def _failed(self, event: StateFailed) -> Iterator[tuple[_Place, ops.Op]]:
+        """The failure of a branch of a task group that spans places: cancels the others, and fails the
+        parent."""
+        state = self._states.get(event.state)
+        if state is None or not state.group or event.error.code == Cancelled.code:
+            return
+        group, parent = state.group, state.parent
+        origin = self._renumbered_error(event.error.origin)
+        message = f"branch {group.index(state)} of its fork failed: {origin.message}"
+        for member in group:
+            member.group = []
+            if member is not state and member.lost is None:
+                member.cancelled = ErrorInfo(Cancelled.code, message, origin)
+                yield member.place, ops.Cancel(member.number)
+        if parent is None or parent.lost is not None or parent.is_sealed or not state.is_import:
+            return  # the place of the parent has failed it already
+        number = next(self._numbers)
+        message = f"branch {group.index(state)} of a fork failed: {origin.message}"
+        error = ErrorInfo(RunFailed.code, message, origin)
+        yield parent.place, ops.Expect(parent.number, number, "a branch of the fork")
+        yield parent.place, ops.Text(parent.number, (ops.Ref(number),))
+        yield parent.place, ops.Provide(number, error=error)
+
+    def lose(self, place: _Place, error: Exception, *, is_final: bool = True) -> None:
+        """A place has lost its states; the other places go on."""
+        if is_final:
+            place.error = error
+        if all(one.error is not None for one in self._places.values()):
+            self._lost(error)
+            return
+        info = ErrorInfo.of(error)
+        failures: list[Event] = []
+        for number, variable in self._variables.items():
+            if variable.state.place is place and not variable.has_value and variable.error is None:
+                failures.append(VarFailed(number, info))
+        for state in self._states.values():
+            if state.place is place and state.lost is None:
+                failures.append(StateFailed(state.number, info))
+        for state in self._states.values():
+            if state.place is place and state.lost is None:
+                state.lost = info
+        self.receive(place, failures)
+
+    def _forget(self, state: _State) -> None:
+        state.is_closed = True
+        del self._states[state.number]
+        for number in state.variables:
+            if not self._variables[number].imports:  # otherwise its end is still to come
+                del self._variables[number]
+        if state.parent is not None and state in state.parent.children:
+            state.parent.children.remove(state)
+        self._token_limits = [limit for limit in self._token_limits if limit.root is not state]
+        self._deadlines = [(root, when) for root, when in self._deadlines if root is not state]

@@ -1,0 +1,435 @@
+"""Several models in one session: in one interpreter, on a server, and on separate backends."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from anyio.from_thread import start_blocking_portal
+from hypothesis import given
+from hypothesis import strategies as st
+from support.session_peer import HANG, HangingGenerator
+
+import agentflow as af
+from agentflow.backends.local import interpreted
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.errors import (
+    BudgetExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    NotSupported,
+    RunFailed,
+    ServerLost,
+    UnknownModel,
+)
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.server.models.models import Models, OneGenerator
+from agentflow.server.serve import running_server
+
+pytestmark = pytest.mark.anyio
+
+NAMES = ("small", "large")
+
+
+def answer(model: str, prompt: str) -> str | Exception:
+    """What a model says depends on the prompt alone."""
+    if "fail" in prompt.rsplit("<user>", 1)[-1]:
+        return EngineFailed(f"{model} failed")
+    if HANG in prompt.rsplit("<user>", 1)[-1]:
+        return HANG
+    return f"{model} {zlib.crc32(prompt.encode()) % 1000}"
+
+
+def generator_of(model: str, **capabilities: Any) -> ScriptedGenerator:
+    generator = HangingGenerator(lambda call: answer(model, str(call)))
+    changed = msgspec.structs.replace(generator.capabilities, model=model, **capabilities)
+    generator.capabilities = changed
+    return generator
+
+
+class Place:
+    """A backend on one generator, which a test can lose."""
+
+    def __init__(self, generator: ScriptedGenerator) -> None:
+        self.generator = generator
+        self.lost: Lost | None = None
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        self.lost = lost
+        async with interpreted(self.generator, deliver) as connection:
+            yield connection
+
+
+class OnePlace:
+    """One interpreter for all models."""
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        small, large = map(generator_of, NAMES)
+        async with interpreted(small, deliver, models={"large": large}) as connection:
+            yield connection
+
+
+@asynccontextmanager
+async def several() -> AsyncIterator[af.Session]:
+    models: dict[str, Backend] = {name: Place(generator_of(name)) for name in NAMES}
+    async with af.session(models=models, seed=1) as flow:
+        yield flow
+    for place in models.values():
+        assert place.generator.num_open == place.generator.num_running == 0
+
+
+@asynccontextmanager
+async def in_one_interpreter() -> AsyncIterator[af.Session]:
+    async with af.session(backend=OnePlace(), seed=1) as flow:
+        yield flow
+
+
+@asynccontextmanager
+async def open_models() -> AsyncIterator[Models]:
+    yield Models([OneGenerator(generator_of(name)) for name in NAMES])
+
+
+@pytest.fixture(scope="module")
+def server_url() -> Iterator[str]:
+    """A server with all models."""
+    with start_blocking_portal("asyncio") as portal:
+        running = portal.call(lambda: running_server(open_models))
+        with portal.wrap_async_context_manager(running) as server:
+            yield server.url
+
+
+@pytest.fixture(params=["several", "one interpreter", "server"])
+async def flow(request: pytest.FixtureRequest, server_url: str) -> AsyncIterator[af.Session]:
+    opening = {
+        "several": several,
+        "one interpreter": in_one_interpreter,
+        "server": lambda: af.session(server_url, seed=1),
+    }
+    async with opening[request.param]() as opened:
+        yield opened
+
+
+def said(model: str, prompt: str) -> str:
+    text = answer(model, prompt)
+    assert isinstance(text, str)
+    return text
+
+
+async def test_the_models_of_a_session_have_names_and_the_first_is_the_default(flow: af.Session) -> None:
+    assert {name: one.model for name, one in flow.models.items()} == {"small": "small", "large": "large"}
+    assert flow.capabilities.model == next(iter(flow.models)) == "small"
+
+
+async def test_a_state_runs_on_the_model_that_it_names(flow: af.Session) -> None:
+    prompt = "<user>Hello</user><assistant>"
+    for model in (None, *NAMES):
+        async with flow.state(model=model) as s:
+            s += af.user("Hello") + af.gen("x")
+            assert await s["x"] == said(model or "small", prompt)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["wired", "awaited"])
+async def test_a_variable_is_wired_to_a_state_on_another_model(flow: af.Session, is_awaited: bool) -> None:
+    async with flow.state() as draft, flow.state(model="large") as judge:
+        draft += af.user("Write.") + af.gen("text")
+        if is_awaited:
+            await draft["text"]
+        text = draft["text"]
+        judge += af.user(f"Judge {text}.") + af.user("Also ", text.upper()) + af.gen("verdict")
+        written = said("small", "<user>Write.</user><assistant>")
+        prompt = f"<user>Judge {written}.</user><user>Also {written.upper()}</user><assistant>"
+        assert await judge["verdict"] == said("large", prompt)
+
+
+async def test_a_fork_onto_another_model_continues_with_the_same_content(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.system("Be brief.") + af.user("Write.")
+        s += af.assistant("So: ", af.gen("text"))
+        s.set("note", "kept")
+        branches = s.fork(2, model="large")
+        again = s.copy(model="small")
+        for branch in (*branches, again):
+            branch += af.user("Judge it.") + af.gen("verdict")
+        text = said("small", "<system>Be brief.</system><user>Write.</user><assistant>So: ")
+        before = f"<system>Be brief.</system><user>Write.</user><assistant>So: {text}</assistant>"
+        prompt = before + "<user>Judge it.</user><assistant>"
+        assert await branches.gather("verdict") == [said("large", prompt)] * 2
+        assert await again["verdict"] == said("small", prompt)
+        assert await branches[0]["text"] == text
+        assert await branches[1].text() == prompt + said("large", prompt) + "</assistant>"
+        assert (await branches[0].messages())[:3] == (await s.messages())
+
+
+async def test_a_fork_in_an_open_turn_continues_the_turn_on_another_model(flow: af.Session) -> None:
+    async with flow.state() as s, s.user():
+        s += "Once"
+        branch = s.copy(model="large")
+        branch += " more"
+        branch.end()
+        branch += af.gen("x")
+        assert await branch["x"] == said("large", "<user>Once more</user><assistant>")
+
+
+@pytest.mark.parametrize("use", ["state", "fork", "copy"])
+async def test_a_model_that_the_session_does_not_have_is_refused_in_the_program(
+    flow: af.Session, use: str
+) -> None:
+    async with flow.state() as s:
+        with pytest.raises(UnknownModel) as raised:
+            {
+                "state": lambda: flow.state(model="huge"),
+                "fork": lambda: s.fork(2, model="huge"),
+                "copy": lambda: s.copy(model="huge"),
+            }[use]()
+        assert raised.value.param == "model"
+        s += af.user("Hello") + af.gen("x")  # nothing was sent
+        assert await s["x"] == said("small", "<user>Hello</user><assistant>")
+
+
+async def test_a_conversation_with_tool_calls_stays_on_its_model(flow: af.Session) -> None:
+    @af.tool
+    def look() -> str:
+        """Looks."""
+        return "nothing"
+
+    async with flow.state() as s:
+        s += af.conversation([{"role": "user", "content": "Look."}]) + af.reply("said", tools=[look])
+        await s["said"]
+        with pytest.raises(NotSupported):
+            s.fork(2, model="large")
+
+
+async def test_a_failed_prefix_fails_the_branches_on_another_model(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.user("fail") + af.gen("x")
+        branch = s.copy(model="large")
+        branch += af.user("Go on.") + af.gen("y")
+        with pytest.raises((RunFailed, EngineFailed)):
+            await branch["y"]
+        with pytest.raises(EngineFailed):
+            await s["x"]
+
+
+async def test_a_failed_source_fails_its_reader_on_another_model(flow: af.Session) -> None:
+    async with flow.state() as s, flow.state(model="large") as reader:
+        s += af.user("fail") + af.gen("x")
+        reader += af.user("Read ", s["x"]) + af.gen("y")
+        with pytest.raises(RunFailed) as raised:
+            await reader["y"]
+        assert isinstance(raised.value.__cause__, EngineFailed)
+        with pytest.raises(EngineFailed):
+            await s["x"]
+
+
+async def test_cancelling_a_state_cancels_its_forks_on_other_models(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.user("Hello") + af.gen("x")
+        branch = s.copy(model="large").copy().copy(model="small")
+        branch += af.user(HANG) + af.gen("y")
+        await s["x"]
+        s.cancel()
+        with pytest.raises(af.Cancelled):
+            await branch["y"]
+
+
+async def test_a_task_group_on_several_models_fails_as_one(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.user("Hello") + af.gen("x")
+        async with s.fork(2, model="large") as branches:
+            branches[0] += af.user(HANG) + af.gen("y")
+            branches[1] += af.user("fail") + af.gen("y")
+        with pytest.raises(EngineFailed):
+            await branches
+        await s.settled()
+        with pytest.raises(RunFailed):
+            await s
+        with pytest.raises(af.Cancelled):
+            await branches[0]["y"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_limits_hold_on_all_models(flow: af.Session, when: str) -> None:
+    async with flow.state() as s:
+        if when == "before":
+            s.limit(deadline_s=0)
+        branch = s.copy(model="large")
+        if when == "after":
+            s.limit(deadline_s=0)
+        branch += af.user("Hello") + af.gen("x")
+        with pytest.raises(DeadlineExceeded):
+            await branch["x"]
+
+
+async def test_the_tokens_of_a_limit_are_shared_by_all_models(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s.limit(output_tokens=4)  # each answer has two words
+        s += af.user("Hello") + af.gen("x")
+        branch = s.copy(model="large")
+        branch += af.user("Hello") + af.gen("x")
+        await branch["x"]
+        later = branch.copy(model="small")
+        for state in (branch, later, s.copy()):
+            state += af.user("Again") + af.gen("y")
+            with pytest.raises(BudgetExceeded):
+                await state["y"]
+
+
+async def test_a_model_refuses_what_another_one_of_the_session_can() -> None:
+    places = {"able": Place(generator_of("able")), "plain": Place(generator_of("plain", sampling=("stop",)))}
+    async with (
+        af.session(models=places) as flow,
+        flow.state() as able,
+        flow.state(model="plain") as plain,
+    ):
+        able += af.user("Hello") + af.gen("x", temperature=0.5)
+        with pytest.raises(NotSupported) as raised:
+            plain += af.user("Hello") + af.gen("x", temperature=0.5)
+        assert raised.value.param == "temperature"
+        plain += af.user("Hello") + af.gen("x", stop="z", seed=3)
+        assert await plain["x"] == said("plain", "<user>Hello</user><assistant>")
+        assert await able["x"] == said("able", "<user>Hello</user><assistant>")
+
+
+async def test_a_model_without_seeds_gets_none() -> None:
+    place = Place(generator_of("plain", seeds=False))
+    async with af.session(models={"plain": place}) as flow, flow.state() as s:
+        s += af.user("Hello") + af.gen("x")
+        await s["x"]
+        with pytest.raises(NotSupported) as raised:
+            s += af.user("Hello") + af.gen("y", seed=3)
+        assert raised.value.param == "seed"
+    (call,) = place.generator.calls.values()
+    assert call.params.seed is None
+
+
+async def test_a_backend_that_is_lost_takes_only_its_states_with_it() -> None:
+    places = {name: Place(generator_of(name)) for name in NAMES}
+    async with (
+        af.session(models=places) as flow,
+        flow.state() as small,
+        flow.state(model="large") as large,
+        flow.state() as reader,
+    ):
+        large += af.user(HANG) + af.gen("x")
+        reader += af.user("Read ", large["x"]) + af.gen("y")
+        await anyio.lowlevel.checkpoint()
+        assert places["large"].lost is not None
+        places["large"].lost(ServerLost("gone"))
+        for variable in (large["x"],):
+            with pytest.raises(ServerLost):
+                await variable
+        with pytest.raises(RunFailed):
+            await reader["y"]
+        with pytest.raises(ServerLost):
+            large += af.user("Hello") + af.gen("y")
+        with pytest.raises(ServerLost):
+            flow.state(model="large")
+        small += af.user("Hello") + af.gen("x")
+        assert await small["x"] == said("small", "<user>Hello</user><assistant>")
+        assert flow.is_alive
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"models": {}},
+        {"models": {"a": 3}},
+        {"models": {"": "x"}},
+        {"models": ["a"]},
+        {"models": {"a": af.Scripted("x")}, "model": "b"},
+        {"models": {"a": af.Scripted("x")}, "backend": af.Scripted("x")},
+        {"models": {"a": af.Scripted("x")}, "url": "ws://127.0.0.1:1"},
+    ],
+)
+def test_models_that_make_no_session_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(af.errors.BadArgument):
+        af.session(**options)
+
+
+async def test_a_recording_of_several_models_is_replayed(tmp_path: Any) -> None:
+    path = tmp_path / "run.jsonl"
+
+    @af.program
+    async def program(s: af.State) -> str:
+        s += af.user("Write.") + af.gen("text")
+        judge = s.copy(model="large")
+        judge += af.user("Judge ", s["text"]) + af.gen("verdict")
+        return await judge["verdict"]
+
+    places = {name: Place(generator_of(name)) for name in NAMES}
+    async with af.session(models=places, record=path) as flow:
+        verdict = await flow.run(program)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert list(flow.models) == list(NAMES)
+        assert await flow.run(program) == verdict
+
+
+# Random programs
+
+
+class Step(msgspec.Struct):
+    """One step of a random program on one of its states: appends text or a gen, forks, or refers to the
+    variable of another state."""
+
+    state: int
+    kind: str
+    model: str
+    other: int
+
+
+STEPS = st.lists(
+    st.builds(
+        Step,
+        state=st.integers(0, 5),
+        kind=st.sampled_from(["text", "gen", "fork", "ref", "fail"]),
+        model=st.sampled_from(NAMES),
+        other=st.integers(0, 5),
+    ),
+    max_size=14,
+)
+
+
+async def outcome(flow: af.Session, steps: list[Step]) -> list[str]:
+    """The values and failures of all variables."""
+    states: list[af.State] = [flow.state()]
+    variables: list[Any] = []
+    for number, step in enumerate(steps):
+        state = states[step.state % len(states)]
+        match step.kind:
+            case "text":
+                state += af.user(f"Text {number}.")
+            case "gen":
+                state += af.user(f"Answer {number}.") + af.gen(f"v{number}")
+                variables.append(state[f"v{number}"])
+            case "fail":
+                state += af.user("fail") + af.gen(f"v{number}")
+                variables.append(state[f"v{number}"])
+            case "fork":
+                states += state.fork(1, model=step.model)
+            case "ref" if variables:
+                state += af.user("See ", variables[step.other % len(variables)])
+    found: list[str] = []
+    for variable in variables:
+        try:
+            found.append(await variable)
+        except af.AgentflowError as error:
+            cause = error
+            while isinstance(cause.__cause__, af.AgentflowError):
+                cause = cause.__cause__
+            found.append(f"{cause.code}: {cause}")
+    return found
+
+
+@given(steps=STEPS)
+async def test_places_change_nothing_in_a_program(steps: list[Step]) -> None:
+    async with in_one_interpreter() as flow:
+        expected = await outcome(flow, steps)
+    async with several() as flow:
+        assert await outcome(flow, steps) == expected
