@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,23 @@ import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
-SCRIPT = str(Path(__file__).parents[1] / "support" / "language" / "mcp_server.py")
-COMMAND = [sys.executable, "-P", SCRIPT, "stdio"]
+SUPPORT = Path(__file__).parents[1] / "support" / "language"
+SOCKET = str(Path(tempfile.gettempdir()) / f"agentflow-mcp-{os.getpid()}")
+START = [sys.executable, "-S", "-P", str(SUPPORT / "mcp_start.py"), SOCKET]
+COMMAND = [*START, "stdio"]
 KEY = {"x-key": "secret"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forking() -> Iterator[None]:
+    """The process whose forks are the servers."""
+    command = [sys.executable, "-P", str(SUPPORT / "mcp_server.py"), "forks", SOCKET]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield
+        process.kill()
+    os.unlink(SOCKET)
 
 
 class HttpServer:
@@ -31,7 +47,7 @@ class HttpServer:
         self._port = 0
 
     def start(self) -> None:
-        command = [sys.executable, "-P", SCRIPT, "http", str(self._port), *self._options]
+        command = [*START, "http", str(self._port), *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline())
@@ -124,18 +140,6 @@ async def test_two_servers_and_a_function_serve_one_loop():
             assert [m["content"] for m in await s.messages()][2:4] == ["rain in Oslo", "1 of 3 nail"]
 
 
-async def test_a_server_that_ends_fails_the_call():
-    script = {"answer": [af.ToolCall("leave", {}), "done"]}
-    async with (
-        af.mcp(COMMAND) as shop,
-        af.session(backend=af.Scripted(script)) as flow,
-        flow.state() as s,
-    ):
-        s += af.user("?")
-        assert await af.act(s, tools=shop.tools) == "done"
-        assert (await s.messages())[2]["content"].startswith("error: ")
-
-
 # httpcore2 leaves the response of a cancelled request to the garbage collector, of which trio warns.
 of_a_cut_stream = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -185,7 +189,6 @@ async def test_f15b_a_restarted_server_that_forgot_its_sessions():
             assert json.loads(found) == {"nail": 3}
 
 
-@pytest.mark.trio_in_full
 async def test_f15c_a_command_that_ends_is_started_again():
     script = {"answer": [af.ToolCall("leave", {}), af.ToolCall("left", {}), "done"]}
     async with (

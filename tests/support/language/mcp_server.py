@@ -1,12 +1,15 @@
 """An MCP server for tests: over stdio, or with the arguments ``http`` and a port (0: a free one) on loopback.
-Then it prints its port and requires a header. With ``legacy`` it knows the handshake with sessions only."""
+Then it prints its port and requires a header. With ``legacy`` it knows the handshake with sessions only. With
+``forks`` and a path, ``mcp_start.py`` starts it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
@@ -132,8 +135,45 @@ def serve_http(port: int, is_legacy: bool) -> None:
         uvicorn.Server(uvicorn.Config(guarded, log_level="critical")).run(sockets=[listener])
 
 
+def serve_forks(path: str) -> NoReturn:
+    """Listens at a path for ``mcp_start.py``. A fork serves each connection and ends with it: the import of
+    the package takes much longer than anything that a test does with a server."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            arguments, files, _, _ = socket.recv_fds(connection, 1000, 2)
+            if os.fork() == 0:
+                listener.close()
+                for file, standard in zip(files, (0, 1), strict=True):
+                    os.dup2(file, standard)
+                    os.close(file)
+                threading.Thread(target=end_with, args=[connection], daemon=True).start()
+                serve(arguments.decode().split("\0"))
+                os._exit(0)
+            connection.close()
+            for file in files:
+                os.close(file)
+
+
+def end_with(connection: socket.socket) -> None:
+    """Ends the process when the other side of the connection does."""
+    connection.recv(1)
+    os._exit(0)
+
+
+def serve(arguments: list[str]) -> None:
+    match arguments:
+        case ["forks", path]:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork is waited for
+            serve_forks(path)
+        case ["http", port, *options]:
+            serve_http(int(port), is_legacy="legacy" in options)
+        case _:
+            server.run("stdio")
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "http":
-        serve_http(int(sys.argv[2]), is_legacy="legacy" in sys.argv)
-    else:
-        server.run("stdio")
+    serve(sys.argv[1:])
