@@ -4,6 +4,7 @@ use."""
 import collections
 import hashlib
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -217,7 +218,9 @@ class RadixCacheMachine(RuleBasedStateMachine):
     def counts_agree(self):
         self.cache.check()
         assert self.cache.num_cached == len(self.reference.slots)
-        assert self.cache.num_locked == sum(count > 0 for count in self.reference.locks.values())
+        num_locked = sum(count > 0 for count in self.reference.locks.values())
+        assert self.cache.num_locked == num_locked
+        assert self.cache.num_evictable == len(self.reference.slots) - num_locked
         assert self.free.num_free + self.cache.num_cached == self.free.total
 
     @invariant()
@@ -389,3 +392,80 @@ def test_an_owner_that_returns_after_it_was_idle_has_its_claim_again():
     assert cache.evict(32).tolist() == list(range(32, 64))
     cache.match("idle", as_run(range(3)))
     assert cache.evict(32).tolist() == list(range(268, 300))
+
+
+def test_leaves_are_evicted_in_the_order_of_their_last_use():
+    """Also after the heap of leaves has dropped its old entries."""
+    cache = RadixCache()
+    for token in range(100):
+        insert(cache, None, [token], [token])
+    assert cache.evict(50).tolist() == [*range(50)]
+    uses = [*range(50, 100), *random.Random(1).choices(range(50, 75), k=1000)]
+    for token in uses[50:]:
+        cache.match(None, as_run([token]))
+    last_use = {token: number for number, token in enumerate(uses)}
+    assert cache.evict(50).tolist() == sorted(last_use, key=lambda token: last_use[token])
+
+
+def test_to_extend_by_cached_tokens_is_a_use():
+    cache = RadixCache()
+    start = cache.match(None, b"")
+    for token in (1, 2, 1):
+        cache.extend(start, None, as_run([token]), as_array([token]))
+    assert cache.evict(1).tolist() == [2]
+
+
+def test_unlocking_is_a_use():
+    cache = RadixCache()
+    held, _ = insert(cache, None, [1], [1])
+    insert(cache, None, [2], [2])
+    cache.lock(held)
+    cache.match(None, as_run([2]))
+    cache.unlock(held)
+    assert cache.evict(1).tolist() == [2]
+
+
+def test_what_is_left_of_a_kept_leaf_is_kept():
+    cache = RadixCache()
+    insert(cache, None, [1, 2], [1, 2])
+    kept, _ = insert(cache, None, [1, 2, 3], [1, 2, 3])
+    cache.keep(kept)
+    assert cache.evict(1).tolist() == [3]
+    insert(cache, None, [9], [9])
+    assert cache.evict(1).tolist() == [9]
+    cache.unkeep(kept)
+    insert(cache, None, [8], [8])
+    assert cache.evict(1).tolist() == [2]
+
+
+def test_a_locked_leaf_grows_and_knows_which_of_its_tokens_were_generated():
+    cache = RadixCache()
+    match, _ = insert(cache, None, [1, 2], [0, 1])
+    cache.lock(match)
+    for num_prompt, sequence in ((4, [1, 2, 3, 4]), (4, [1, 2, 3, 4, 5])):
+        match, _ = cache.extend(
+            match, None, as_run(sequence), np.arange(len(sequence)), num_prompt=num_prompt
+        )
+        assert [node.run for node in cache.nodes()] == [as_run(sequence)]
+    assert match.num_output == 1
+    match, _ = cache.extend(match, None, as_run([1, 2, 3, 4, 5, 6]), np.arange(6))  # by another prompt
+    assert [cache.match(None, as_run(range(1, end))).num_output for end in (5, 6, 7)] == [0, 1, 1]
+
+
+def test_the_tokens_that_a_leaf_loses_are_not_counted():
+    cache = RadixCache()
+    insert(cache, None, [1, 2, 3, 4], [0, 1, 2, 3], num_prompt=3)
+    for num_left, num_output in ((3, 0), (2, 0)):
+        cache.evict(1)
+        match = cache.match(None, as_run([1, 2, 3, 4]))
+        assert (match.num_tokens, match.num_output) == (num_left, num_output)
+
+
+def test_the_nodes_that_were_used_last_are_known(monkeypatch):
+    monkeypatch.setattr(radix_cache, "MAX_RECENT", 2)
+    cache = RadixCache()
+    for token in range(3):
+        insert(cache, None, [token], [token])
+    assert [node.run for node in cache.recent] == [as_run([1]), as_run([2])]
+    cache.match(None, as_run([1]))
+    assert [node.run for node in cache.recent] == [as_run([2]), as_run([1])]
