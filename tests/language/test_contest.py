@@ -61,11 +61,13 @@ async def test_the_winner_goes_on_inside_of_the_block():
 
 
 async def test_of_values_that_are_there_already_the_one_that_ended_first_wins():
-    async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
+    async def program(s: af.State) -> int:
         branches = s.fork(3)
         begin(branches, ["long", "short", "medium"])
         await branches
-        assert await branches.first("x") is branches[1]
+        return branches.index(await branches.first("x"))
+
+    assert await outcome_of(program, Stepped(SCRIPT), num_words=6) == 1
 
 
 async def test_a_branch_that_fails_cannot_win_and_does_not_fail_the_run():

@@ -1,5 +1,7 @@
 """Forks: independent states that share what came before; as a task group, branches that fail together."""
 
+from contextlib import nullcontext
+
 import anyio
 import pytest
 from support.observed_backends import Observed, Stepped, assert_idle, settle
@@ -116,14 +118,17 @@ async def test_a_failed_branch_cancels_its_siblings_and_fails_its_parent_with_th
         with pytest.raises(af.errors.RunFailed, match=r"branch 1.*cannot answer p!") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
-        with pytest.raises(af.errors.EngineFailed, match="cannot answer p!"):
-            await branches[1]["x"]
+        for failed in (branches, branches.gather("x"), branches[1]["x"]):  # and not a consequence
+            with pytest.raises(af.errors.EngineFailed, match="cannot answer p!"):
+                await failed
         with pytest.raises(af.errors.RunFailed, match="'next'"):
             await branches[1]["next"]
         for sibling in (branches[0], branches[2]):
             for wait in (sibling, sibling["x"]):
-                with pytest.raises(af.Cancelled, match="branch 1") as cancelled:
+                with pytest.raises(af.Cancelled, match="branch 1 of its fork failed") as cancelled:
                     await wait
+                assert cancelled.value.path == sibling.path
+                assert cancelled.value.variable == (None if wait is sibling else "x")
                 assert isinstance(cancelled.value.__cause__, af.errors.EngineFailed)
         with pytest.raises(af.errors.RunFailed, match=r"'own'.*branch 1"):
             await s["own"]
@@ -192,51 +197,34 @@ async def test_a_gen_cancelled_by_the_backend_does_not_fail_its_group():
         await s
 
 
-async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
-    async with af.session(backend=Stepped({"": "never"})) as flow, flow.state() as s:
-        branch = s.fork(1)[0]
-        leaf = branch.fork(1)[0]
-        leaf += af.gen("x")
-        await settle()
-        s.cancel()
-        with pytest.raises(af.Cancelled):
-            await leaf["x"]
-        with pytest.raises(af.errors.StateClosed, match="cancelled"):
-            leaf += "more"
-
-
-async def test_an_exception_in_the_block_cancels_the_branches():
-    backend = Stepped({"": "never"})
-    async with af.session(backend=backend) as flow, flow.state() as s:
-        with pytest.raises(ZeroDivisionError):
-            await divide_by_zero_beside(s.fork(2))
-        await settle()
-        assert backend.generator.num_running == 0
-        s += "the parent goes on"
-        await s
-
-
-async def divide_by_zero_beside(branches: af.Branches) -> None:
+async def leave_early(branches: af.Branches, scope: anyio.CancelScope | None) -> None:
     async with branches:
         for branch in branches:
             branch += af.gen("x")
         await settle()
-        raise ZeroDivisionError
+        if scope is None:
+            raise ZeroDivisionError
+        scope.cancel()
+        await anyio.sleep_forever()
 
 
-async def test_leaving_the_block_by_cancellation_cancels_the_branches():
+@pytest.mark.parametrize("by_error", [True, False])
+async def test_a_block_that_is_left_early_cancels_the_branches_and_tells_why(by_error):
     backend = Stepped({"": "never"})
     async with af.session(backend=backend) as flow, flow.state() as s:
-        with anyio.CancelScope() as scope:
-            async with s.fork(2) as branches:
-                for branch in branches:
-                    branch += af.gen("x")
-                await settle()
-                assert backend.generator.num_running == 2
-                scope.cancel()
-                await anyio.sleep_forever()
+        branches = s.fork(2)
+        with anyio.CancelScope() as scope, pytest.raises(ZeroDivisionError) if by_error else nullcontext():
+            await leave_early(branches, None if by_error else scope)
+        reason = "left by ZeroDivisionError" if by_error else "cancellation of its task"
+        for branch in branches:
+            with pytest.raises(af.Cancelled, match=reason):
+                await branch["x"]
+            with pytest.raises(af.errors.StateClosed, match=reason):
+                branch += "more"
         await settle()
         assert backend.generator.num_running == 0
+        s += "the parent goes on"
+        await s
 
 
 async def test_a_failed_branch_of_a_plain_fork_does_not_affect_the_others():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
 from support.programs import echo
@@ -103,15 +103,6 @@ async def test_a_join_takes_what_was_appended_before_it():
     assert_idle(backend)
 
 
-async def test_an_overwritten_variable_keeps_its_value():
-    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        branches = s.fork(1)
-        for text in "ab":
-            branches[0] += text + af.gen("x")
-        s.join(branches)
-        assert await s.text() == "a<a>b<a<a>b>" == await branches[0].text()
-
-
 async def test_turns_are_joined_as_plain_text():
     async with af.session(backend=af.Scripted(lambda prompt: "yes")) as flow, flow.state() as s:
         s += af.system("be kind")
@@ -138,14 +129,6 @@ async def test_images_are_joined_as_images():
         s.join(branches)
         assert await s.text() == "see <image>"
         assert [op.source for op in observed.of(ops.Image)] == ["https://example.com/a.png"] * 2
-
-
-async def test_an_empty_branch_joins_as_an_empty_text():
-    async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
-        branches = s.fork(3)
-        branches[2] += "c"
-        s.join(branches, separator=",")
-        assert await s.text() == ",,c"
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -187,27 +170,18 @@ async def test_a_branch_that_failed_outside_its_text_fails_the_join(coupled):
     assert_idle(backend)
 
 
-async def test_a_cancelled_branch_of_plain_text_fails_the_join():
-    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        branches = s.fork(2)
-        for branch in branches:
-            branch += "text"
-        branches[0].cancel()
-        s.join(branches)
-        with pytest.raises(af.errors.RunFailed, match="the end of branch") as failure:
-            await s
-        assert isinstance(failure.value.__cause__, af.Cancelled)
-
-
-async def test_a_cancelled_branch_fails_the_join():
+@pytest.mark.parametrize(("item", "failed"), [("text", "the end of branch"), (af.gen("x"), "'x'")])
+async def test_a_cancelled_branch_fails_the_join(item, failed):
     backend = Stepped(["one two"] * 2)
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(2)
         for branch in branches:
-            branch += af.gen("x")
+            branch += item
+        if item == "text":
+            branches[0].cancel()
         s.join(branches)
         branches[0].cancel()
-        with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
+        with pytest.raises(af.errors.RunFailed, match=failed) as failure:
             await s
         assert isinstance(failure.value.__cause__, af.Cancelled)
     assert_idle(backend)
@@ -247,6 +221,7 @@ async def test_joins_over_the_wire(server):
         st.lists(st.sampled_from(["text", "gen", "upper", "inner"]), max_size=4), min_size=1, max_size=4
     )
 )
+@example(plan=[[], ["text", "gen", "text", "gen"], []])  # empty branches, a variable that is overwritten
 async def test_a_join_is_the_texts_of_its_branches_after_the_prefix(plan):
     """However deep: a branch may join branches of its own."""
     backend = af.Scripted(echo)

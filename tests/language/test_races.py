@@ -137,23 +137,6 @@ async def test_a_failed_branch_ends_the_waits_for_its_siblings_with_its_own_erro
         assert isinstance(error, af.errors.EngineFailed)  # the cause, and none of its consequences
 
 
-async def test_awaiting_all_branches_raises_the_failure_and_not_its_consequence():
-    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        async with s.fork(3) as branches:
-            for branch, text in zip(branches, ("word " * 50, "word " * 50, "!"), strict=True):
-                branch += text + af.gen("x")
-        with pytest.raises(af.errors.EngineFailed):
-            await branches
-        with pytest.raises(af.errors.EngineFailed):
-            await branches.gather("x")
-        with pytest.raises(
-            af.Cancelled, match=r"'x' of state \(0,\).*branch 2 of its fork failed"
-        ) as failure:
-            await branches[0]["x"]
-        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
-        assert (failure.value.path, failure.value.variable) == ((0,), "x")
-
-
 async def test_a_scope_that_is_cancelled_ends_the_wait_for_a_cancelled_branch():
     """Whichever comes first in the same turn of the event loop."""
     async with af.session(backend=Stepped(lengths)) as flow, flow.state() as s:
@@ -163,30 +146,6 @@ async def test_a_scope_that_is_cancelled_ends_the_wait_for_a_cancelled_branch():
             scope.cancel()
             await s["x"]
         assert scope.cancelled_caught
-
-
-async def test_a_block_left_by_an_error_names_it_as_the_reason():
-    async with af.session(backend=Stepped(lengths)) as flow, flow.state() as s:
-        branches = s.fork(1)
-        branches[0] += af.gen("x")
-
-        async def fail() -> None:
-            async with branches:
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await fail()
-        with pytest.raises(af.Cancelled, match="left by ZeroDivisionError"):
-            await branches[0]["x"]
-        with anyio.CancelScope() as scope:
-            async with s.fork(1) as branches:
-                branches[0] += af.gen("x")
-                scope.cancel()
-                await anyio.lowlevel.checkpoint()
-        with pytest.raises(af.Cancelled, match="cancellation of its task"):
-            await branches[0]["x"]
-        with pytest.raises(af.errors.StateClosed, match="cancellation of its task"):
-            branches[0] += "more"
 
 
 async def test_a_race_in_a_program_leaves_nothing_running():

@@ -320,6 +320,8 @@ async def test_cancelling_reaches_a_chain_of_forks_deeper_than_the_stack():
         root.cancel()
         with pytest.raises(af.Cancelled):
             await state["x"]
+        with pytest.raises(af.errors.StateClosed, match="cancelled"):
+            state += "more"
 
 
 async def seeds_of(seed: int | None, *, names: tuple[str, ...] = ("a", "b")) -> list[int]:

@@ -374,70 +374,37 @@ async def test_events_of_a_nested_program_have_the_paths_of_its_state():
     assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1), (2,), (3,)]
 
 
-async def leave_by_break(flow: af.Session) -> None:
-    async for _ in flow.stream(going_on):
-        break
-
-
-async def leave_by_dropping(flow: af.Session) -> None:
-    stream = flow.stream(going_on)
-    await anext(stream)
-
-
-@af.program
-async def going_on(s: af.State) -> None:
-    s += "a" + af.gen("x")
-    await s["x"]
-    try:
-        await anyio.sleep_forever()
-    finally:
-        ended.append(1)
-
-
-ended: list[int] = []
-
-
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_dropping])
-async def test_a_dropped_stream_ends_its_program(leave):
-    ended.clear()
-    backend = af.Scripted(lambda _: "word")
+async def test_a_dropped_stream_ends_its_program():
+    backend = Stepped({"": "one two"})
+    log: list[str] = []
     async with af.session(backend=backend) as flow:
-        await leave(flow)
+        stream = flow.stream(endless, log)
+        await backend.allow(1)
+        await anext(stream)
+        del stream
         gc.collect()
         await settle()
-        assert ended == [1]
-        assert backend.generator.num_open == 0  # before the session ends
+        assert log == ["ended"]
+        assert_idle(backend)  # before the session ends
 
 
-async def test_an_unread_failure_is_logged(caplog):
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_the_failure_of_a_dropped_stream_is_logged(caplog, is_cancelled):
     @af.program
     async def failing(s: af.State) -> None:
         s += "a" + af.gen("x")
         await s["x"]
-        raise ValueError("lost without this")
+        try:
+            if is_cancelled:
+                await anyio.sleep_forever()
+        finally:
+            raise ValueError("lost without this")
 
     async with af.session(backend=af.Scripted(lambda _: "word")) as flow:
         stream = flow.stream(failing)
         await anext(stream)
         await settle()
         del stream
-        gc.collect()
-        await settle()
-    assert "lost without this" in caplog.text
-
-
-async def test_a_failure_while_a_dropped_stream_is_cancelled_is_logged(caplog):
-    @af.program
-    async def failing(s: af.State) -> None:
-        s += "a" + af.gen("x")
-        try:
-            await anyio.sleep_forever()
-        finally:
-            raise ValueError("lost without this")
-
-    async with af.session(backend=af.Scripted(lambda _: "word")) as flow:
-        async for _ in flow.stream(failing):
-            break
         gc.collect()
         await settle()
     assert "lost without this" in caplog.text

@@ -69,12 +69,7 @@ async def test_the_name_of_a_branch_on_its_parent():
 
 
 USES = {
-    "slice": lambda x: x[:5],
-    "int": int,
-    "len": len,
-    "truth": bool,
-    "for": list,
-    "number": lambda x: x + 1,
+    "slice": lambda x: x[:5],  # and the others of VALUE_USES in test_misuse.py
     "attribute": lambda x: x.split(),
     "json": json.dumps,
     "join": lambda x: ", ".join([x]),
@@ -319,8 +314,12 @@ async def test_a_function_that_is_not_async():
     async with opened() as flow:
         with pytest.raises(af.errors.BadArgument) as failure:
             await flow.run(program)
-    line = program.__code__.co_firstlineno
-    says(failure.value, f"{FILE}:{line}, in program", "'done'", "async def")
+        line = program.__code__.co_firstlineno
+        says(failure.value, f"{FILE}:{line}, in program", "'done'", "async def")
+        with pytest.raises(af.errors.BadArgument, match="an async function"):
+            await flow.run(af.program(program))
+        with pytest.raises(af.errors.BadArgument, match="an async function"):
+            af.program(program).trace()
 
 
 async def test_with_and_for_instead_of_async():
