@@ -59,6 +59,15 @@ def add(file: ResultsFile, **results: Any) -> None:
         file.add_result(key, result, USED)
 
 
+def written(folder: Path, of: Any = program, **results: Any) -> Path:
+    """A closed file of results."""
+    path = folder / "run.jsonl"
+    file = opened(path, of)
+    add(file, **results)
+    file.close()
+    return path
+
+
 def num_kept(path: Path, of: Any, keys: Any) -> list[bool]:
     file = opened(path, of)
     try:
@@ -119,10 +128,7 @@ def test_f17b_files_that_were_truncated_anywhere_have_every_result_before(result
 def test_f17b_each_byte_of_either_file_after_a_crash_of_the_machine(tmp_path, monkeypatch):
     """Any end of either file may be missing, or be zeros."""
     monkeypatch.setattr(ResultsFile, "sync", lambda file: None)
-    path = tmp_path / "run.jsonl"
-    file = opened(path)
-    add(file, a="é", b="\n", c="x")
-    file.close()
+    path = written(tmp_path, a="é", b="\n", c="x")
     content, log = path.read_bytes(), log_of(path).read_bytes()
     first = log.index(b"\n") + 1
     for tail in (b"", b"\0" * 7):
@@ -165,10 +171,7 @@ def test_f17b_a_file_of_an_earlier_version_is_refused_and_left_alone(tmp_path):
 
 
 def test_the_file_of_another_program_or_format_is_refused(tmp_path):
-    path = tmp_path / "run.jsonl"
-    file = opened(path, other)
-    add(file, a="x")
-    file.close()
+    path = written(tmp_path, other, a="x")
     with pytest.raises(af.errors.BadArgument, match=r"'other'.*'program'"):
         opened(path)
     log_of(path).write_text('{"agentflow_map":9,"version":"9","program":"program"}\n')
@@ -180,10 +183,7 @@ def test_the_file_of_another_program_or_format_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("old", "new"), [(b"one", b"two"), (b'"one"', b'"longer"'), (b'"one"\n', b"")])
 def test_f17b_results_that_were_changed_are_refused_and_left_alone(old, new, tmp_path):
-    path = tmp_path / "run.jsonl"
-    file = opened(path)
-    add(file, a="one", b="middle", c="last, which is long")
-    file.close()
+    path = written(tmp_path, a="one", b="middle", c="last, which is long")
     changed = path.read_bytes().replace(old, new)
     path.write_bytes(changed)
     with pytest.raises(af.errors.BadArgument, match="not the one that was written"):
@@ -192,20 +192,14 @@ def test_f17b_results_that_were_changed_are_refused_and_left_alone(old, new, tmp
 
 
 def test_a_damaged_entry_is_named(tmp_path):
-    path = tmp_path / "run.jsonl"
-    file = opened(path)
-    add(file, a="x")
-    file.close()
+    path = written(tmp_path, a="x")
     log_of(path).write_bytes(log_of(path).read_bytes() + b"garbage\n" + b'{"key": "b"}\n')
     with pytest.raises(af.errors.BadArgument, match="line 3"):
         opened(path)
 
 
 def test_f17b_without_the_results_all_inputs_run_again(tmp_path):
-    path = tmp_path / "run.jsonl"
-    file = opened(path, other)
-    add(file, a="x")
-    file.close()
+    path = written(tmp_path, other, a="x")
     path.unlink()
     assert num_kept(path, program, "a") == [False]
 
@@ -274,10 +268,7 @@ class Killed(BaseException):
 
 
 def test_a_program_that_changed_is_noted(tmp_path):
-    path = tmp_path / "run.jsonl"
-    file = opened(path)
-    add(file, a="x")
-    file.close()
+    path = written(tmp_path, a="x")
     log = log_of(path).read_bytes()
     log_of(path).write_bytes(log.replace(b'"source":"', b'"source":"0'))
     with pytest.warns(UserWarning, match="changed"):
