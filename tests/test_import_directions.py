@@ -89,6 +89,7 @@ ROOMS = {
         "race",
     ),
     "backends": (
+        "apis",
         "local",
         "websocket",
         "remote",

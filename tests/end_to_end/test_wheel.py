@@ -18,6 +18,9 @@ import sys, anyio, agentflow as af
 heavy = {"torch", "transformers", "starlette", "uvicorn", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 
+from agentflow.backends.apis.capability_table import model_facts  # reads a file of the package
+assert model_facts("openai", "gpt-4o").tools == "always"
+
 @af.program
 async def greet(s):
     s += af.user("Hello")

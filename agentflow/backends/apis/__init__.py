@@ -1,0 +1,1 @@
+"""Models behind HTTP APIs: OpenAI, Anthropic and compatible servers."""

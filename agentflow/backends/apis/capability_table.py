@@ -1,0 +1,212 @@
+"""The table of the models behind HTTP APIs: which parameters and features each of them accepts.
+
+The facts are in ``models.toml``, with their sources. ``model_facts`` looks a model up, ``capabilities`` makes
+the part of them that the session protocol knows, and ``facts_as_markdown`` writes the table of the docs.
+
+>>> model_facts("anthropic", "claude-opus-4-5-20251101").continuation
+True
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import ConstraintKind
+from agentflow.protocol.events import Capabilities
+
+Vendor = Literal["openai", "anthropic", "vllm", "sglang", "llamacpp", "ollama", "generic"]
+VENDORS: Final[tuple[Vendor, ...]] = get_args(Vendor)
+"""The vendors, and the flavours of compatible servers."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One row of the table. Parameters have the names of ``SamplingParams``."""
+
+    names: tuple[str, ...]  # the models' names, without dates; ``*`` is any text
+    # The parameters that may be set while the model does not reason.
+    sampling: tuple[str, ...]
+    # The parameters that may be set while it reasons; None: the same.
+    sampling_reasoning: tuple[str, ...] | None = None
+    exclusive: tuple[str, ...] = ()  # at most one of these parameters may be set
+    max_temperature: float = 2.0
+    max_stops: int | None = None  # the largest number of ``stop`` strings; None: no limit is known
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"  # its name in requests
+    default_max_tokens: int | None = None  # sent if the program sets none; None: it may be left out
+    chat: bool = (
+        True  # the chat API (for Anthropic: messages) serves the model; False: only OpenAI's responses
+    )
+    continuation: bool = False  # the model continues a last message of the assistant
+    constraints: tuple[ConstraintKind, ...] = ()  # the kinds that the server enforces on a text
+    tools: Literal["always", "unless reasoning", "never"] = "always"  # may be offered in the chat API
+    required_calls: bool = True  # a request may require a tool call, or a call of one tool
+    images: bool = False
+    inline_system: bool = False  # system messages may stand between other messages
+    reasoning: Literal["never", "on request", "by default", "always"] = "never"
+    # The value that turns reasoning off: of ``reasoning_effort``, for Anthropic of ``thinking.type``. Empty:
+    # it is left out.
+    reasoning_off: str = ""
+    efforts: tuple[str, ...] = ()  # the accepted efforts of reasoning, from the least; empty: none is known
+    context: int | None = None  # tokens of prompt and output together; None: unknown
+    output: int | None = None  # tokens of the longest output; None: unknown
+
+    @property
+    def reasons_by_default(self) -> bool:
+        """Whether the model reasons if a request says nothing about it."""
+        return self.reasoning in ("by default", "always")
+
+    def parameters(self, reasons: bool | None = None) -> tuple[str, ...]:
+        """The sampling parameters that may be set.
+
+        Args:
+            reasons: Whether the model reasons; None: as it does by default.
+        """
+        if self.reasons_by_default if reasons is None else reasons:
+            return self.sampling if self.sampling_reasoning is None else self.sampling_reasoning
+        return self.sampling
+
+    def offers_tools(self, reasons: bool | None = None) -> bool:
+        """Whether a request of the chat API may have tools; ``reasons`` as in ``parameters``."""
+        reasons = self.reasons_by_default if reasons is None else reasons
+        return self.tools == "always" or (self.tools == "unless reasoning" and not reasons)
+
+
+def model_facts(vendor: str, model: str) -> ModelFacts:
+    """The facts of a model. One that the table does not know gets those of the vendor's newest family.
+
+    Args:
+        vendor: ``openai``, ``anthropic``, or the flavour of a compatible server.
+        model: The name of the model, as requests have it.
+
+    Raises:
+        BadArgument: The vendor is unknown.
+    """
+    if vendor not in VENDORS:
+        raise BadArgument(f"unknown vendor {vendor!r} (known: {', '.join(VENDORS)})", param="vendor")
+    rows = _rows()[vendor]
+    return next((facts for facts, names in rows if names.fullmatch(model)), rows[0][0])
+
+
+def is_known(vendor: str, model: str) -> bool:
+    """Whether a row of the table has the model's name. Arguments and errors as in ``model_facts``."""
+    facts = model_facts(vendor, model)
+    return any(_pattern((name,)).fullmatch(model) for name in facts.names)
+
+
+def capabilities(facts: ModelFacts, model: str) -> Capabilities:
+    """The features of a model for the session protocol.
+
+    Args:
+        facts: The row of the model.
+        model: Its name, which errors show.
+    """
+    return Capabilities(
+        model=model,
+        select=False,
+        logprobs="logprobs" in facts.parameters(),
+        seeds="seed" in facts.parameters(),
+        max_context=facts.context,
+        constraints=facts.constraints,
+        images=facts.images,
+        token_ids=False,
+        conversations=True,
+    )
+
+
+@functools.cache
+def _rows() -> dict[str, list[tuple[ModelFacts, re.Pattern[str]]]]:
+    """The rows of each vendor, with the patterns of their names."""
+    text = files("agentflow.backends.apis").joinpath("models.toml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = tomllib.loads(text)
+    found: dict[str, list[tuple[ModelFacts, re.Pattern[str]]]] = {}
+    for vendor, content in table.items():
+        rows = [msgspec.convert(content["defaults"] | row, ModelFacts) for row in content["models"]]
+        found[vendor] = [(facts, _pattern(facts.names)) for facts in rows]
+    return found
+
+
+def all_facts(vendor: Vendor) -> list[ModelFacts]:
+    """The rows of a vendor, in the order of the table."""
+    return [facts for facts, _ in _rows()[vendor]]
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches the names and their snapshots, whatever the case. A fine-tuned ``gpt-4o`` is
+    ``ft:gpt-4o-2024-08-06:org::1``."""
+    parts = [".*".join(map(re.escape, name.split("*"))) for name in names]
+    snapshot = r"(?:[-@](?:\d{4}-?\d\d-?\d\d|latest))?(?:[:@].*)?"
+    return re.compile(rf"(?:ft:)?(?:{'|'.join(parts)}){snapshot}", re.IGNORECASE | re.DOTALL)
+
+
+_TITLES: Final[dict[Vendor, str]] = {
+    "openai": "OpenAI",
+    "anthropic": "Anthropic",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "llamacpp": "llama.cpp",
+    "ollama": "Ollama",
+    "generic": "other servers",
+}
+_HEADER: Final = (
+    "parameters",
+    "continues text",
+    "constraints",
+    "tools",
+    "images",
+    "reasoning",
+    "context",
+    "output",
+)
+
+
+def facts_as_markdown() -> str:
+    """The table for the docs: one section for each vendor, and one for the compatible servers."""
+    lines: list[str] = []
+    for vendor in VENDORS[:2]:
+        lines += [f"## {_TITLES[vendor]}", "", *_table("models", _vendor_rows(vendor)), ""]
+    servers = [(_TITLES[vendor], all_facts(vendor)[0]) for vendor in VENDORS[2:]]
+    return "\n".join([*lines, "## Compatible servers", "", *_table("server", servers), ""])
+
+
+def _vendor_rows(vendor: Vendor) -> list[tuple[str, ModelFacts]]:
+    return [(", ".join(f"`{name}`" for name in facts.names), facts) for facts in all_facts(vendor)]
+
+
+def _table(first: str, rows: Sequence[tuple[str, ModelFacts]]) -> Iterator[str]:
+    yield "| " + " | ".join((first, *_HEADER)) + " |"
+    yield "|" + "---|" * (len(_HEADER) + 1)
+    for title, facts in rows:
+        yield "| " + " | ".join((title, *_cells(facts))) + " |"
+
+
+def _cells(facts: ModelFacts) -> Iterator[str]:
+    yield _parameters_cell(facts)
+    yield "yes" if facts.continuation else "no"
+    yield ", ".join(facts.constraints) or "none"
+    tools = {"always": "yes", "never": "no"}.get(facts.tools, facts.tools)
+    yield tools if facts.required_calls or tools == "no" else f"{tools}; none can be required"
+    yield "yes" if facts.images else "no"
+    yield facts.reasoning + (f" ({', '.join(facts.efforts)})" if facts.efforts else "")
+    yield "asked" if facts.context is None else f"{facts.context:,}"
+    yield "" if facts.output is None else f"{facts.output:,}"
+
+
+def _parameters_cell(facts: ModelFacts) -> str:
+    """The parameters; those that reasoning excludes are in brackets."""
+    reasoning = facts.parameters(reasons=True)
+    plain = [name for name in facts.sampling if name in reasoning]
+    others = [name for name in facts.sampling if name not in reasoning]
+    shown = ", ".join(f"`{name}`" for name in plain)
+    if others:
+        shown += "; without reasoning " + ", ".join(f"`{name}`" for name in others)
+    if facts.exclusive:
+        shown += "; only one of " + ", ".join(f"`{name}`" for name in facts.exclusive)
+    return shown
