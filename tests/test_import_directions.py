@@ -89,8 +89,8 @@ ROOMS = {
         "race",
     ),
     "backends": (
-        "apis",
         "local",
+        "apis",
         "websocket",
         "remote",
         "open_session",

@@ -1,0 +1,211 @@
+"""One answer of a model while it is streamed: text, reasoning, tool calls, log-probabilities and usage.
+
+The readers of the APIs' streams write into it. It applies the stops, writes the notation of replies, and
+delivers what is visible. An answer that is *held* delivers nothing before its end, so that it can be checked
+or taken out of an object first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agentflow.backends.apis.visible_text import StopFilter
+from agentflow.errors import NotSupported, ProtocolError
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, ReplyWriter, TextPiece
+from agentflow.protocol.events import TokenLogprob, Usage
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated, OnText
+
+NO_TOKEN_ID = -1
+"""The id of a token in an API that reports only its text."""
+
+
+@dataclass
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.arguments) or "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """A token of the text with its log-probability, and the likeliest in its place."""
+
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Answer:
+    """Collects one answer.
+
+    Args:
+        params: The sampling parameters, for stops and for what is reported.
+        on_text: Receives what becomes visible; of a reply, its notation.
+        on_reasoning: Receives the reasoning.
+        is_reply: Whether the text is the notation of a reply.
+        is_held: Whether nothing becomes visible before ``deliver``.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        on_text: OnText,
+        on_reasoning: OnText | None = None,
+        *,
+        is_reply: bool = False,
+        is_held: bool = False,
+    ) -> None:
+        self._params = params
+        self._on_text = on_text
+        self._on_reasoning = on_reasoning
+        self._is_reply = is_reply
+        self._is_held = is_held
+        self._filter = StopFilter(params.stop, params.stop_regex)
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
+        self._tokens: list[TokenInfo] = []
+        self._writer = ReplyWriter()
+        self._notation: list[str] = []
+        self.finish_reason = ""
+        self.usage = Usage()
+        self.num_deltas = 0
+        self.is_visible = False
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether the program gave stops."""
+        return bool(self._params.stop or self._params.stop_regex)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text has reached a stop, so that nothing after it counts."""
+        return self._filter.is_stopped
+
+    @property
+    def text(self) -> str:
+        """The text so far, without what is held back."""
+        return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> tuple[CalledTool, ...]:
+        """The tool calls so far."""
+        return tuple([CalledTool(call.id, call.name, call.text) for call in self._calls])
+
+    def add_text(self, delta: str) -> None:
+        """More text."""
+        self.num_deltas += 1
+        self._show(self._filter.push(delta))
+
+    def add_reasoning(self, delta: str) -> None:
+        """More reasoning."""
+        self.num_deltas += 1
+        self._reasoning.append(delta)
+        if self._on_reasoning is not None and not self._is_held:
+            self.is_visible = True
+            self._on_reasoning(delta)
+
+    def begin_call(self, call_id: str, name: str) -> None:
+        """A tool call begins."""
+        self._flush()
+        if self._calls and not self._calls[-1].arguments:
+            self.add_arguments("{}")
+        call = _Call(call_id or f"call_{secrets.token_hex(12)}", name)
+        self._calls.append(call)
+        self._write(CallBegun(call.id, name))
+
+    def add_arguments(self, delta: str) -> None:
+        """More of the arguments of the latest call."""
+        if not self._calls:
+            raise ProtocolError("arguments of a tool call came before the call")
+        self.num_deltas += 1
+        self._calls[-1].arguments.append(delta)
+        self._write(Arguments(delta))
+
+    def add_token(self, token: TokenInfo) -> None:
+        """A token of the text."""
+        self._tokens.append(token)
+
+    def finish(self, reason: str) -> None:
+        """The answer ends: ``eos``, ``stop`` or ``length``."""
+        self.finish_reason = reason
+        self._flush()
+
+    def replace_text(self, text: str) -> None:
+        """Replaces the text of an answer that is held."""
+        self._texts = [text]
+        self._tokens = []
+
+    def deliver(self) -> Generated:
+        """The complete answer. One that was held becomes visible. ``NotSupported`` if log-probabilities are
+        missing."""
+        if self._is_held:
+            self._is_held = False
+            if self._reasoning and self._on_reasoning is not None:
+                self._on_reasoning(self.reasoning)
+            text, calls, self._texts, self._calls = self.text, self._calls, [], []
+            self._show(text)
+            for call in calls:
+                self._calls.append(call)
+                self._write(CallBegun(call.id, call.name), Arguments(call.text))
+        elif self._calls and not self._calls[-1].arguments:
+            self.add_arguments("{}")
+        text = "".join(self._notation) + self._writer.finish() if self._is_reply else self.text
+        generated = Generated(text, self.finish_reason, self.usage, reasoning=self.reasoning or None)
+        return self._with_logprobs(generated) if self._params.wants_logprobs else generated
+
+    def _with_logprobs(self, generated: Generated) -> Generated:
+        tokens = _covering(self._tokens, len(self.text))
+        if not tokens and self.text:
+            raise NotSupported("the server sent no log-probabilities: leave out logprobs and top_logprobs")
+        num_top = self._params.top_logprobs
+        return msgspec.structs.replace(
+            generated,
+            logprobs=tuple([token.logprob for token in tokens]),
+            top_logprobs=tuple([token.top[:num_top] for token in tokens]) if num_top else None,
+            tokens=tuple([token.text for token in tokens]),
+        )
+
+    def _flush(self) -> None:
+        self._show(self._filter.finish())
+
+    def _show(self, text: str) -> None:
+        if not text:
+            return
+        self._texts.append(text)
+        if self._is_reply:
+            self._write(TextPiece(text))
+        elif not self._is_held:
+            self.is_visible = True
+            self._on_text(text)
+
+    def _write(self, *pieces: Piece) -> None:
+        if self._is_reply and not self._is_held:
+            self.is_visible = True
+            self._notation.append(self._writer.push(pieces))
+            self._on_text(self._notation[-1])
+
+
+def _covering(tokens: list[TokenInfo], num_chars: int) -> list[TokenInfo]:
+    """The first tokens, up to the one that completes the text: tokens of a stop are not part of it."""
+    found: list[TokenInfo] = []
+    covered = 0
+    for token in tokens:
+        if covered >= num_chars:
+            break
+        found.append(token)
+        covered += len(token.text)
+    return found

@@ -1,0 +1,48 @@
+"""The interface of ``ApiGenerator`` to one kind of API: how a call is written, and how its stream is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.strict_schema import Unwrap
+from agentflow.backends.apis.transport import EventSink
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Call:
+    """One generation.
+
+    Attributes:
+        params: The sampling parameters.
+        given: Those that the program set and that change the text, by name.
+        constraint: The constraint that the API must enforce.
+        is_reply: Whether the model may call the context's tools.
+    """
+
+    params: SamplingParams
+    given: dict[str, Any]
+    constraint: Constraint | None = None
+    is_reply: bool = False
+
+
+class Request(NamedTuple):
+    """A request. ``unwrap`` takes the text out of the answer, if the API puts it into an object."""
+
+    path: str
+    body: bytes
+    unwrap: Unwrap | None = None
+
+
+class ApiFormat(Protocol):
+    """One kind of API."""
+
+    def request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call. ``NotSupported`` if the API cannot express it."""
+
+    def sink(self, request: Request, answer: Answer) -> EventSink:
+        """The reader of a stream, which writes into ``answer``."""

@@ -1,0 +1,414 @@
+"""OpenAI's chat completions: the body of a request, and the reading of its stream.
+
+``ChatCompletions`` is the ``ApiFormat`` of the API; the ``Flavour`` has the names and features of a server.
+The reader is tolerant of fields it does not know and of the liberties that servers take (missing indexes and
+ids of tool calls, null in place of lists, a stream without ``[DONE]``), and strict about the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from agentflow.backends.apis.answer import NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.api_errors import ErrorMapping
+from agentflow.backends.apis.api_format import Call, Request
+from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.conversation import ApiContext, MessageNode, prefix_key
+from agentflow.backends.apis.event_stream import ServerEvent
+from agentflow.backends.apis.flavours import Flavour, constraint_fields
+from agentflow.backends.apis.strict_schema import is_strict, strict_schema
+from agentflow.errors import EngineFailed, NotSupported, ProtocolError
+from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
+from agentflow.protocol.events import TokenLogprob, Usage
+
+DONE = b"[DONE]"
+CHARS_PER_TOKEN = 4
+"""To estimate the prompt of an answer that was left before its usage came."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatCompletions:
+    """The format of ``/chat/completions``.
+
+    Args:
+        model: The model's name.
+        flavour: The kind of server.
+        facts: The features of the model.
+        errors: Makes the errors.
+    """
+
+    path = "chat/completions"
+
+    def __init__(self, model: str, flavour: Flavour, facts: ModelFacts, errors: ErrorMapping) -> None:
+        self._model = model
+        self._flavour = flavour
+        self._facts = facts
+        self._errors = errors
+        self._head = b'{"model":' + _encode(model) + b',"messages":['
+
+    def request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call. ``NotSupported`` if the API cannot express it."""
+        if context.is_plain:
+            raise NotSupported(
+                f"{self._model} answers turns only, and this state has plain text: put the text into "
+                "af.user(…), and the gen into af.assistant(…)"
+            )
+        nodes = context.messages()
+        continues = context.role == "assistant" and bool(context.open_text)
+        if continues and not self._facts.continuation:
+            raise NotSupported(
+                f"{self._model} cannot continue a turn that it has begun: put each gen into its own "
+                "af.assistant(…), and fixed text into af.user(…)"
+            )
+        fields: dict[str, Any] = {"stream": True, "stream_options": self._stream_options()}
+        if continues:
+            fields |= self._flavour.continuing
+        constrained = constraint_fields(self._flavour, self._flavour.enforced(self._facts), call.constraint)
+        fields |= self._sampling(call, is_wrapped=constrained.unwrap is not None)
+        fields |= constrained.fields
+        if context.tools:
+            if not self._facts.offers_tools(self._reasons(call)):
+                raise NotSupported(
+                    f"{self._model} takes no tools while it reasons: give max_reasoning_tokens=0",
+                    param="tools",
+                )
+            fields |= self._tools(context.tools, context.choice if call.is_reply else ToolChoice("none"))
+        fields |= self._cache_fields(context, nodes)
+        encoded = b",".join([node.encoded(self._encode_message) for node in nodes])
+        body = self._head + encoded + b"]," + _encode(fields)[1:]
+        return Request(self.path, body, constrained.unwrap)
+
+    def sink(self, request: Request, answer: Answer) -> ChatReader:
+        """The reader of a stream."""
+        return ChatReader(answer, self._errors, len(request.body))
+
+    def _stream_options(self) -> dict[str, bool]:
+        options = {"include_usage": True}
+        if self._flavour.counts_always:
+            options["continuous_usage_stats"] = True
+        return options
+
+    def _reasons(self, call: Call) -> bool | None:
+        """Whether the model reasons; None: as it does by default."""
+        return False if self._turns_reasoning_off(call) else None
+
+    def _turns_reasoning_off(self, call: Call) -> bool:
+        return call.given.get("max_reasoning_tokens") == 0 and bool(self._facts.reasoning_off)
+
+    def _sampling(self, call: Call, *, is_wrapped: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        accepted = self._flavour.accepted(self._facts, self._reasons(call))
+        for name, value in call.given.items():
+            if name == "max_reasoning_tokens" and self._turns_reasoning_off(call):
+                fields["reasoning_effort"] = self._facts.reasoning_off
+                continue
+            if name not in accepted:
+                raise self._refused_param(name)
+            if name == "stop":
+                # A stop would cut the object around the text, and has its effect on the text itself.
+                value = [] if is_wrapped else list(value)[: self._facts.max_stops]
+                if not value:
+                    continue
+            place = self._facts.max_tokens_field if name == "max_tokens" else self._flavour.params[name]
+            fields[place] = dict(value) if name == "logit_bias" else value
+        if call.params.wants_logprobs:
+            if "logprobs" not in self._facts.parameters(self._reasons(call)):
+                raise self._refused_param("logprobs")
+            fields["logprobs"] = True
+            if call.params.top_logprobs:
+                fields["top_logprobs"] = call.params.top_logprobs
+        return fields
+
+    def _refused_param(self, name: str) -> NotSupported:
+        remedy = "leave it out"
+        if self._facts.reasoning_off and name in (*self._flavour.accepted(self._facts, False), "logprobs"):
+            remedy = (
+                "leave it out, or give max_reasoning_tokens=0, because it is refused only while it reasons"
+            )
+        return NotSupported(f"{self._model} does not support {name}: {remedy}", param=name)
+
+    def _tools(self, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> dict[str, Any]:
+        fields: dict[str, Any] = {"tools": [self._tool(tool) for tool in tools]}
+        if choice.name is not None:
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif choice.mode != "auto":
+            fields["tool_choice"] = choice.mode
+        if not choice.parallel and choice.mode != "none":
+            fields["parallel_tool_calls"] = False
+        return fields
+
+    def _tool(self, tool: ToolSpec) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+        parameters = tool.parameters
+        # Where the provider cannot enforce the schema, the program's check of the arguments remains.
+        if tool.strict and (not self._flavour.is_strict or is_strict(parameters)):
+            function["strict"] = True
+            if self._flavour.is_strict:
+                parameters = strict_schema(parameters).schema
+        function["parameters"] = parameters
+        return {"type": "function", "function": function}
+
+    def _cache_fields(self, context: ApiContext, nodes: list[MessageNode]) -> dict[str, Any]:
+        if self._flavour.name == "openai":
+            # Requests with equal keys go to the same machine, which has the prefix in its cache.
+            first = nodes[0].encoded(self._encode_message) if nodes else b""
+            key = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
+            return {"prompt_cache_key": key}
+        if context.cache_salt and self._flavour.takes_salt:
+            return {"cache_salt": context.cache_salt}
+        return {}
+
+    def _encode_message(self, message: Message) -> bytes:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            fields["content"] = message.content or None
+            fields["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        if message.reasoning and self._flavour.takes_reasoning:
+            fields["reasoning_content"] = message.reasoning
+        return _encode(fields)
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Likely(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+    @property
+    def text(self) -> str:
+        if self.bytes is None:
+            return self.token
+        try:
+            return bytes(self.bytes).decode("utf-8", "replace")
+        except ValueError:  # a number that is no byte
+            return self.token
+
+
+class _Token(_Likely):
+    top_logprobs: list[_Likely] | None = None
+
+    def info(self) -> TokenInfo:
+        top = tuple([TokenLogprob(NO_TOKEN_ID, one.text, one.logprob) for one in self.top_logprobs or ()])
+        return TokenInfo(self.text, self.logprob, top)
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    stop_reason: int | str | None = None  # vLLM: the stop that ended the text
+    matched_stop: int | str | None = None  # SGLang: the same
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class UsageFields(msgspec.Struct):
+    """The usage of an answer, as the APIs of OpenAI report it."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+    def usage(self) -> Usage:
+        """The usage."""
+        cached = self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens
+        reasoning = self.completion_tokens_details and self.completion_tokens_details.reasoning_tokens
+        return Usage(
+            self.prompt_tokens or 0, cached or 0, self.completion_tokens or 0, reasoning_tokens=reasoning or 0
+        )
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: UsageFields | None = None
+    error: Any = None
+    object: str | None = None
+
+
+_FINISHED = {"stop": "eos", "tool_calls": "eos", "function_call": "eos", "eos": "eos", "length": "length"}
+
+
+class StreamReader:
+    """The parts that the streams of chat completions and completions share: the ends of a stream, its errors
+    and its usage.
+
+    Args:
+        answer: Receives the answer.
+        errors: Makes the errors.
+        num_sent: The bytes of the request, to estimate the prompt's tokens if the usage never comes.
+    """
+
+    chunks: msgspec.json.Decoder[Any]
+
+    def __init__(self, answer: Answer, errors: ErrorMapping, num_sent: int) -> None:
+        self.answer = answer
+        self.errors = errors
+        self._num_sent = num_sent
+        self._usage: Usage | None = None
+        self._has_ended = False  # the server ended the answer
+        self.is_over = False
+        self.is_left = False  # a stop has ended the text before the server did
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the answer has become visible."""
+        return self.answer.is_visible
+
+    def event(self, event: ServerEvent) -> None:
+        """Reads one event."""
+        if event.data == DONE:
+            self.is_over = True
+            self.close()
+            return
+        try:
+            chunk = self.chunks.decode(event.data)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            shown = event.data[:100].decode("utf-8", "replace")
+            raise ProtocolError(
+                f"{self.errors.server} sent an event that is not of its API ({error}): {shown!r}"
+            ) from error
+        if chunk.error is not None or chunk.object == "error" or event.name == "error":
+            raise self.errors.of_event(event_error(event.data))
+        if chunk.usage is not None:
+            self._usage = chunk.usage.usage()
+        for choice in chunk.choices or ():
+            self.read(choice)
+        if self.answer.is_stopped and not self._has_ended:
+            self.is_left = True
+            self.answer.finish("stop")
+            self._set_usage()
+
+    def read(self, choice: Any) -> None:
+        """Reads a part of the answer."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The stream ended. ``ServerLost`` if the answer is not complete."""
+        if not self._has_ended:
+            raise self.errors.lost("the stream ended before the answer did")
+        self._set_usage()
+
+    def end(self, reason: str, stop: int | str | None) -> None:
+        """The server ends the answer. ``stop``: the stop that ended it, if the server reports that."""
+        if reason == "content_filter":
+            raise self.errors.filtered()
+        if reason not in _FINISHED:
+            raise EngineFailed(
+                f"{self.errors.server} ended the answer of {self.errors.model} with {reason!r}"
+            )
+        is_stop = (
+            self.answer.is_stopped
+            or isinstance(stop, str)
+            or (stop is None and reason == "stop" and self.answer.has_stops)
+        )
+        self._has_ended = True
+        self.answer.finish("stop" if is_stop else _FINISHED[reason])
+
+    def _set_usage(self) -> None:
+        guess = Usage(self._num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
+        self.answer.usage = self._usage or guess
+
+
+class ChatReader(StreamReader):
+    """Reads the stream of a chat completion."""
+
+    chunks = msgspec.json.Decoder(_Chunk)
+
+    def __init__(self, answer: Answer, errors: ErrorMapping, num_sent: int) -> None:
+        super().__init__(answer, errors, num_sent)
+        self._calls: dict[int, str] = {}  # the ids of the calls that have begun, by index
+        self._refusal: list[str] = []
+
+    def read(self, choice: _Choice) -> None:
+        """Reads a part of the answer."""
+        if choice.index != 0:
+            return
+        if choice.logprobs is not None:
+            for token in choice.logprobs.content or ():
+                self.answer.add_token(token.info())
+        delta = choice.delta
+        if delta is not None:
+            reasoning = delta.reasoning_content or delta.reasoning
+            if reasoning:
+                self.answer.add_reasoning(reasoning)
+            if delta.content:
+                self.answer.add_text(delta.content)
+            if delta.refusal:
+                self._refusal.append(delta.refusal)
+            for call in delta.tool_calls or ():
+                self._read_call(call)
+        if choice.finish_reason is not None:
+            if self._refusal:
+                raise self.errors.refused("".join(self._refusal))
+            stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
+            self.end(choice.finish_reason, stop)
+
+    def _read_call(self, call: _ToolCall) -> None:
+        function = call.function or _Function()
+        latest = max(self._calls, default=-1)
+        index = call.index
+        is_other = bool(call.id) and bool(function.name) and self._calls.get(latest, call.id) != call.id
+        if index is None:
+            index = latest + 1 if function.name and (is_other or not self._calls) else max(latest, 0)
+        elif index == latest and is_other:  # some servers number all calls 0
+            index = latest + 1
+        if index not in self._calls:
+            if not function.name:
+                raise ProtocolError(f"{self.errors.server} sent a tool call without a name")
+            self._calls[index] = call.id or ""
+            self.answer.begin_call(call.id or "", function.name)
+        elif index != latest:
+            raise ProtocolError(f"{self.errors.server} mixed the parts of several tool calls")
+        arguments = function.arguments
+        if isinstance(arguments, dict):  # some servers send an object in place of its text
+            arguments = _encode(arguments).decode()
+        if arguments:
+            self.answer.add_arguments(arguments)
+
+
+def event_error(data: bytes) -> Any:
+    """The error in an event."""
+    found = msgspec.json.decode(data)
+    return found.get("error", found) if isinstance(found, dict) else found

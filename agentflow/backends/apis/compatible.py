@@ -1,0 +1,83 @@
+"""The backend for servers that speak OpenAI's API: vLLM, SGLang, llama.cpp, Ollama and others."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from agentflow.backends.apis.flavours import FLAVOURS, FlavourName
+from agentflow.backends.apis.serving import ApiSettings, connected, for_display
+from agentflow.backends.apis.verification import OnUnsupported
+from agentflow.errors import BadArgument
+from agentflow.protocol.backend import Connection, Deliver, Lost
+
+
+class OpenAICompatible:
+    """A model on a server that speaks OpenAI's API.
+
+    Args:
+        url: The address of the API, which usually ends in ``/v1``.
+        model: The model's name; None for the only one of the server.
+        flavour: The kind of server, which decides on the features beyond OpenAI's API: ``vllm``, ``sglang``,
+            ``llamacpp``, ``ollama``, or ``generic`` for the features that all have.
+        api_key: The API key, if the server needs one. It is shown nowhere.
+        on_unsupported: As for ``af.OpenAI``.
+        max_retries: As for ``af.OpenAI``.
+        timeout_s: As for ``af.OpenAI``.
+        stall_timeout_s: As for ``af.OpenAI``.
+        ssl_context: As for ``af.OpenAI``.
+        proxy: As for ``af.OpenAI``.
+
+    Raises:
+        BadArgument: An argument is invalid.
+
+    >>> af.OpenAICompatible("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", flavour="vllm")
+    OpenAICompatible('http://127.0.0.1:8000/v1', 'Qwen/Qwen3-8B', flavour='vllm')
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        flavour: FlavourName = "generic",
+        api_key: str | None = None,
+        on_unsupported: OnUnsupported = "error",
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
+        stall_timeout_s: float = 60.0,
+        ssl_context: ssl.SSLContext | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        if flavour not in FLAVOURS:
+            known = ", ".join(map(repr, FLAVOURS))
+            raise BadArgument(
+                f"OpenAICompatible: flavour must be one of {known}, not {flavour!r}", param="flavour"
+            )
+        self._settings = ApiSettings(
+            url,
+            api_key,
+            model=model,
+            server=for_display(url),
+            on_unsupported=on_unsupported,
+            max_retries=max_retries,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            ssl_context=ssl_context,
+            proxy=proxy,
+        ).check("OpenAICompatible")
+        self.url = self._settings.server
+        self.model = model
+        self.flavour: FlavourName = flavour
+
+    def __repr__(self) -> str:
+        shown = f"{self.url!r}" if self.model is None else f"{self.url!r}, {self.model!r}"
+        return f"OpenAICompatible({shown}, flavour={self.flavour!r})"
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens the pool of connections, and asks for the model if none was given. ``BadArgument`` if the
+        server has several. For the session."""
+        async with connected(self._settings, FLAVOURS[self.flavour], deliver) as connection:
+            yield connection

@@ -1,0 +1,194 @@
+"""The context of a state behind an API: a list of messages, and the turn that is open.
+
+Contexts are persistent lists: a fork shares the messages of its parent, and takes constant time. A message
+keeps its encoding, so a request costs one join, and equal prefixes are equal to the byte, which the prefix
+caches of providers need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import (
+    FREE_CHOICE,
+    CalledTool,
+    Conversation,
+    Message,
+    ToolChoice,
+    ToolSpec,
+)
+
+Encode = Callable[[Message], bytes]
+"""Encodes a message as an API takes it."""
+
+
+class MessageNode:
+    """A message and, by ``parent``, all messages before it."""
+
+    __slots__ = ("_encoded", "length", "message", "parent")
+
+    def __init__(self, parent: MessageNode | None, message: Message) -> None:
+        self.parent = parent
+        self.message = message
+        self.length: int = 1 if parent is None else parent.length + 1
+        self._encoded: bytes | None = None
+
+    def encoded(self, encode: Encode) -> bytes:
+        """The message's encoding, which is made once: a context belongs to one API."""
+        if self._encoded is None:
+            self._encoded = encode(self.message)
+        return self._encoded
+
+
+def chain(last: MessageNode | None) -> list[MessageNode]:
+    """The nodes up to ``last``, in order."""
+    nodes: list[MessageNode] = []
+    node = last
+    while node is not None:
+        nodes.append(node)
+        node = node.parent
+    nodes.reverse()
+    return nodes
+
+
+@dataclass(eq=False)
+class ApiContext:
+    """One state of a program behind an API.
+
+    Text outside of turns is the beginning of a plain text if the state has no turns yet, and otherwise the
+    assistant's turn, which is then open without a role op (``is_implied``)."""
+
+    cache_salt: str = ""
+    program: str = ""
+    last: MessageNode | None = None  # of the turns that have ended
+    role: str | None = None  # of the open turn
+    is_implied: bool = False  # no role op opened it
+    answered: tuple[str | None, str | None] = (None, None)  # the call that it answers, and the tool
+    parts: list[str] = field(default_factory=list)  # its text, or the plain text
+    calls: tuple[CalledTool, ...] = ()  # its tool calls
+    has_generated: bool = False  # a model wrote some of it
+    reasoning: str | None = None  # before its text
+    tools: tuple[ToolSpec, ...] = ()
+    choice: ToolChoice = FREE_CHOICE
+    trace: str = ""  # the ``traceparent`` of the next request
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the state has text and no turns."""
+        return self.last is None and self.role is None
+
+    @property
+    def open_text(self) -> str:
+        """The text of the open turn, or the plain text."""
+        if len(self.parts) > 1:
+            self.parts[:] = ["".join(self.parts)]
+        return self.parts[0] if self.parts else ""
+
+    def fill(self, text: str) -> None:
+        """Appends text."""
+        if not text:
+            return
+        if self.role is None and self.last is not None:
+            self._open("assistant", is_implied=True)
+        self.parts.append(text)
+
+    def begin_role(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
+        """Opens a turn. ``NotSupported`` after plain text."""
+        if self.is_implied:
+            self.end_role()
+        if self.role is not None:
+            raise NotSupported(f"a {role} turn cannot begin within the {self.role} turn: end that first")
+        if self.parts:
+            raise NotSupported(
+                "a model behind an API takes turns or plain text, and this state begins with plain text: put "
+                "the text into af.system(…) or af.user(…)"
+            )
+        self._open(role, answered)
+
+    def _open(
+        self, role: str, answered: tuple[str | None, str | None] = (None, None), *, is_implied: bool = False
+    ) -> None:
+        self.role, self.answered, self.is_implied = role, answered, is_implied
+        self.parts, self.calls, self.has_generated, self.reasoning = [], (), False, None
+
+    def end_role(self) -> None:
+        """Ends the open turn. ``BadArgument`` if there is none."""
+        if self.role is None:
+            raise BadArgument("there is no open turn to end")
+        self.last = MessageNode(self.last, self.open_message())
+        self.role, self.is_implied, self.parts, self.calls = None, False, [], ()
+
+    def open_message(self) -> Message:
+        """The open turn as it is."""
+        assert self.role is not None
+        return Message(
+            self.role, self.open_text, self.has_generated, self.calls, *self.answered, self.reasoning
+        )
+
+    def open_answer(self) -> None:
+        """Prepares for a generated text: after turns, it is the assistant's. ``NotSupported`` in the turn of
+        another role."""
+        if self.role is None and self.last is not None:
+            self._open("assistant", is_implied=True)
+        if self.role not in (None, "assistant"):
+            raise NotSupported(
+                f"a model behind an API writes the assistant's turns only, and a {self.role} turn is open"
+            )
+
+    def answer(self, text: str, calls: tuple[CalledTool, ...] = (), reasoning: str | None = None) -> None:
+        """Appends a generated answer."""
+        if text:
+            self.parts.append(text)
+        self.calls += calls
+        self.has_generated = True
+        self.reasoning = reasoning or self.reasoning
+
+    def converse(self, conversation: Conversation) -> None:
+        """Begins with a conversation. ``BadArgument`` if there is content already."""
+        if self.last is not None or self.role is not None or self.parts:
+            raise BadArgument("a conversation must come first: this state already has content")
+        self.tools, self.choice = conversation.tools, conversation.choice
+        *before, final = conversation.messages or (Message("assistant", ""),)
+        if final.role != "assistant" or final.tool_calls:
+            before, final = [*before, final], Message("assistant", "")
+        for message in before:
+            self.last = MessageNode(self.last, message)
+        self._open("assistant")
+        self.fill(final.content)
+        self.has_generated, self.reasoning = final.generated, final.reasoning
+
+    def messages(self, *, with_open: bool = True) -> list[MessageNode]:
+        """The turns that have ended, and the open one if it has content."""
+        nodes = chain(self.last)
+        if with_open and self.role is not None and (self.open_text or self.calls):
+            nodes.append(MessageNode(self.last, self.open_message()))
+        return nodes
+
+    def forked(self) -> ApiContext:
+        """A context that continues from here and shares the messages."""
+        return replace(self, parts=[self.open_text] if self.parts else [], trace="")
+
+    def text(self) -> str:
+        """The content, with turns as ``<role>…</role>``: the provider's own markup is not known."""
+        written = [f"{_shown(node.message)}</{node.message.role}>" for node in chain(self.last)]
+        if self.role is not None:
+            written.append(_shown(self.open_message()))
+        else:
+            written.append(self.open_text)
+        return "".join(written)
+
+
+def _shown(message: Message) -> str:
+    calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
+    return f"<{message.role}>{message.content}{''.join(calls)}"
+
+
+def prefix_key(*parts: bytes) -> str:
+    """A short key for the cache of a provider."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()

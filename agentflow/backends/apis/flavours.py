@@ -1,0 +1,189 @@
+"""The differences between the servers of OpenAI's API: the names of fields, and the features beyond it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
+from agentflow.errors import NotSupported
+from agentflow.protocol.constraint import Constraint, ConstraintKind
+
+FlavourName = Literal["generic", "vllm", "sglang", "llamacpp", "ollama"]
+
+_OF_OPENAI: Final = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+)
+_OF_ENGINES: Final = (
+    *_OF_OPENAI,
+    "min_tokens",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How one kind of server is told what ``ModelFacts`` says it can do.
+
+    Attributes:
+        name: Its name in messages and in ``OpenAICompatible``.
+        params: The field of each parameter of ``GenParams``.
+        further: Parameters among these that the table of models does not list.
+        continuing: The fields that make it continue the assistant's last message.
+        has_completions: Whether it continues plain text (``/completions``).
+        is_strict: Schemas must be in the subset of ``strict_schema``.
+        takes_reasoning: Messages may have their reasoning.
+        takes_salt: Requests may have a ``cache_salt``.
+        takes_trace: Requests may have a ``traceparent``.
+        counts_always: Each chunk may report the usage so far.
+    """
+
+    name: FlavourName | Literal["openai"]
+    params: Mapping[str, str]
+    further: tuple[str, ...] = ()
+    continuing: Mapping[str, Any] = field(default_factory=dict)
+    has_completions: bool = True
+    is_strict: bool = True
+    takes_reasoning: bool = False
+    takes_salt: bool = False
+    takes_trace: bool = True
+    counts_always: bool = False
+
+    def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
+        """The parameters that a request may have; ``reasons`` as in ``ModelFacts.parameters``."""
+        known = (*facts.parameters(reasons), *self.further)
+        return tuple([name for name in self.params if name in known])
+
+    def enforced(self, facts: ModelFacts) -> tuple[ConstraintKind, ...]:
+        """The kinds of constraints that the server enforces: a choice can be a schema."""
+        kinds = facts.constraints
+        return (*kinds, "choices") if "schema" in kinds and "choices" not in kinds else kinds
+
+
+def _same(*names: str, **renamed: str) -> dict[str, str]:
+    return {name: name for name in names} | renamed
+
+
+_CONTINUED: Final = {"continue_final_message": True, "add_generation_prompt": False}
+OPENAI: Final = Flavour("openai", _same(*_OF_OPENAI), has_completions=False, takes_trace=False)
+FLAVOURS: Final[dict[str, Flavour]] = {
+    "generic": Flavour("generic", _same(*_OF_OPENAI)),
+    "vllm": Flavour(
+        "vllm",
+        _same(*_OF_ENGINES, max_reasoning_tokens="thinking_token_budget"),
+        further=("max_reasoning_tokens",),
+        continuing=_CONTINUED,
+        is_strict=False,
+        takes_reasoning=True,
+        takes_salt=True,
+        counts_always=True,
+    ),
+    "sglang": Flavour(
+        "sglang",
+        _same(*_OF_ENGINES, "stop_regex"),
+        further=("stop_regex",),
+        continuing=_CONTINUED,
+        is_strict=False,
+        takes_reasoning=True,
+        takes_salt=True,
+        counts_always=True,
+    ),
+    "llamacpp": Flavour(
+        "llamacpp",
+        _same(*_OF_OPENAI, "top_k", "min_p", "ignore_eos", repetition_penalty="repeat_penalty"),
+        is_strict=False,
+        takes_reasoning=True,
+    ),
+    "ollama": Flavour("ollama", _same(*_OF_OPENAI), is_strict=False),
+}
+
+
+class ConstraintFields(NamedTuple):
+    """The fields of a request that enforce a constraint. ``unwrap`` takes the text out of the answer, if the
+    server puts it into an object."""
+
+    fields: dict[str, Any]
+    unwrap: Unwrap | None = None
+
+
+def constraint_fields(
+    flavour: Flavour, enforced: Sequence[ConstraintKind], constraint: Constraint | None
+) -> ConstraintFields:
+    """How the server is told of a constraint. ``NotSupported`` if its kind is not ``enforced``.
+
+    >>> constraint_fields(FLAVOURS["vllm"], ["regex"], Constraint("regex", "[0-9]+")).fields
+    {'structured_outputs': {'regex': '[0-9]+'}}
+    """
+    if constraint is None:
+        return ConstraintFields({})
+    if constraint.kind not in enforced or constraint.instead is not None:
+        raise NotSupported(
+            f"the server does not enforce constraints of the kind {constraint.kind!r} (supported: "
+            f'{", ".join(enforced) or "none"}): set on_unsupported="retry" to have answers checked and '
+            "asked for again"
+        )
+    match constraint.kind:
+        case "schema":
+            return _schema_fields(flavour, msgspec.json.decode(constraint.source))
+        case "choices":
+            return _choice_fields(flavour, constraint.choices)
+        case "regex" if flavour.name == "sglang":
+            return ConstraintFields({"regex": constraint.source})
+        case kind:
+            return ConstraintFields({"structured_outputs": {kind: constraint.source}})
+
+
+def _schema_fields(flavour: Flavour, schema: Any) -> ConstraintFields:
+    unwrap: Unwrap | None = None
+    if flavour.is_strict:
+        schema, unwrap = strict_schema(schema if isinstance(schema, dict) else {})
+    return ConstraintFields({"response_format": _response_format(schema)}, unwrap)
+
+
+def _response_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def _choice_fields(flavour: Flavour, choices: tuple[str, ...]) -> ConstraintFields:
+    match flavour.name:
+        case "vllm":
+            return ConstraintFields({"structured_outputs": {"choice": list(choices)}})
+        case "sglang":
+            return ConstraintFields({"regex": "(" + "|".join(map(_literal, choices)) + ")"})
+        case "llamacpp":
+            texts = [json.dumps(choice, ensure_ascii=False) for choice in choices]
+            return ConstraintFields({"grammar": "root ::= " + " | ".join(texts)})
+        case _:
+            fields = {"response_format": _response_format(enum_schema(choices))}
+            return ConstraintFields(fields, lambda text: _text_of_string(unwrapped(text)))
+
+
+def _literal(text: str) -> str:
+    """A pattern that matches the text. Only the characters that need it are escaped: the grammar backends
+    know fewer escapes than Python."""
+    return re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", text)
+
+
+def _text_of_string(text: str) -> str:
+    """The text of a JSON string. One that is not complete is returned as it is, which is no choice."""
+    try:
+        return msgspec.json.decode(text, type=str)
+    except (msgspec.DecodeError, UnicodeError):
+        return text

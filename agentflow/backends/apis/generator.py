@@ -1,0 +1,317 @@
+"""The ``Generator`` of the backends behind an API.
+
+A context is a list of messages (``conversation``). Each call sends it whole, in the format of the API, and
+streams the answer. A constraint that the API cannot enforce is refused, or with ``on_unsupported="retry"``
+checked: an answer that violates it is asked for again, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import msgspec
+
+from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.transport import ApiTransport
+from agentflow.backends.apis.verification import OnUnsupported, fault_of, requirement
+from agentflow.backends.apis.visible_text import StopFilter
+from agentflow.errors import InvalidValue, NotSupported, RunFailed
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Capabilities, Stats, Usage
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
+
+MAX_ANSWERS = 3
+"""The answers that are asked for until one satisfies a constraint."""
+UNKNOWN_SCORE = -100.0
+"""The score of a choice that was not taken, where the API reports no probabilities."""
+
+
+class ApiGenerator:
+    """Generates with a model behind an API.
+
+    Args:
+        transport: Sends the requests.
+        api: The format of the API.
+        capabilities: The model's capabilities. With ``on_unsupported="retry"``, its constraints have the
+            kinds that are checked, too.
+        on_unsupported: ``retry``: other constraints, and schemas that the API cannot enforce, are checked.
+    """
+
+    def __init__(
+        self,
+        transport: ApiTransport,
+        api: ApiFormat,
+        capabilities: Capabilities,
+        *,
+        on_unsupported: OnUnsupported = "error",
+    ) -> None:
+        self.capabilities = capabilities
+        self._transport = transport
+        self._api = api
+        self._on_unsupported = on_unsupported
+        self._total = Usage()
+        self._num_running = 0
+
+    def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
+        """An empty context."""
+        return ApiContext(cache_salt, program)
+
+    def fill(self, context: ApiContext, text: str) -> None:
+        """Appends text."""
+        context.fill(text)
+
+    def begin_role(
+        self, context: ApiContext, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
+        """Opens a turn. ``NotSupported`` after plain text."""
+        context.begin_role(role, (tool_call_id, name))
+
+    def end_role(self, context: ApiContext) -> None:
+        """Closes the turn."""
+        context.end_role()
+
+    def image(self, context: ApiContext, source: str) -> None:
+        """``NotSupported``."""
+        self.capabilities.require_images()
+
+    async def converse(self, context: ApiContext, conversation: Conversation) -> None:
+        """Begins the context with a conversation."""
+        context.converse(conversation)
+
+    async def offer_tools(self, context: ApiContext, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
+        """Replaces the tools that replies may call."""
+        context.tools, context.choice = tools, choice
+
+    async def generate(
+        self,
+        context: ApiContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
+    ) -> Generated:
+        """Generates the rest of the assistant's turn, or of a plain text."""
+        return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=False)
+
+    async def reply(
+        self,
+        context: ApiContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
+    ) -> Generated:
+        """As ``generate``, but the model may call the context's tools."""
+        return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
+
+    async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
+        """Lets the model write one of the choices. The API reports no probabilities of whole choices, so the
+        choice that it writes has the score 0, and others ``UNKNOWN_SCORE``."""
+        constraint = Constraint("choices", choices=tuple(choices))
+        generated = await self._answered(
+            context, self._greedy(), lambda text: None, constraint, None, is_reply=False
+        )
+        if generated.text not in choices:
+            raise RunFailed(
+                f"{self.capabilities.model} chose {generated.text!r:.200}, which is none of the choices "
+                f"(it ended with {generated.finish_reason!r})"
+            )
+        index = list(choices).index(generated.text)
+        scores = tuple([0.0 if number == index else UNKNOWN_SCORE for number in range(len(choices))])
+        return Scored(index, scores, generated.usage)
+
+    async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
+        """Contexts that share the messages."""
+        return [context.forked() for _ in range(count)]
+
+    def hint(self, context: ApiContext, hint: StateHint) -> None:
+        """Takes the trace; APIs know no other hints."""
+        if hint.trace:
+            context.trace = hint.trace
+
+    def text(self, context: ApiContext) -> str:
+        """The content, with turns as ``<role>…</role>``."""
+        return context.text()
+
+    async def token_ids(self, context: ApiContext) -> list[int]:
+        """``NotSupported``."""
+        raise NotSupported(f"{self.capabilities.model} is behind an API that reports no token ids")
+
+    async def token_texts(self, context: ApiContext) -> list[str]:
+        """``NotSupported``."""
+        raise NotSupported(f"{self.capabilities.model} is behind an API that reports no tokens")
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
+        """``NotSupported``."""
+        raise NotSupported(f"{self.capabilities.model} makes no embeddings here")
+
+    def watching(self) -> NoReturn:
+        """``NotSupported``."""
+        raise NotSupported(f"{self.capabilities.model} is behind an API: its scheduler cannot be watched")
+
+    def free(self, context: ApiContext) -> None:
+        """Nothing: the server keeps no state."""
+
+    async def stats(self) -> Stats:
+        """The counters of this session; those of the server are not known."""
+        total = self._total
+        return Stats(
+            self.capabilities.model,
+            steps=None,
+            prompt_tokens=total.prompt_tokens,
+            cached_tokens=total.cached_tokens,
+            cached_output_tokens=None,
+            computed_tokens=None,
+            generated_tokens=total.output_tokens,
+            evicted_tokens=None,
+            preemptions=None,
+            free_slots=None,
+            cached_slots=None,
+            in_use_slots=None,
+            total_slots=None,
+            running=self._num_running,
+            waiting=None,
+            peak_resident_bytes=None,
+            restarts=None,
+            forced_tokens=None,
+        )
+
+    def _greedy(self) -> SamplingParams:
+        """The parameters of a select."""
+        return SamplingParams()
+
+    async def _answered(
+        self,
+        context: ApiContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None,
+        on_reasoning: OnText | None,
+        *,
+        is_reply: bool,
+    ) -> Generated:
+        context.open_answer()
+        call = Call(params, _given(params), constraint, is_reply)
+        try:
+            request = self._api.request(context, call)
+        except NotSupported:
+            if constraint is None or self._on_unsupported != "retry":
+                raise
+            answer = await self._verified(context, call, constraint, on_text, on_reasoning)
+        else:
+            answer = await self._streamed(context, request, call, on_text, on_reasoning)
+        generated = answer.deliver()
+        context.answer(answer.text, answer.calls, answer.reasoning or None)
+        return generated
+
+    async def _streamed(
+        self,
+        context: ApiContext,
+        request: Request,
+        call: Call,
+        on_text: OnText,
+        on_reasoning: OnText | None,
+        *,
+        is_held: bool = False,
+    ) -> Answer:
+        """The answer to one request, which is delivered except for its end, unless it ``is_held``."""
+        params, unwrap = call.params, request.unwrap
+        written = params if unwrap is None else msgspec.structs.replace(params, stop=(), stop_regex=None)
+
+        def new_answer() -> Answer:
+            return Answer(
+                written,
+                on_text,
+                on_reasoning,
+                is_reply=call.is_reply,
+                is_held=is_held or unwrap is not None,
+            )
+
+        answers: list[Answer] = []
+
+        def new_sink() -> Any:
+            answers.append(new_answer())
+            return self._api.sink(request, answers[-1])
+
+        headers = {"traceparent": context.trace} if context.trace else None
+        context.trace = ""
+        self._num_running += 1
+        try:
+            await self._transport.stream(request.path, request.body, new_sink, headers)
+        finally:
+            self._num_running -= 1
+        answer = answers[-1]
+        self._total += answer.usage
+        if unwrap is not None and not answer.calls:
+            stops = StopFilter(params.stop, params.stop_regex)
+            text = stops.push(unwrap(answer.text)) + stops.finish()
+            answer.replace_text(text)
+            if stops.is_stopped:
+                answer.finish_reason = "stop"
+        return answer
+
+    async def _verified(
+        self,
+        context: ApiContext,
+        call: Call,
+        constraint: Constraint,
+        on_text: OnText,
+        on_reasoning: OnText | None,
+    ) -> Answer:
+        """An answer that satisfies the constraint: it is asked for again, with the fault, at most
+        ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
+        unconstrained = replace(call, constraint=None)
+        asked = context.forked()
+        usage, fault, text = Usage(), "", ""
+        for _ in range(MAX_ANSWERS):
+            request = self._api.request(asked, unconstrained)
+            answer = await self._streamed(asked, request, unconstrained, on_text, on_reasoning, is_held=True)
+            usage += answer.usage
+            answer.usage = usage
+            text = answer.text
+            if answer.calls or answer.finish_reason == "length":
+                return answer
+            found = fault_of(constraint, text)
+            if found is None:
+                return answer
+            fault = found
+            asked = _asked_again(context, text, constraint, fault)
+        error = InvalidValue(
+            f"{MAX_ANSWERS} answers of {self.capabilities.model} violate the {constraint.kind} constraint; "
+            f"the last one: {text!r:.200} ({fault})"
+        )
+        error.text = text
+        raise error
+
+
+def _asked_again(context: ApiContext, text: str, constraint: Constraint, fault: str) -> ApiContext:
+    """The conversation with a wrong answer and the request for another one. A plain text has no place for
+    the request: it is only continued again."""
+    asked = context.forked()
+    if context.is_plain:
+        return asked
+    asked.answer(text)
+    asked.end_role()
+    asked.begin_role("user")
+    asked.fill(
+        f"That answer is not valid: {fault}. {requirement(constraint)} Answer again, with nothing else."
+    )
+    asked.end_role()
+    asked.open_answer()
+    return asked
+
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that change the text and are not the defaults."""
+    reported = ("logprobs", "top_logprobs", "stream_reasoning")
+    values = {name: getattr(params, name) for name in params.__struct_fields__ if name not in reported}
+    return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+
+
+_DEFAULTS = SamplingParams()

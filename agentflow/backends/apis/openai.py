@@ -1,0 +1,103 @@
+"""The backend for models of OpenAI."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from agentflow.backends.apis.flavours import OPENAI
+from agentflow.backends.apis.serving import ApiSettings, connected, for_display
+from agentflow.backends.apis.verification import OnUnsupported
+from agentflow.errors import BadArgument, NotAuthorized
+from agentflow.protocol.backend import Connection, Deliver, Lost
+
+BASE_URL = "https://api.openai.com/v1"
+
+
+class OpenAI:
+    """A model of OpenAI, over its API.
+
+    The defaults of the address, the key, the organization and the project are the environment variables that
+    OpenAI's own client reads: ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_ORG_ID`` and
+    ``OPENAI_PROJECT_ID``.
+
+    Args:
+        model: The model's name.
+        base_url: The address of the API.
+        api_key: The API key. It is sent in the Authorization header, and shown nowhere.
+        organization: The organization that the usage counts for.
+        project: The project that the usage counts for.
+        api: ``chat``: chat completions.
+        on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
+            checked, and asked for again with the fault, at most three times.
+        max_retries: The most further attempts of a request that failed before anything of its answer was
+            visible.
+        timeout_s: The time limit until an answer begins, in seconds.
+        stall_timeout_s: The time limit between two events of an answer, in seconds.
+        ssl_context: Replaces the default context.
+        proxy: The address of a proxy; default: the environment variables that httpx2 reads.
+
+    Raises:
+        BadArgument: An argument is invalid.
+        NotAuthorized: There is no API key.
+
+    >>> af.OpenAI("gpt-4.1-mini", api_key="sk-…")
+    OpenAI('gpt-4.1-mini')
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        organization: str | None = None,
+        project: str | None = None,
+        api: Literal["chat"] = "chat",
+        on_unsupported: OnUnsupported = "error",
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
+        stall_timeout_s: float = 60.0,
+        ssl_context: ssl.SSLContext | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        if api != "chat":
+            raise BadArgument(f"OpenAI: api must be 'chat', not {api!r}", param="api")
+        key_source = "OPENAI_API_KEY" if api_key is None else "api_key="
+        key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
+        if not key:
+            raise NotAuthorized(
+                f"{model} needs an API key: set OPENAI_API_KEY, or give api_key=", param="api_key"
+            )
+        url = base_url or os.environ.get("OPENAI_BASE_URL") or BASE_URL
+        headers = {
+            "OpenAI-Organization": organization or os.environ.get("OPENAI_ORG_ID"),
+            "OpenAI-Project": project or os.environ.get("OPENAI_PROJECT_ID"),
+        }
+        self._settings = ApiSettings(
+            url,
+            key,
+            model=model,
+            server="OpenAI" if url == BASE_URL else for_display(url),
+            key_source=key_source,
+            headers={name: value for name, value in headers.items() if value},
+            on_unsupported=on_unsupported,
+            max_retries=max_retries,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            ssl_context=ssl_context,
+            proxy=proxy,
+        ).check("OpenAI")
+        self.model = model
+
+    def __repr__(self) -> str:
+        return f"OpenAI({self.model!r})"
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens the pool of connections. Nothing is sent before the first call. For the session."""
+        async with connected(self._settings, OPENAI, deliver) as connection:
+            yield connection

@@ -1,0 +1,182 @@
+"""Opens the session of a backend behind an API of OpenAI's kind."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from agentflow.backends.apis.capability_table import ModelFacts, model_facts
+from agentflow.backends.apis.flavours import Flavour
+from agentflow.backends.apis.verification import OnUnsupported
+from agentflow.backends.local import interpreted
+from agentflow.errors import BadArgument, NotSupported, UnknownModel, listed
+from agentflow.protocol.backend import Connection, Deliver
+from agentflow.protocol.constraint import CONSTRAINT_KINDS
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.sampling import is_number, is_whole
+
+# Valid in a header without escaping.
+_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """The settings that the backends share. ``server``: its name in messages."""
+
+    url: str
+    api_key: str | None = field(repr=False)
+    model: str | None
+    server: str
+    key_source: str = "api_key="
+    headers: Mapping[str, str] = field(default_factory=dict)
+    on_unsupported: OnUnsupported = "error"
+    max_retries: int = 2
+    timeout_s: float = 600.0
+    stall_timeout_s: float = 60.0
+    ssl_context: ssl.SSLContext | None = None
+    proxy: str | None = field(default=None, repr=False)  # it may have a password
+
+    def check(self, name: str) -> Self:
+        """Returns itself, or raises ``BadArgument`` for the class ``name``."""
+        checks = (
+            (
+                "url",
+                isinstance(self.url, str) and _is_address(self.url),
+                "an address such as http://host:8000/v1",
+            ),
+            (
+                "model",
+                self.model is None or (isinstance(self.model, str) and self.model != ""),
+                "the name of a model",
+            ),
+            ("on_unsupported", self.on_unsupported in ("error", "retry"), "'error' or 'retry'"),
+            ("max_retries", is_whole(self.max_retries, 0, 1000), "a whole number, 0 or more"),
+            ("timeout_s", is_number(self.timeout_s, 0, 1e9) and self.timeout_s > 0, "a number of seconds"),
+            (
+                "stall_timeout_s",
+                is_number(self.stall_timeout_s, 0, 1e9) and self.stall_timeout_s > 0,
+                "a number of seconds",
+            ),
+        )
+        for param, is_valid, expected in checks:
+            if not is_valid:
+                shown = for_display(self.url) if param == "url" else getattr(self, param)
+                raise BadArgument(f"{name}: {param} must be {expected}, not {shown!r:.200}", param=param)
+        if self.api_key is not None and not (
+            isinstance(self.api_key, str) and _API_KEY.fullmatch(self.api_key)
+        ):
+            raise BadArgument(f"{name}: api_key must be printable ASCII, and not empty", param="api_key")
+        return self
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def for_display(url: str) -> str:
+    """The address without a user's name and password.
+
+    >>> for_display("http://ann:secret@host:8000/v1/")
+    'http://host:8000/v1'
+    """
+    try:
+        parts = urlsplit(str(url))
+    except ValueError:
+        return "an address that cannot be read"
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
+
+
+@asynccontextmanager
+async def connected(settings: ApiSettings, flavour: Flavour, deliver: Deliver) -> AsyncIterator[Connection]:
+    """A connection to a model. ``UnknownModel`` if none was given and the server has none, or several."""
+    try:
+        from agentflow.backends.apis.api_errors import ErrorMapping
+        from agentflow.backends.apis.chat_completions import ChatCompletions
+        from agentflow.backends.apis.generator import ApiGenerator
+        from agentflow.backends.apis.transport import ApiTransport, open_http
+    except ImportError as error:
+        raise NotSupported(
+            f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"
+        ) from error
+    headers = dict(settings.headers)
+    if settings.api_key is not None:
+        headers["Authorization"] = f"Bearer {settings.api_key}"
+    params = {place: name for name, place in flavour.params.items()}
+    params["max_completion_tokens"] = "max_tokens"
+    async with open_http(
+        settings.url, headers, ssl_context=settings.ssl_context, proxy=settings.proxy
+    ) as http:
+
+        def transport_for(model: str) -> ApiTransport:
+            errors = ErrorMapping(
+                settings.server, model, settings.key_source, settings.api_key, params=params
+            )
+            return ApiTransport(
+                http,
+                errors,
+                max_retries=settings.max_retries,
+                timeout_s=settings.timeout_s,
+                stall_timeout_s=settings.stall_timeout_s,
+            )
+
+        model = settings.model
+        if model is None:
+            found = await transport_for("the model").get("models")
+            model = _only_model(found, settings.server)
+        facts = model_facts(flavour.name, model)
+        if not facts.chat:
+            raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
+        transport = transport_for(model)
+        generator = ApiGenerator(
+            transport,
+            ChatCompletions(model, flavour, facts, transport.errors),
+            _capabilities(model, flavour, facts, settings.on_unsupported),
+            on_unsupported=settings.on_unsupported,
+        )
+        async with interpreted(generator, deliver) as connection:
+            yield connection
+
+
+def _only_model(found: Any, server: str) -> str:
+    rows = found.get("data") if isinstance(found, dict) else None
+    names = [row["id"] for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)]
+    if len(names) == 1:
+        return str(names[0])
+    if not names:
+        raise UnknownModel(f"{server} lists no models: give model=", param="model")
+    raise UnknownModel(f"{server} has several models ({listed(names)}): give one as model=", param="model")
+
+
+def _capabilities(
+    model: str, flavour: Flavour, facts: ModelFacts, on_unsupported: OnUnsupported
+) -> Capabilities:
+    is_checked = on_unsupported == "retry"
+    enforced = flavour.enforced(facts)
+    sampling = dict.fromkeys((*flavour.accepted(facts), *flavour.accepted(facts, reasons=False)))
+    further: dict[str, Any] = {
+        "sampling": (*sampling, "max_reasoning_tokens") if facts.reasoning_off else tuple(sampling),
+        "default_max_tokens": facts.default_max_tokens,
+        "continuation": facts.continuation,
+        "plain_text": False,
+    }
+    return Capabilities(
+        model,
+        select="choices" in enforced or is_checked,
+        logprobs="logprobs" in facts.parameters(reasons=False),
+        seeds="seed" in sampling,
+        max_context=facts.context,
+        constraints=CONSTRAINT_KINDS if is_checked else enforced,
+        token_ids=False,
+        conversations=True,
+        **{name: value for name, value in further.items() if name in Capabilities.__struct_fields__},
+    )

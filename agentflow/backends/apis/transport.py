@@ -1,0 +1,323 @@
+"""The HTTP client of a backend: one request whose answer is a stream of events, with retries.
+
+A request is repeated only while nothing of its answer is visible. Connections are pooled: after the end of a
+stream its connection returns to the pool; a stream that is left early loses its connection, which tells the
+server to stop.
+"""
+
+from __future__ import annotations
+
+import random
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import httpx2
+import msgspec
+
+from agentflow.backends.apis.api_errors import ErrorMapping, is_transient
+from agentflow.backends.apis.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
+from agentflow.errors import AgentflowError, Overloaded, ProtocolError, ServerUnreachable
+from agentflow.runtime.backoff import doubled_s
+
+CONNECT_TIMEOUT_S = 10.0
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 8.0
+MAX_RETRY_AFTER_S = 60.0
+"""A server that asks for a longer pause gets no second attempt: the program decides."""
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""The size of a list of models, or of an error."""
+DRAIN_S = 1.0
+"""How long a stream whose last event was read may take to end, before its connection is dropped."""
+KEEPALIVE_S = 60.0
+
+
+class EventSink(Protocol):
+    """Receives the events of one attempt."""
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether something was delivered that cannot be taken back."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream's last event was received."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the rest of the stream is not wanted."""
+
+    def event(self, event: ServerEvent) -> None:
+        """Receives an event."""
+
+    def close(self) -> None:
+        """The stream ended. Raises the error of an answer that is not complete."""
+
+
+SinkT = TypeVar("SinkT", bound=EventSink)
+
+
+@asynccontextmanager
+async def open_http(
+    base_url: str,
+    headers: Mapping[str, str],
+    *,
+    ssl_context: ssl.SSLContext | None = None,
+    proxy: str | None = None,
+    max_connections: int | None = None,
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """The pooled client of a session. Proxies and certificates of the environment apply as in httpx2."""
+    # The attempt has its own deadlines, which events extend; ``connect`` is shorter, to try again soon.
+    timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    limits = httpx2.Limits(
+        max_connections=max_connections, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+    )
+    async with httpx2.AsyncClient(
+        base_url=base_url,
+        # Compressed events would wait in a buffer, and could be bombs.
+        headers={"accept-encoding": "identity", **headers},
+        timeout=timeout,
+        limits=limits,
+        verify=True if ssl_context is None else ssl_context,
+        proxy=proxy,
+    ) as client:
+        yield client
+
+
+class ApiTransport:
+    """Sends the requests of one backend.
+
+    Args:
+        http: The client, whose base URL and headers are the backend's.
+        errors: Makes the errors.
+        max_retries: The most further attempts of one request.
+        timeout_s: The time limit until the first event, in seconds.
+        stall_timeout_s: The time limit between two events, in seconds.
+        first_pause_s: The pause before the second attempt, in seconds. It doubles, with jitter.
+        max_event_bytes: The largest event.
+    """
+
+    def __init__(
+        self,
+        http: httpx2.AsyncClient,
+        errors: ErrorMapping,
+        *,
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
+        stall_timeout_s: float = 60.0,
+        first_pause_s: float = FIRST_PAUSE_S,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        self._http = http
+        self.errors = errors
+        self._max_retries = max_retries
+        self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._first_pause_s = first_pause_s
+        self._max_event_bytes = max_event_bytes
+        self.num_attempts = 0
+
+    async def stream(
+        self, path: str, body: bytes, make_sink: Callable[[], SinkT], headers: Mapping[str, str] | None = None
+    ) -> SinkT:
+        """Sends ``body`` and reads the stream of its answer.
+
+        Args:
+            path: Below the base URL.
+            body: A JSON object.
+            make_sink: Makes the sink of an attempt.
+            headers: Further headers.
+
+        Returns:
+            The sink that has received the whole stream.
+
+        Raises:
+            AgentflowError: The error of the last attempt.
+        """
+        sent = {"content-type": "application/json", "accept": "text/event-stream", **(headers or {})}
+        num_failed = 0
+        while True:
+            sink = make_sink()
+            try:
+                await self._attempt(path, body, sink, sent)
+                return sink
+            except AgentflowError as error:
+                num_failed += 1
+                if sink.is_visible or not self._may_repeat(error, num_failed):
+                    raise
+                pause_s = self._pause_s(error, num_failed)
+            await _pause(pause_s)
+
+    async def get(self, path: str) -> Any:
+        """The decoded JSON answer to a ``GET``. Raises the errors of ``stream``."""
+        num_failed = 0
+        while True:
+            try:
+                return await self._fetch(path)
+            except AgentflowError as error:
+                num_failed += 1
+                if not self._may_repeat(error, num_failed):
+                    raise
+                pause_s = self._pause_s(error, num_failed)
+            await _pause(pause_s)
+
+    def _may_repeat(self, error: AgentflowError, num_failed: int) -> bool:
+        after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+        is_soon = after_s is None or after_s <= MAX_RETRY_AFTER_S
+        return num_failed <= self._max_retries and is_transient(error) and is_soon
+
+    def _pause_s(self, error: AgentflowError, num_failed: int) -> float:
+        pause_s = doubled_s(self._first_pause_s, MAX_PAUSE_S, num_failed) * random.uniform(0.5, 1.0)
+        asked_s = error.retry_after_s if isinstance(error, Overloaded) else None
+        # Clients that were told the same time do not all come back in the same moment.
+        return pause_s if asked_s is None else asked_s * random.uniform(1.0, 1.1)
+
+    async def _attempt(self, path: str, body: bytes, sink: EventSink, headers: Mapping[str, str]) -> None:
+        self.num_attempts += 1
+        exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
+        await self._exchange(exchange, "POST", path, body, headers)
+        if exchange.is_stream:
+            if not (sink.is_over or sink.is_left):
+                sink.close()
+            return
+        if exchange.status != 200:
+            raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
+        if (detail := _error_in(exchange.body)) is not None:  # some servers report errors with the status 200
+            raise self.errors.of_event(detail)
+        raise ProtocolError(
+            f"{self.errors.server} answered with {exchange.content_type or 'no content type'!r} and not with "
+            "a stream of events: is it the address of an API (it usually ends in /v1)?"
+        )
+
+    async def _fetch(self, path: str) -> Any:
+        exchange = _Exchange(self._stall_timeout_s)
+        await self._exchange(exchange, "GET", path, None, {})
+        if exchange.status != 200:
+            raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
+        try:
+            return msgspec.json.decode(exchange.body)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise ProtocolError(f"{self.errors.server} answered {path} without JSON") from error
+
+    async def _exchange(
+        self, exchange: _Exchange, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> None:
+        """Sends a request and reads the response. Raises the error of one that is not complete."""
+        exchange.scope.deadline = anyio.current_time() + self._timeout_s
+        with exchange.scope, _http_errors(self.errors):
+            async with self._http.stream(method, path, content=body, headers=headers) as response:
+                exchange.begin(response)
+                async for chunk in response.aiter_raw():
+                    exchange.receive(chunk)
+        if exchange.error is not None:
+            raise exchange.error
+        if exchange.scope.cancelled_caught and not exchange.is_complete:
+            raise self.errors.lost("no event arrived in time")
+
+
+class _Exchange:
+    """One request and its response.
+
+    A response is left by cancelling its scope. An asynchronous generator of httpx2 that is left in another
+    way is closed by the garbage collector only.
+    """
+
+    def __init__(
+        self, stall_timeout_s: float, sink: EventSink | None = None, events: EventReader | None = None
+    ) -> None:
+        self.scope = anyio.CancelScope()
+        self.error: AgentflowError | None = None
+        self.is_complete = False
+        self.is_stream = False
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self.content_type = ""
+        self._stall_timeout_s = stall_timeout_s
+        self._sink = sink
+        self._events = events
+        self._num_bytes = 0
+        self._parts: list[bytes] = []  # of a body that is not a stream of events
+
+    @property
+    def body(self) -> bytes:
+        """The body of a response that is not a stream of events."""
+        return b"".join(self._parts)
+
+    def begin(self, response: httpx2.Response) -> None:
+        """The headers have arrived."""
+        self.status, self.headers = response.status_code, response.headers
+        self.content_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_plain = response.headers.get("content-encoding", "identity").lower() in ("", "identity")
+        self.is_stream = (
+            self._sink is not None
+            and self.status == 200
+            and self.content_type == "text/event-stream"
+            and is_plain
+        )
+
+    def receive(self, chunk: bytes) -> None:
+        """A part of the body has arrived."""
+        if self.scope.cancel_called:
+            return
+        self._num_bytes += len(chunk)
+        if not self.is_stream or self._sink is None or self._events is None:
+            self._parts.append(chunk)
+            if self._num_bytes > MAX_BODY_BYTES:
+                self._leave()
+            return
+        try:
+            self._read(chunk, self._sink, self._events)
+        except AgentflowError as error:
+            self.error = error
+            self._leave()
+
+    def _read(self, chunk: bytes, sink: EventSink, reader: EventReader) -> None:
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            raise ProtocolError(f"an answer has more than {MAX_ANSWER_BYTES:,} bytes")
+        if sink.is_over:
+            return
+        events = reader.push(chunk)
+        for event in events:
+            sink.event(event)
+            if sink.is_left:
+                self._leave()
+                return
+            if sink.is_over:
+                self.is_complete = True
+                self.scope.deadline = anyio.current_time() + DRAIN_S
+                return
+        if events:
+            self.scope.deadline = anyio.current_time() + self._stall_timeout_s
+
+    def _leave(self) -> None:
+        self.is_complete = True
+        self.scope.cancel()
+
+
+async def _pause(pause_s: float) -> None:
+    await anyio.sleep(pause_s)  # noqa: TID251  # the server asks for the time, or needs it to recover
+
+
+def _error_in(body: bytes) -> Any:
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeError):
+        return None
+    return found.get("error") if isinstance(found, dict) else None
+
+
+@contextmanager
+def _http_errors(errors: ErrorMapping) -> Iterator[None]:
+    """Turns the errors of httpx2 that leave the block into errors of agentflow."""
+    try:
+        yield
+    except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
+        why = str(error) or "no answer in time"
+        raise ServerUnreachable(f"no server answers at {errors.server} ({why})") from error
+    except (httpx2.UnsupportedProtocol, httpx2.InvalidURL) as error:
+        raise ServerUnreachable(f"{errors.server} is no http(s) address ({error})") from error
+    except (httpx2.TransportError, httpx2.DecodingError) as error:
+        raise errors.lost(f"the connection broke ({error or type(error).__name__})") from error

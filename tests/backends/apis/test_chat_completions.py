@@ -1,0 +1,548 @@
+"""The backends of OpenAI's chat API against a fake server, whose answers have types of OpenAI's client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+from support.apis import openai_answers as answers
+from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Script, fake_server
+from support.apis.hostile_answers import hostile
+
+import agentflow as af
+from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.backends.apis.openai import OpenAI
+from agentflow.errors import (
+    AgentflowError,
+    EngineFailed,
+    InvalidValue,
+    NotAuthorized,
+    NotSupported,
+    Overloaded,
+    PromptTooLong,
+    ProtocolError,
+    RateLimited,
+    RequestRefused,
+    RunFailed,
+    ServerLost,
+    ServerUnreachable,
+    UnknownModel,
+)
+
+pytestmark = pytest.mark.anyio
+
+KEY = "sk-very-secret"
+HELLO = answers.text_stream("Hel", "lo")
+
+
+@asynccontextmanager
+async def opened(
+    script: Script, model: str = "gpt-4o", **options: Any
+) -> AsyncIterator[tuple[af.Session, FakeServer]]:
+    """A session with OpenAI's backend on a fake server."""
+    async with fake_server(script) as server:
+        backend = OpenAI(model, base_url=f"{server.url}/v1", api_key=KEY, **{"max_retries": 0, **options})
+        async with af.session(backend=backend) as flow:
+            yield flow, server
+
+
+@asynccontextmanager
+async def compatible(
+    script: Script, flavour: Any = "vllm", **options: Any
+) -> AsyncIterator[tuple[af.Session, FakeServer]]:
+    """A session with a compatible server."""
+    async with fake_server(script) as server:
+        backend = OpenAICompatible(f"{server.url}/v1", "m", flavour=flavour, **{"max_retries": 0, **options})
+        async with af.session(backend=backend) as flow:
+            yield flow, server
+
+
+async def failure(*script: AnyAnswer, expected: type[AgentflowError], **options: Any) -> AgentflowError:
+    """The error of a gen."""
+    async with opened(script, **options) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x"))
+        with pytest.raises(expected) as caught:
+            await s["x"]
+    return caught.value
+
+
+async def test_a_conversation_is_sent_and_its_answer_streamed() -> None:
+    second = answers.text_stream("Bye", usage=answers.usage(20, 1, cached=16))
+    async with opened([HELLO, second]) as (flow, server), flow.state() as s:
+        s += af.system("Be brief.") + af.user("Hi") + af.assistant(af.gen("x", max_tokens=9, temperature=0.5))
+        deltas = [delta async for delta in s["x"]]
+        s += af.user("Go") + af.assistant(af.gen("y"))
+        assert await s["y"] == "Bye"
+        assert "".join(deltas) == "Hello"
+        assert (s["x"].finish_reason, s["x"].usage.prompt_tokens, s["x"].usage.output_tokens) == ("eos", 9, 3)
+        assert s["y"].usage.cached_tokens == 16
+        stats = await flow.stats()
+    first, last = server.received
+    assert first.path == "/v1/chat/completions"
+    assert first.headers["authorization"] == f"Bearer {KEY}"
+    assert first.json["model"] == "gpt-4o"
+    assert first.json["max_completion_tokens"] == 9
+    assert first.json["temperature"] == 0.5
+    assert first.json["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert last.json["messages"] == [
+        *first.json["messages"],
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Go"},
+    ]
+    assert last.body.startswith(first.body.partition(b"]")[0])  # equal to the byte, for the provider's cache
+    assert server.num_connections == 1
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (29, 16, 4)
+
+
+async def test_only_parameters_that_are_set_are_sent() -> None:
+    async with opened([HELLO, HELLO]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(
+            af.gen("x", stop=["a", "b", "c", "d", "e"], top_p=0.5, logit_bias={7: -1})
+        )
+        await s
+    sent = server.last.json
+    assert sent["stop"] == ["a", "b", "c", "d"]
+    assert sent["top_p"] == 0.5
+    assert sent["logit_bias"] == {"7": -1}
+    assert not {"temperature", "frequency_penalty", "presence_penalty", "top_k", "min_tokens"} & sent.keys()
+
+
+async def test_stops_are_applied_to_the_received_text() -> None:
+    endless = answers.stream(answers.text_chunks("one ", "tw", "o E", "ND three"), done=False)
+    async with opened([endless]) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", stop=["END"]))
+        assert "".join([delta async for delta in s["x"]]) == "one two "
+        assert s["x"].finish_reason == "stop"
+        assert s["x"].usage.output_tokens > 0
+
+
+async def test_reasoning_is_reported_apart_from_the_text() -> None:
+    for key in ("reasoning", "reasoning_content"):
+        spelled: Literal["reasoning", "reasoning_content"] = key  # type: ignore[assignment]
+        answer = answers.stream(
+            answers.reasoning_chunks("Hm", "m.", key=spelled),
+            answers.text_chunks("Yes"),
+            answers.ending(usage=answers.usage(9, 8, reasoning=5)),
+        )
+        async with compatible([answer]) as (flow, _), flow.state() as s:
+            s += af.user("Hi") + af.assistant(af.gen("x"))
+            assert await s["x"] == "Yes"
+            assert s["x"].reasoning == "Hmm."
+            assert s["x"].usage.reasoning_tokens == 5
+
+
+async def test_log_probabilities_cover_the_text() -> None:
+    answer = answers.stream(
+        answers.logprob_chunk("A", -0.1, ("A", -0.1), ("B", -2.5)),
+        answers.logprob_chunk("é", -0.2, ("é", -0.2), ("C", -2.0)),
+        answers.logprob_chunk("END", -0.3, ("END", -0.3)),
+        answers.ending(),
+    )
+    async with opened([answer]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", top_logprobs=2, stop="END"))
+        assert await s["x"] == "Aé"
+        assert s["x"].logprobs == (-0.1, -0.2)
+        assert [[top.text for top in tops] for tops in s["x"].top_logprobs] == [["A", "B"], ["é", "C"]]
+    assert (server.last.json["logprobs"], server.last.json["top_logprobs"]) == (True, 2)
+
+
+async def test_missing_log_probabilities_are_an_error() -> None:
+    async with opened([HELLO]) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", logprobs=True))
+        with pytest.raises(NotSupported):
+            await s["x"]
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"12 degrees in {city}"
+
+
+async def test_tools_are_called_and_their_results_sent() -> None:
+    called = answers.call_stream(("c1", "weather", ['{"city"', ': "Oslo"}']), text=["I ", "look."])
+    async with opened([called, HELLO]) as (flow, server), flow.state() as s:
+        s += af.user("How is it in Oslo?")
+        answer = await af.act(s, tools=[weather])
+        assert answer == "Hello"
+    first, second = (request.json for request in server.received)
+    [tool] = first["tools"]
+    assert tool["function"]["name"] == "weather"
+    assert tool["function"]["strict"] is True
+    assert second["messages"][1:] == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "12 degrees in Oslo", "tool_call_id": "c1"},
+    ]
+
+
+def _call(index: int | None, name: str | None, arguments: Any, call_id: str | None = None) -> bytes:
+    call: dict[str, Any] = {"function": {"name": name, "arguments": arguments}, "id": call_id}
+    if index is not None:
+        call["index"] = index
+    return answers.event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [_call(0, "f", '{"a": 1}', "c1"), _call(1, "g", "{}", "c2")],
+        [_call(0, "f", '{"a"', "c1"), _call(0, None, ": 1}"), _call(1, "g", None, "c2")],
+        [_call(None, "f", '{"a": 1}', "c1"), _call(None, "g", "{}", "c2")],  # without indexes
+        [_call(0, "f", '{"a": 1}', "c1"), _call(0, "g", "{}", "c2")],  # all are number 0
+        [_call(0, "f", {"a": 1}, "c1"), _call(1, "g", {}, "c2")],  # objects, not texts
+        [_call(3, "f", '{"a": 1}', "c1"), _call(7, "g", "", "c2")],
+        [_call(0, "f", '{"a": 1}'), _call(1, "g", "{}")],  # without ids
+    ],
+)
+async def test_spellings_of_tool_calls(parts: list[bytes]) -> None:
+    def tool(name: str) -> Any:
+        return af.tool(lambda **_: "", name=name, description=name, parameters={"type": "object"})
+
+    stream = answers.stream(*parts, answers.ending("tool_calls"))
+    async with compatible([stream]) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.reply("x", tools=[tool("f"), tool("g")]))
+        reply = await s["x"]
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", {"a": 1}), ("g", {})]
+    assert len({call.id for call in reply.tool_calls}) == 2
+    assert all(call.id for call in reply.tool_calls)
+
+
+async def test_mixed_parts_of_tool_calls_are_an_error() -> None:
+    parts = [_call(0, "f", "{", "c1"), _call(1, "g", "{", "c2"), _call(0, None, "}")]
+    await failure(answers.stream(*parts, answers.ending("tool_calls")), expected=ProtocolError)
+
+
+class Report(BaseModel):
+    title: str
+    pages: int = 1
+
+
+async def test_schemas_are_sent_in_the_strict_subset() -> None:
+    async with (
+        opened([answers.text_stream('{"title":"A"', ',"pages":3}')]) as (flow, server),
+        flow.state() as s,
+    ):
+        report = af.gen("x", schema=Report)
+        s += af.user("Hi") + af.assistant(report)
+        assert await s[report] == Report(title="A", pages=3)
+    sent = server.last.json["response_format"]["json_schema"]
+    assert sent["strict"] is True
+    assert sent["schema"]["required"] == ["title", "pages"]
+    assert sent["schema"]["additionalProperties"] is False
+
+
+async def test_values_that_are_no_objects_are_taken_out_of_one() -> None:
+    script = [answers.text_stream('{"val', 'ue": [1, 2]}'), answers.text_stream('{"value":7}')]
+    async with opened(script) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", schema=list[int]))
+        assert await s["x"] == [1, 2]
+        s += af.user("Hi") + af.assistant(af.gen("y", schema=int, stop="}"))
+        assert await s["y"] == 7
+    assert "stop" not in server.last.json
+    assert server.last.json["messages"][1] == {"role": "assistant", "content": "[1, 2]"}
+
+
+async def test_a_truncated_object_is_no_value() -> None:
+    async with (
+        opened([answers.text_stream('{"value": [1,', finish_reason="length")]) as (flow, _),
+        flow.state() as s,
+    ):
+        s += af.user("Hi") + af.assistant(af.gen("x", schema=list[int]))
+        with pytest.raises(InvalidValue):
+            await s["x"]
+
+
+async def test_select_lets_the_model_write_a_choice() -> None:
+    async with opened([answers.text_stream('{"value":"no"}')]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.select("x", ["yes", "no"]))
+        assert await s["x"] == "no"
+        assert s["x"].choices["no"] > s["x"].choices["yes"]
+    assert server.last.json["response_format"]["json_schema"]["schema"]["properties"]["value"]["enum"] == [
+        "yes",
+        "no",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flavour", "fields"),
+    [
+        ("vllm", {"structured_outputs": {"choice": ["a.b", "c"]}}),
+        ("sglang", {"regex": r"(a\.b|c)"}),
+        ("llamacpp", {"grammar": 'root ::= "a.b" | "c"'}),
+    ],
+)
+async def test_choices_have_each_servers_own_field(flavour: str, fields: dict[str, Any]) -> None:
+    async with compatible([answers.text_stream("c")], flavour) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.select("x", ["a.b", "c"]))
+        assert await s["x"] == "c"
+    assert server.last.json.items() >= fields.items()
+
+
+@pytest.mark.parametrize(
+    ("flavour", "field"),
+    [("vllm", {"structured_outputs": {"regex": "[0-9]+"}}), ("sglang", {"regex": "[0-9]+"})],
+)
+async def test_a_regex_has_each_servers_own_field(flavour: str, field: dict[str, Any]) -> None:
+    async with compatible([answers.text_stream("12")], flavour) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", regex="[0-9]+"))
+        assert await s["x"] == "12"
+    assert server.last.json.items() >= field.items()
+
+
+async def test_an_answer_that_is_not_a_choice_fails_the_select() -> None:
+    async with opened([answers.text_stream('{"value":"maybe"}')]) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.select("x", ["yes", "no"]))
+        with pytest.raises(RunFailed):
+            await s["x"]
+
+
+async def test_constraints_that_nobody_enforces_are_refused_before_anything_is_sent() -> None:
+    async with opened([]) as (flow, server), flow.state() as s:
+        with pytest.raises(NotSupported):
+            s += af.user("Hi") + af.assistant(af.gen("x", regex="[0-9]+"))
+        s += af.user("Hi") + af.assistant(af.gen("x", schema=dict[str, int]))
+        with pytest.raises(NotSupported):
+            await s["x"]
+    assert server.received == []
+
+
+async def test_wrong_answers_are_asked_for_again() -> None:
+    script = [answers.text_stream("twelve"), answers.text_stream("1", "2"), HELLO]
+    async with opened(script, on_unsupported="retry") as (flow, server), flow.state() as s:
+        s += af.user("How many?") + af.assistant(af.gen("x", regex="[0-9]+"))
+        assert [delta async for delta in s["x"]] == ["12"]
+        assert s["x"].usage.prompt_tokens == 18
+        s += af.user("Go") + af.assistant(af.gen("y"))
+        await s
+    _, again, last = (request.json["messages"] for request in server.received)
+    assert [message["role"] for message in again] == ["user", "assistant", "user"]
+    assert again[1]["content"] == "twelve"
+    assert [message["content"] for message in last] == ["How many?", "12", "Go"]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"regex": "[0-9]+"}, "x"),
+        ({"schema": dict[str, int]}, '{"a": "b"}'),
+        ({"schema": dict[str, int]}, "{"),
+    ],
+)
+async def test_the_third_wrong_answer_is_an_error(options: dict[str, Any], wrong: str) -> None:
+    async with (
+        opened([answers.text_stream(wrong)] * 3, on_unsupported="retry") as (flow, server),
+        flow.state() as s,
+    ):
+        s += af.user("How many?") + af.assistant(af.gen("x", **options))
+        with pytest.raises(InvalidValue):
+            await s["x"]
+    assert len(server.received) == 3
+
+
+async def test_forks_share_their_prefix() -> None:
+    async with opened(lambda _: HELLO) as (flow, server), flow.state() as s:
+        s += af.system("Be brief.")
+        async with s.fork(3) as branches:
+            for number, branch in enumerate(branches):
+                branch += af.user(f"Question {number}") + af.assistant(af.gen("x"))
+        await s
+        assert [await branch["x"] for branch in branches] == ["Hello"] * 3
+    sent = [request.json for request in server.received]
+    assert sorted(one["messages"][1]["content"] for one in sent) == ["Question 0", "Question 1", "Question 2"]
+    assert len({one["prompt_cache_key"] for one in sent}) == 1
+
+
+async def test_text_in_the_assistants_turn_is_continued_where_the_server_can() -> None:
+    async with compatible([HELLO]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant("He said: ", af.gen("x"))
+        assert await s["x"] == "Hello"
+    assert server.last.json["messages"][-1] == {"role": "assistant", "content": "He said: "}
+    assert server.last.json["continue_final_message"] is True
+    assert server.last.json["add_generation_prompt"] is False
+    async with opened([]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant("He said: ", af.gen("x"))
+        with pytest.raises(NotSupported):
+            await s["x"]
+    assert server.received == []
+
+
+async def test_plain_text_and_turns_of_the_user_are_refused() -> None:
+    async with opened([]) as (flow, server):
+        async with flow.state() as s:
+            s += "Once upon a time" + af.gen("x")
+            with pytest.raises(NotSupported):
+                await s["x"]
+        async with flow.state() as s:
+            s += af.user("Hi ", af.gen("x"))
+            with pytest.raises(NotSupported):
+                await s["x"]
+    assert server.received == []
+
+
+async def test_a_gen_after_turns_is_the_assistants() -> None:
+    async with opened([HELLO, HELLO]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.gen("x") + af.user("Go") + af.gen("y")
+        await s
+    assert [message["role"] for message in server.last.json["messages"]] == ["user", "assistant", "user"]
+
+
+async def test_conversations_are_sent_as_they_are() -> None:
+    messages = [
+        {"role": "user", "content": "How is it?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "cold", "tool_call_id": "c1"},
+    ]
+    async with opened([HELLO]) as (flow, server), flow.state() as s:
+        s += af.conversation(messages) + af.gen("x")
+        assert await s["x"] == "Hello"
+    messages[1]["content"] = None
+    assert server.last.json["messages"] == messages
+
+
+async def test_the_only_model_of_a_server_is_found() -> None:
+    listed = Answer(b'{"object": "list", "data": [{"id": "only", "object": "model"}]}')
+    async with fake_server([listed, HELLO]) as server:
+        backend = OpenAICompatible(f"{server.url}/v1")
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            s += af.user("Hi") + af.assistant(af.gen("x"))
+            assert await s["x"] == "Hello"
+        assert server.received[0].path == "/v1/models"
+        assert server.last.json["model"] == "only"
+    several = Answer(b'{"data": [{"id": "one"}, {"id": "two"}]}')
+    for answer in (several, Answer(b'{"data": []}')):
+        async with fake_server([answer]) as server:
+            with pytest.raises(UnknownModel) as caught:
+                async with af.session(backend=OpenAICompatible(f"{server.url}/v1")):
+                    pass
+            assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "param"),
+    [
+        (answers.WRONG_KEY, NotAuthorized, None),
+        (answers.NO_MODEL, UnknownModel, "model"),
+        (answers.REFUSED_PARAMETER, NotSupported, "stop"),
+        (answers.TOO_LONG, PromptTooLong, None),
+        (answers.BROKEN, EngineFailed, None),
+        (answers.OVERLOADED, Overloaded, None),
+        (answers.rate_limited(s=2.5), RateLimited, None),
+        (answers.rate_limited(code="insufficient_quota"), NotAuthorized, None),
+        (
+            answers.error(400, "Bad value.", code="invalid_value", param="max_completion_tokens"),
+            RequestRefused,
+            "max_tokens",
+        ),
+        (answers.error(400, "Blocked.", code="content_filter"), RequestRefused, "messages"),
+        (answers.error(403, "No."), NotAuthorized, None),
+        (answers.error(413, "Too large."), PromptTooLong, None),
+        (answers.error(404, "Not Found"), ServerUnreachable, None),
+        (
+            answers.error(
+                400, "the request exceeds the available context size", kind="exceed_context_size_error"
+            ),
+            PromptTooLong,
+            None,
+        ),
+        (answers.stream(answers.refusal_chunks("I ", "cannot."), answers.ending()), RequestRefused, None),
+        (answers.text_stream(finish_reason="content_filter"), RequestRefused, None),
+        (answers.stream(answers.error_event("Overloaded", kind="overloaded_error")), Overloaded, None),
+        (answers.stream(answers.error_event("Oh")), EngineFailed, None),
+        (Answer(b'{"error": {"message": "no", "type": "authentication_error"}}'), NotAuthorized, None),
+        (Answer(b'{"detail": [{"loc": ["body"], "msg": "wrong"}]}', 422), RequestRefused, None),
+        (
+            Answer(b'{"object": "error", "message": "model `x` does not exist", "code": 404}', 404),
+            UnknownModel,
+            "model",
+        ),
+    ],
+)
+async def test_errors_of_the_api(answer: AnyAnswer, kind: type[AgentflowError], param: str | None) -> None:
+    error = await failure(answer, expected=kind)
+    assert type(error) is kind
+    assert error.param == param
+    assert KEY not in str(error)
+
+
+async def test_the_wait_that_a_server_asks_for_is_reported() -> None:
+    error = await failure(answers.rate_limited(s=120), expected=RateLimited, max_retries=5)
+    assert isinstance(error, RateLimited)
+    assert error.retry_after_s == 120
+
+
+async def test_the_key_is_removed_from_messages_and_reprs() -> None:
+    error = await failure(answers.error(401, f"Incorrect key {KEY}"), expected=NotAuthorized)
+    assert KEY not in str(error)
+    backend = OpenAI("gpt-4o", api_key=KEY, base_url="http://ann:password@host/v1")
+    shown = f"{backend!r} {backend._settings!r}"
+    assert KEY not in shown
+    assert "password" not in shown.replace("url='http://ann:password@host/v1'", "")
+    assert KEY not in repr(OpenAICompatible("http://ann:pw@host/v1", api_key=KEY))
+    assert "pw" not in repr(OpenAICompatible("http://ann:pw@host/v1", api_key=KEY))
+
+
+async def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(NotAuthorized):
+        OpenAI("gpt-4o")
+    async with fake_server([HELLO]) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1/")
+        monkeypatch.setenv("OPENAI_ORG_ID", "org")
+        monkeypatch.setenv("OPENAI_PROJECT_ID", "proj")
+        async with af.session(backend=OpenAI("gpt-4o")) as flow, flow.state() as s:
+            s += af.user("Hi") + af.assistant(af.gen("x"))
+            await s
+        headers = server.last.headers
+    assert headers["authorization"] == f"Bearer {KEY}"
+    assert (headers["openai-organization"], headers["openai-project"]) == ("org", "proj")
+    assert server.last.path == "/v1/chat/completions"
+
+
+_CHUNKS = (*answers.text_chunks("a", "b"), *answers.ending(usage=None))
+_EVENTS = [*map(answers.event, _CHUNKS), answers.DONE]
+
+
+@pytest.mark.parametrize("name", hostile(_EVENTS))
+async def test_hostile_answers_are_errors(name: str) -> None:
+    await failure(hostile(_EVENTS)[name](), expected=AgentflowError)
+
+
+async def test_a_server_that_is_not_there() -> None:
+    async with fake_server([]) as server:
+        url = server.url
+    async with (
+        af.session(backend=OpenAICompatible(f"{url}/v1", "m", max_retries=0)) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("Hi") + af.assistant(af.gen("x"))
+        with pytest.raises(ServerUnreachable):
+            await s["x"]
+
+
+async def test_a_stream_without_done_is_complete_with_its_finish_reason() -> None:
+    answer = answers.stream(answers.text_chunks("Hi"), answers.ending(), done=False)
+    cut = answers.stream(answers.text_chunks("Hi"), done=False)
+    async with opened([answer]) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x"))
+        assert await s["x"] == "Hi"
+    await failure(cut, expected=ServerLost)
