@@ -79,7 +79,7 @@ class ErrorMapping:
         """The error for a response with a status other than 200."""
         if 300 <= status < 400:
             place = headers.get("location", "another address")
-            return ServerUnreachable(f"{self.server} redirects to {place!r:.200}: give that address")
+            return BadArgument(f"{self.server} redirects to {place!r:.200}: give that address", param="url")
         error = self._of(status, _detail(body))
         if isinstance(error, Overloaded):
             error.retry_after_s = retry_after_s(headers)
@@ -145,8 +145,9 @@ class ErrorMapping:
         ):
             return UnknownModel(f"{self.server} has no model {self.model!r}{said}", param="model")
         if status in (404, 405, 501):
-            return ServerUnreachable(
-                f"{self.server} has no such endpoint (status {status}): the address usually ends in /v1{said}"
+            return BadArgument(
+                f"{self.server} has no such endpoint (status {status}): addresses usually end in /v1{said}",
+                param="url",
             )
         return self._refused_request(status, detail, at, said)
 
@@ -250,8 +251,3 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         if math.isfinite(seconds):
             return max(0.0, seconds)
     return None
-
-
-def bad_url(url: str, why: object) -> BadArgument:
-    """The error for an address that is none."""
-    return BadArgument(f"{url!r:.200} is not the address of an API ({why})", param="base_url")

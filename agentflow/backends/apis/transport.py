@@ -28,9 +28,10 @@ MAX_PAUSE_S = 8.0
 MAX_RETRY_AFTER_S = 60.0
 """A server that asks for a longer pause gets no second attempt: the program decides."""
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
-MAX_BODY_BYTES = 8 * 1024 * 1024
-"""The size of a list of models, or of an error."""
-DRAIN_S = 1.0
+MAX_LIST_BYTES = 8 * 1024 * 1024
+MAX_ERROR_BYTES = 64 * 1024
+"""An error is cut there."""
+DRAIN_S = 0.1
 """How long a stream whose last event was read may take to end, before its connection is dropped."""
 KEEPALIVE_S = 60.0
 
@@ -229,7 +230,7 @@ class _Exchange:
         self, stall_timeout_s: float, sink: EventSink | None = None, events: EventReader | None = None
     ) -> None:
         self.scope = anyio.CancelScope()
-        self.error: AgentflowError | None = None
+        self.error: Exception | None = None
         self.is_complete = False
         self.is_stream = False
         self.status = 0
@@ -265,12 +266,12 @@ class _Exchange:
         self._num_bytes += len(chunk)
         if not self.is_stream or self._sink is None or self._events is None:
             self._parts.append(chunk)
-            if self._num_bytes > MAX_BODY_BYTES:
+            if self._num_bytes > (MAX_LIST_BYTES if self._sink is None else MAX_ERROR_BYTES):
                 self._leave()
             return
         try:
             self._read(chunk, self._sink, self._events)
-        except AgentflowError as error:
+        except Exception as error:
             self.error = error
             self._leave()
 

@@ -17,6 +17,7 @@ from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import (
     AgentflowError,
+    BadArgument,
     EngineFailed,
     InvalidValue,
     NotAuthorized,
@@ -35,7 +36,7 @@ from agentflow.errors import (
 pytestmark = pytest.mark.anyio
 
 KEY = "sk-very-secret"
-HELLO = answers.text_stream("Hel", "lo")
+HELLO = answers.text_stream("He", "llo")
 
 
 @asynccontextmanager
@@ -114,9 +115,9 @@ async def test_only_parameters_that_are_set_are_sent() -> None:
 
 
 async def test_stops_are_applied_to_the_received_text() -> None:
-    endless = answers.stream(answers.text_chunks("one ", "tw", "o E", "ND three"), done=False)
+    endless = answers.stream(answers.text_chunks("one ", "two <", "/end> three"), done=False)
     async with opened([endless]) as (flow, _), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x", stop=["END"]))
+        s += af.user("Hi") + af.assistant(af.gen("x", stop=["</end>"]))
         assert "".join([delta async for delta in s["x"]]) == "one two "
         assert s["x"].finish_reason == "stop"
         assert s["x"].usage.output_tokens > 0
@@ -247,7 +248,7 @@ async def test_schemas_are_sent_in_the_strict_subset() -> None:
 
 
 async def test_values_that_are_no_objects_are_taken_out_of_one() -> None:
-    script = [answers.text_stream('{"val', 'ue": [1, 2]}'), answers.text_stream('{"value":7}')]
+    script = [answers.text_stream('{"value', '": [1, 2]}'), answers.text_stream('{"value":7}')]
     async with opened(script) as (flow, server), flow.state() as s:
         s += af.user("Hi") + af.assistant(af.gen("x", schema=list[int]))
         assert await s["x"] == [1, 2]
@@ -455,7 +456,7 @@ async def test_the_only_model_of_a_server_is_found() -> None:
         (answers.error(400, "Blocked.", code="content_filter"), RequestRefused, "messages"),
         (answers.error(403, "No."), NotAuthorized, None),
         (answers.error(413, "Too large."), PromptTooLong, None),
-        (answers.error(404, "Not Found"), ServerUnreachable, None),
+        (answers.error(404, "Not Found"), BadArgument, "url"),
         (
             answers.error(
                 400, "the request exceeds the available context size", kind="exceed_context_size_error"

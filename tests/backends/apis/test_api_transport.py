@@ -1,0 +1,223 @@
+"""The transport repeats what is safe to repeat, ends stalled streams, and gives connections back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+import pytest
+from support.apis.fake_server import (
+    Answer,
+    Close,
+    FakeServer,
+    Forever,
+    Hold,
+    RawAnswer,
+    Reset,
+    Script,
+    fake_server,
+)
+from support.apis.hostile_answers import hostile
+
+from agentflow.backends.apis.api_errors import ErrorMapping
+from agentflow.backends.apis.event_stream import ServerEvent
+from agentflow.backends.apis.transport import ApiTransport, open_http
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    EngineFailed,
+    NotAuthorized,
+    Overloaded,
+    ProtocolError,
+    RateLimited,
+    ServerLost,
+)
+
+pytestmark = pytest.mark.anyio
+
+STREAM = "text/event-stream"
+EVENTS = [b"data: 1\n\n", b"data: 2\n\n", b"data: end\n\n"]
+
+
+class Sink:
+    """Everything is visible that begins with ``v``; ``end`` is the end, and at ``leave`` the rest is not
+    wanted."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.is_visible = self.is_over = self.is_left = False
+
+    def event(self, event: ServerEvent) -> None:
+        text = event.data.decode("utf-8", "replace")
+        self.events.append(text)
+        self.is_visible = self.is_visible or text.startswith("v")
+        self.is_over, self.is_left = text == "end", text == "leave"
+
+    def close(self) -> None:
+        raise ServerLost("cut")
+
+
+def good(*events: str) -> Answer:
+    return Answer([f"data: {event}\n\n".encode() for event in (*events, "end")], content_type=STREAM)
+
+
+@asynccontextmanager
+async def opened(script: Script, **options: Any) -> AsyncIterator[tuple[ApiTransport, FakeServer]]:
+    async with fake_server(script) as server, open_http(server.url, {"x-key": "k"}) as http:
+        chosen = {"first_pause_s": 0.001, **options}
+        yield ApiTransport(http, ErrorMapping(server.url, "m"), **chosen), server
+
+
+async def stream(transport: ApiTransport) -> list[str]:
+    return (await transport.stream("chat", b"{}", Sink, {"x-more": "m"})).events
+
+
+async def test_a_stream_is_read_and_its_connection_used_again() -> None:
+    async with opened([good("1"), good("2")]) as (transport, server):
+        assert await stream(transport) == ["1", "end"]
+        assert await stream(transport) == ["2", "end"]
+        assert server.num_connections == 1
+        headers = server.last.headers
+    assert (headers["x-key"], headers["x-more"], headers["accept"]) == ("k", "m", STREAM)
+    assert headers["accept-encoding"] == "identity"
+
+
+TRANSIENT = {
+    "429": Answer(b"{}", 429),
+    "429 with a wait": Answer(b"{}", 429, {"retry-after-ms": "1"}),
+    "500": Answer(b"{}", 500),
+    "502": Answer(b"<html>", 502),
+    "503": Answer(b"{}", 503, {"retry-after": "0.001"}),
+    "529": Answer(b"{}", 529),
+    "408": Answer(b"{}", 408),
+    "closed before the answer": RawAnswer([]),
+    "reset before the answer": RawAnswer([Reset()]),
+    "closed before a visible event": Answer([EVENTS[0], Close()], content_type=STREAM),
+    "reset before a visible event": Answer([EVENTS[0], Reset()], content_type=STREAM),
+    "ended before a visible event": Answer([EVENTS[0]], content_type=STREAM),
+    "an error within the stream": Answer(b'{"error": {"type": "overloaded_error"}}'),
+}
+
+
+@pytest.mark.parametrize("name", TRANSIENT)
+async def test_failures_before_anything_is_visible_are_repeated(name: str) -> None:
+    async with opened([TRANSIENT[name], TRANSIENT[name], good()]) as (transport, server):
+        assert await stream(transport) == ["end"]
+        assert len(server.received) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Answer(b"{}", 401), NotAuthorized),
+        (Answer(b"{}", 400), AgentflowError),
+        (Answer(b"{}", 429, {"retry-after": "3600"}), RateLimited),
+        (Answer(b'{"error": {"code": "insufficient_quota"}}', 429), NotAuthorized),
+        (Answer(b"", 302, {"location": "http://127.0.0.1:1"}), BadArgument),
+        (Answer(b"<html>", content_type="text/html"), ProtocolError),
+        (Answer([b"data: v\n\n", Close()], content_type=STREAM), ServerLost),
+        (Answer([b"data: v\n\n", Reset()], content_type=STREAM), ServerLost),
+        (Answer([b"data: v\n\n"], content_type=STREAM), ServerLost),
+    ],
+)
+async def test_other_failures_are_not_repeated(answer: Answer, kind: type[AgentflowError]) -> None:
+    async with opened([answer, good()]) as (transport, server):
+        with pytest.raises(kind):
+            await stream(transport)
+        assert len(server.received) == 1
+
+
+async def test_the_last_attempts_error_is_raised() -> None:
+    script = [Answer(b"{}", 503), Answer(b"{}", 503), Answer(b"{}", 500)]
+    async with opened(script) as (transport, server):
+        with pytest.raises(EngineFailed):
+            await stream(transport)
+        assert len(server.received) == 3
+    async with opened([Answer(b"{}", 503)], max_retries=0) as (transport, server):
+        with pytest.raises(Overloaded):
+            await stream(transport)
+
+
+@pytest.mark.parametrize("before", [(), (b"data: v\n\n",)])
+async def test_a_silent_server_is_left(before: tuple[bytes, ...]) -> None:
+    options = {"timeout_s": 0.05, "stall_timeout_s": 0.05, "max_retries": 0}
+    async with opened([Answer([*before, Hold()], content_type=STREAM), good()], **options) as (
+        transport,
+        server,
+    ):
+        with pytest.raises(ServerLost):
+            await stream(transport)
+        await server.wait_until_gone()
+        assert await stream(transport) == ["end"]
+
+
+async def test_comments_do_not_keep_a_stream_alive() -> None:
+    endless = Answer([b"data: v\n\n", Forever(b": keep-alive\n\n")], content_type=STREAM)
+    async with opened([endless], stall_timeout_s=0.05, max_retries=0) as (transport, server):
+        with pytest.raises(ServerLost):
+            await stream(transport)
+        await server.wait_until_gone()
+
+
+async def test_a_stream_that_goes_on_after_its_end_loses_its_connection() -> None:
+    endless = Answer([*EVENTS, Forever(b"data: more\n\n")], content_type=STREAM)
+    async with opened([endless, good()]) as (transport, server):
+        assert await stream(transport) == ["1", "2", "end"]
+        await server.wait_until_gone()
+        assert await stream(transport) == ["end"]
+        assert server.num_connections == 2
+
+
+async def test_a_stream_that_is_left_loses_its_connection() -> None:
+    endless = Answer([b"data: leave\n\n", Forever(b"data: more\n\n")], content_type=STREAM)
+    async with opened([endless, good()]) as (transport, server):
+        assert await stream(transport) == ["leave"]
+        await server.wait_until_gone()
+        assert await stream(transport) == ["end"]
+
+
+async def test_cancelling_closes_the_connection() -> None:
+    hold = Hold()
+    async with opened([Answer([b"data: v\n\n", hold], content_type=STREAM), good()]) as (transport, server):
+        async with anyio.create_task_group() as group:
+            group.start_soon(stream, transport)
+            await hold.reached.wait()
+            group.cancel_scope.cancel()
+        await server.wait_until_gone()
+        assert await stream(transport) == ["end"]
+
+
+@pytest.mark.parametrize("name", hostile(EVENTS))
+async def test_hostile_servers_leave_no_connection_behind(name: str) -> None:
+    async with opened([hostile(EVENTS)[name](), good()], max_retries=0) as (transport, _):
+        with suppress(AgentflowError):
+            await stream(transport)
+        assert await stream(transport) == ["end"]
+        connections = transport._http._transport._pool.connections  # type: ignore[attr-defined]
+        assert all(connection.is_idle() for connection in connections)
+
+
+class Faulty(Sink):
+    def event(self, event: ServerEvent) -> None:
+        raise ZeroDivisionError
+
+
+async def test_a_fault_of_the_reader_is_raised_and_its_connection_dropped() -> None:
+    endless = Answer([b"data: 1\n\n", Forever(b"data: more\n\n")], content_type=STREAM)
+    async with opened([endless, good()]) as (transport, server):
+        with pytest.raises(ZeroDivisionError):
+            await transport.stream("chat", b"{}", Faulty)
+        await server.wait_until_gone()
+        assert await stream(transport) == ["end"]
+
+
+async def test_lists_are_fetched_again_after_a_failure() -> None:
+    async with opened([Answer(b"{}", 503), Answer(b'{"data": []}')]) as (transport, server):
+        assert await transport.get("models") == {"data": []}
+        assert (server.last.method, server.last.path) == ("GET", "/models")
+    for answer, kind in ((Answer(b"<html>"), ProtocolError), (Answer(b"{}", 401), NotAuthorized)):
+        async with opened([answer]) as (transport, _):
+            with pytest.raises(kind):
+                await transport.get("models")
