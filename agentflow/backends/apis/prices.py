@@ -1,0 +1,227 @@
+"""The cost of calls to paid APIs, and a cap on it.
+
+Prices come from the program or from the package ``genai-prices``. A cap reserves the highest cost of a call
+before the call is sent, so that concurrent calls together stay below it. Amounts are US dollars.
+
+>>> price = Price(input=3, output=15, cached=0.3)
+>>> cost(price, Usage(prompt_tokens=1_000, cached_tokens=900, output_tokens=100))
+0.00207
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from agentflow.errors import BadArgument, BudgetExceeded, NotSupported
+from agentflow.protocol.events import Usage
+from agentflow.protocol.sampling import is_number
+
+_MILLION = 1_000_000
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a model costs, in US dollars for a million tokens."""
+
+    input: float  # tokens of the prompt
+    output: float  # tokens of the output, with those of reasoning
+    cached: float | None = None  # tokens of the prompt that were read from the cache; None: as ``input``
+    written: float | None = None  # tokens of the prompt that were written to the cache; None: as ``input``
+    # Prices of calls whose prompt has more tokens than a number, for all their tokens. In ascending order.
+    longer: tuple[tuple[int, Price], ...] = ()
+
+    def check(self) -> Price:
+        """Returns itself, or raises ``BadArgument`` if a price is negative or no number."""
+        for name in ("input", "output", "cached", "written"):
+            value = getattr(self, name)
+            if not is_number(0 if value is None else value, 0, float("inf")):
+                raise BadArgument(f"Price: {name} must be a number of dollars, not {value!r}", param=name)
+        for _, price in self.longer:
+            price.check()
+        return self
+
+    def of_prompt(self, prompt_tokens: int) -> Price:
+        """The prices that apply to a call with this prompt."""
+        return next((price for above, price in reversed(self.longer) if prompt_tokens > above), self)
+
+
+Prices = Mapping[str, Price]
+"""Prices that a program gives, by the name of the model."""
+
+
+def cost(price: Price, usage: Usage, written_tokens: int = 0) -> float:
+    """The cost of a call.
+
+    Args:
+        price: The prices of the model.
+        usage: The tokens of the call.
+        written_tokens: The tokens of the prompt that were written to the cache.
+    """
+    price = price.of_prompt(usage.prompt_tokens)
+    cached = price.input if price.cached is None else price.cached
+    written = price.input if price.written is None else price.written
+    plain_tokens = max(0, usage.prompt_tokens - usage.cached_tokens - written_tokens)
+    dollars = plain_tokens * price.input + usage.cached_tokens * cached + written_tokens * written
+    return (dollars + usage.output_tokens * price.output) / _MILLION
+
+
+def highest_cost(price: Price, prompt_tokens: int, max_tokens: int) -> float:
+    """The highest cost that a call can have.
+
+    Args:
+        price: The prices of the model.
+        prompt_tokens: At least as many tokens as the prompt has. The bytes of the request are such a number.
+        max_tokens: The limit of the output, with reasoning.
+    """
+    # A shorter prompt may cost more: prices need not rise with the length.
+    longest = [shorter for above, shorter in price.longer if prompt_tokens > above]
+    return max(
+        (prompt_tokens * max(one.input, one.cached or 0, one.written or 0) + max_tokens * one.output)
+        / _MILLION
+        for one in (price, *longest)
+    )
+
+
+def find_price(
+    vendor: str, model: str, own: Prices | None = None, base_url: str | None = None
+) -> Price | None:
+    """The price of a model, None if it is unknown.
+
+    Args:
+        vendor: ``openai``, ``anthropic``, or the flavour of a compatible server.
+        model: The name of the model.
+        own: Prices of the program, which come first.
+        base_url: The address of the API, if it is not the vendor's own. It tells the provider.
+    """
+    found = (own or {}).get(model)
+    return found.check() if found is not None else _known_price(vendor, model, base_url)
+
+
+def require_price(vendor: str, model: str, own: Prices | None = None, base_url: str | None = None) -> Price:
+    """As ``find_price``, for a session with a cap.
+
+    Raises:
+        NotSupported: The price is unknown, so the cap could not be kept.
+    """
+    price = find_price(vendor, model, own, base_url)
+    if price is not None:
+        return price
+    remedy = f"give it as prices={{{model!r}: Price(input=…, output=…)}}, or leave out max_cost"
+    if not _has_package():
+        remedy = f"pip install 'agentflow-lm[api]', {remedy}"
+    raise NotSupported(f"the price of {model} at {base_url or vendor} is unknown: {remedy}", param="max_cost")
+
+
+class Spending:
+    """The costs of the calls of a session or a run, and their cap.
+
+    Args:
+        max_cost: The most that the calls may cost together; None: any amount.
+
+    >>> spending = Spending(max_cost=1.0)
+    >>> with spending.reserved(0.4) as call:
+    ...     call.cost = 0.1
+    >>> spending.spent
+    0.1
+    """
+
+    def __init__(self, max_cost: float | None = None) -> None:
+        if max_cost is not None and not is_number(max_cost, 0, float("inf")):
+            raise BadArgument(f"max_cost must be a number of dollars, not {max_cost!r}", param="max_cost")
+        self.max_cost = max_cost
+        self.spent = 0.0
+        self._reserved: dict[int, float] = {}  # the highest costs of the calls that run
+
+    @property
+    def committed(self) -> float:
+        """The costs so far, and the highest costs of the calls that run."""
+        return self.spent + sum(self._reserved.values())
+
+    @contextmanager
+    def reserved(self, highest: float) -> Iterator[CallCost]:
+        """The scope of one call, within which its ``cost`` is set.
+
+        A call that ends without a cost is charged ``highest``: the vendor may charge for an answer that was
+        lost. Set the cost to 0 if the request was refused.
+
+        Raises:
+            BudgetExceeded: The call could exceed ``max_cost``.
+        """
+        if self.max_cost is not None and self.committed + highest > self.max_cost:
+            raise BudgetExceeded(
+                f"a call may cost ${highest:.4g}, and max_cost=${self.max_cost:g} leaves "
+                f"${max(0.0, self.max_cost - self.committed):.4g}: raise max_cost, or lower max_tokens",
+                param="max_cost",
+            )
+        call = CallCost()
+        self._reserved[id(call)] = highest
+        try:
+            yield call
+        finally:
+            del self._reserved[id(call)]
+            self.spent += highest if call.cost is None else call.cost
+
+
+class CallCost:
+    """The cost of one call, None while it is unknown."""
+
+    def __init__(self) -> None:
+        self.cost: float | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def _known_price(vendor: str, model: str, base_url: str | None) -> Price | None:
+    """The price in ``genai-prices``, as it is now."""
+    if base_url is None and vendor not in ("openai", "anthropic"):
+        return None
+    try:
+        from genai_prices import data_snapshot  # it takes long to import
+    except ImportError:
+        return None
+    place = {"provider_id": vendor, "provider_api_url": None}
+    if base_url is not None:
+        place = {"provider_id": None, "provider_api_url": base_url}
+    try:
+        _, found = data_snapshot.get_snapshot().find_provider_model(model, None, **place)
+    except LookupError:
+        return None
+    return _price(found.get_prices(datetime.now(UTC)))
+
+
+def _price(prices: Any) -> Price | None:
+    """A price from a ``ModelPrice``; None if it does not price text."""
+    fields = {
+        "input": prices.input_mtok,
+        "output": prices.output_mtok,
+        "cached": prices.cache_read_mtok,
+        "written": prices.cache_write_mtok,
+    }
+    if fields["input"] is None or fields["output"] is None:
+        return None
+    starts = sorted({tier.start for value in fields.values() for tier in getattr(value, "tiers", ())})
+    longer = [(start, Price(**_dollars(fields, start + 1))) for start in starts]
+    return Price(**_dollars(fields, 0), longer=tuple(longer))
+
+
+def _dollars(fields: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    """The amounts for a prompt of this length."""
+    found: dict[str, float] = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        tiers = [tier for tier in getattr(value, "tiers", ()) if prompt_tokens > tier.start]
+        found[name] = float(tiers[-1].price if tiers else getattr(value, "base", value))
+    return found
+
+
+def _has_package() -> bool:
+    try:
+        import genai_prices  # noqa: F401
+    except ImportError:
+        return False
+    return True
