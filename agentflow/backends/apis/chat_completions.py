@@ -13,12 +13,14 @@ import msgspec
 
 from agentflow.backends.apis.answer import NO_TOKEN_ID, Answer, TokenInfo
 from agentflow.backends.apis.api_errors import ErrorMapping
-from agentflow.backends.apis.api_format import Call, Request
+from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.conversation import ApiContext, MessageNode, prefix_key
 from agentflow.backends.apis.event_stream import ServerEvent
 from agentflow.backends.apis.flavours import Flavour, constraint_fields
+from agentflow.backends.apis.sampling_fields import SamplingFields
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
+from agentflow.backends.apis.transport import EventSink
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
@@ -38,19 +40,31 @@ class ChatCompletions:
         flavour: The kind of server.
         facts: The features of the model.
         errors: Makes the errors.
+        plain: The format for states without turns; None: they are refused.
     """
 
     path = "chat/completions"
 
-    def __init__(self, model: str, flavour: Flavour, facts: ModelFacts, errors: ErrorMapping) -> None:
+    def __init__(
+        self,
+        model: str,
+        flavour: Flavour,
+        facts: ModelFacts,
+        errors: ErrorMapping,
+        plain: ApiFormat | None = None,
+    ) -> None:
         self._model = model
         self._flavour = flavour
         self._facts = facts
+        self._sampling = SamplingFields(model, flavour, facts)
+        self._plain = plain
         self._errors = errors
         self._head = b'{"model":' + _encode(model) + b',"messages":['
 
     def request(self, context: ApiContext, call: Call) -> Request:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
+        if context.is_plain and self._plain is not None:
+            return self._plain.request(context, call)
         if context.is_plain:
             raise NotSupported(
                 f"{self._model} answers turns only, and this state has plain text: put the text into "
@@ -63,14 +77,18 @@ class ChatCompletions:
                 f"{self._model} cannot continue a turn that it has begun: put each gen into its own "
                 "af.assistant(…), and fixed text into af.user(…)"
             )
-        fields: dict[str, Any] = {"stream": True, "stream_options": self._stream_options()}
+        fields: dict[str, Any] = {"stream": True, "stream_options": stream_options(self._flavour)}
         if continues:
             fields |= self._flavour.continuing
         constrained = constraint_fields(self._flavour, self._flavour.enforced(self._facts), call.constraint)
-        fields |= self._sampling(call, is_wrapped=constrained.unwrap is not None)
+        fields |= self._sampling.fields(call, is_wrapped=constrained.unwrap is not None)
+        if call.params.wants_logprobs:
+            fields["logprobs"] = True
+            if call.params.top_logprobs:
+                fields["top_logprobs"] = call.params.top_logprobs
         fields |= constrained.fields
         if context.tools:
-            if not self._facts.offers_tools(self._reasons(call)):
+            if not self._facts.offers_tools(self._sampling.reasons(call)):
                 raise NotSupported(
                     f"{self._model} takes no tools while it reasons: give max_reasoning_tokens=0",
                     param="tools",
@@ -81,54 +99,11 @@ class ChatCompletions:
         body = self._head + encoded + b"]," + _encode(fields)[1:]
         return Request(self.path, body, constrained.unwrap)
 
-    def sink(self, request: Request, answer: Answer) -> ChatReader:
+    def sink(self, request: Request, answer: Answer) -> EventSink:
         """The reader of a stream."""
+        if request.path != self.path and self._plain is not None:
+            return self._plain.sink(request, answer)
         return ChatReader(answer, self._errors, len(request.body))
-
-    def _stream_options(self) -> dict[str, bool]:
-        options = {"include_usage": True}
-        if self._flavour.counts_always:
-            options["continuous_usage_stats"] = True
-        return options
-
-    def _reasons(self, call: Call) -> bool | None:
-        """Whether the model reasons; None: as it does by default."""
-        return False if self._turns_reasoning_off(call) else None
-
-    def _turns_reasoning_off(self, call: Call) -> bool:
-        return call.given.get("max_reasoning_tokens") == 0 and bool(self._facts.reasoning_off)
-
-    def _sampling(self, call: Call, *, is_wrapped: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        accepted = self._flavour.accepted(self._facts, self._reasons(call))
-        for name, value in call.given.items():
-            if name == "max_reasoning_tokens" and self._turns_reasoning_off(call):
-                fields["reasoning_effort"] = self._facts.reasoning_off
-                continue
-            if name not in accepted:
-                raise self._refused_param(name)
-            if name == "stop":
-                # A stop would cut the object around the text, and has its effect on the text itself.
-                value = [] if is_wrapped else list(value)[: self._facts.max_stops]
-                if not value:
-                    continue
-            place = self._facts.max_tokens_field if name == "max_tokens" else self._flavour.params[name]
-            fields[place] = dict(value) if name == "logit_bias" else value
-        if call.params.wants_logprobs:
-            if "logprobs" not in self._facts.parameters(self._reasons(call)):
-                raise self._refused_param("logprobs")
-            fields["logprobs"] = True
-            if call.params.top_logprobs:
-                fields["top_logprobs"] = call.params.top_logprobs
-        return fields
-
-    def _refused_param(self, name: str) -> NotSupported:
-        remedy = "leave it out"
-        if self._facts.reasoning_off and name in (*self._flavour.accepted(self._facts, False), "logprobs"):
-            remedy = (
-                "leave it out, or give max_reasoning_tokens=0, because it is refused only while it reasons"
-            )
-        return NotSupported(f"{self._model} does not support {name}: {remedy}", param=name)
 
     def _tools(self, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> dict[str, Any]:
         fields: dict[str, Any] = {"tools": [self._tool(tool) for tool in tools]}
@@ -178,6 +153,14 @@ class ChatCompletions:
         if message.reasoning and self._flavour.takes_reasoning:
             fields["reasoning_content"] = message.reasoning
         return _encode(fields)
+
+
+def stream_options(flavour: Flavour) -> dict[str, bool]:
+    """The fields that ask for the usage in the stream."""
+    options = {"include_usage": True}
+    if flavour.counts_always:
+        options["continuous_usage_stats"] = True
+    return options
 
 
 class _Function(msgspec.Struct):

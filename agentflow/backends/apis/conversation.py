@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import (
     FREE_CHOICE,
@@ -58,8 +60,9 @@ def chain(last: MessageNode | None) -> list[MessageNode]:
 class ApiContext:
     """One state of a program behind an API.
 
-    Text outside of turns is the beginning of a plain text if the state has no turns yet, and otherwise the
-    assistant's turn, which is then open without a role op (``is_implied``)."""
+    A state without turns is plain text. Text after a turn belongs to the turn before it if another turn
+    follows, and begins the assistant's turn if a gen follows, which is then open without a role op
+    (``is_implied``)."""
 
     cache_salt: str = ""
     program: str = ""
@@ -89,11 +92,8 @@ class ApiContext:
 
     def fill(self, text: str) -> None:
         """Appends text."""
-        if not text:
-            return
-        if self.role is None and self.last is not None:
-            self._open("assistant", is_implied=True)
-        self.parts.append(text)
+        if text:
+            self.parts.append(text)
 
     def begin_role(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
         """Opens a turn. ``NotSupported`` after plain text."""
@@ -101,11 +101,15 @@ class ApiContext:
             self.end_role()
         if self.role is not None:
             raise NotSupported(f"a {role} turn cannot begin within the {self.role} turn: end that first")
-        if self.parts:
+        if self.parts and self.last is None:
             raise NotSupported(
                 "a model behind an API takes turns or plain text, and this state begins with plain text: put "
                 "the text into af.system(…) or af.user(…)"
             )
+        if self.parts and self.last is not None:
+            before = self.last.message
+            added = msgspec.structs.replace(before, content=before.content + self.open_text)
+            self.last = MessageNode(self.last.parent, added)
         self._open(role, answered)
 
     def _open(
@@ -132,7 +136,9 @@ class ApiContext:
         """Prepares for a generated text: after turns, it is the assistant's. ``NotSupported`` in the turn of
         another role."""
         if self.role is None and self.last is not None:
+            parts = self.parts
             self._open("assistant", is_implied=True)
+            self.parts = parts
         if self.role not in (None, "assistant"):
             raise NotSupported(
                 f"a model behind an API writes the assistant's turns only, and a {self.role} turn is open"

@@ -111,7 +111,7 @@ FLAVOURS: Final[dict[str, Flavour]] = {
         is_strict=False,
         takes_reasoning=True,
     ),
-    "ollama": Flavour("ollama", _same(*_OF_OPENAI), is_strict=False),
+    "ollama": Flavour("ollama", _same(*_OF_OPENAI), has_completions=False, is_strict=False),
 }
 
 
@@ -124,9 +124,19 @@ class ConstraintFields(NamedTuple):
 
 
 def constraint_fields(
-    flavour: Flavour, enforced: Sequence[ConstraintKind], constraint: Constraint | None
+    flavour: Flavour,
+    enforced: Sequence[ConstraintKind],
+    constraint: Constraint | None,
+    *,
+    is_plain: bool = False,
 ) -> ConstraintFields:
     """How the server is told of a constraint. ``NotSupported`` if its kind is not ``enforced``.
+
+    Args:
+        flavour: The kind of server.
+        enforced: The kinds of constraints that the server enforces.
+        constraint: The constraint.
+        is_plain: The request continues a plain text.
 
     >>> constraint_fields(FLAVOURS["vllm"], ["regex"], Constraint("regex", "[0-9]+")).fields
     {'structured_outputs': {'regex': '[0-9]+'}}
@@ -140,8 +150,12 @@ def constraint_fields(
             "asked for again"
         )
     match constraint.kind:
+        case "schema" if is_plain:
+            return ConstraintFields(_plain_schema_fields(flavour, constraint.source))
         case "schema":
             return _schema_fields(flavour, msgspec.json.decode(constraint.source))
+        case "choices" if is_plain and flavour.is_strict:
+            raise _no_form_of_text()
         case "choices":
             return _choice_fields(flavour, constraint.choices)
         case "regex" if flavour.name == "sglang":
@@ -155,6 +169,23 @@ def _schema_fields(flavour: Flavour, schema: Any) -> ConstraintFields:
     if flavour.is_strict:
         schema, unwrap = strict_schema(schema if isinstance(schema, dict) else {})
     return ConstraintFields({"response_format": _response_format(schema)}, unwrap)
+
+
+def _plain_schema_fields(flavour: Flavour, source: str) -> dict[str, Any]:
+    """The field of a schema where there is no ``response_format``."""
+    match flavour.name:
+        case "vllm":
+            return {"structured_outputs": {"json": msgspec.json.decode(source)}}
+        case "sglang":
+            return {"json_schema": source}
+        case "llamacpp":
+            return {"json_schema": msgspec.json.decode(source)}
+        case _:
+            raise _no_form_of_text()
+
+
+def _no_form_of_text() -> NotSupported:
+    return NotSupported("the server constrains turns only: put the gen into af.assistant(…), after a turn")
 
 
 def _response_format(schema: Any) -> dict[str, Any]:

@@ -102,6 +102,7 @@ async def connected(settings: ApiSettings, flavour: Flavour, deliver: Deliver) -
     try:
         from agentflow.backends.apis.api_errors import ErrorMapping
         from agentflow.backends.apis.chat_completions import ChatCompletions
+        from agentflow.backends.apis.completions import TextCompletions
         from agentflow.backends.apis.generator import ApiGenerator
         from agentflow.backends.apis.transport import ApiTransport, open_http
     except ImportError as error:
@@ -137,9 +138,11 @@ async def connected(settings: ApiSettings, flavour: Flavour, deliver: Deliver) -
         if not facts.chat:
             raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
         transport = transport_for(model)
+        errors = transport.errors
+        plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         generator = ApiGenerator(
             transport,
-            ChatCompletions(model, flavour, facts, transport.errors),
+            ChatCompletions(model, flavour, facts, errors, plain),
             _capabilities(model, flavour, facts, settings.on_unsupported),
             on_unsupported=settings.on_unsupported,
         )
@@ -167,7 +170,7 @@ def _capabilities(
         "sampling": (*sampling, "max_reasoning_tokens") if facts.reasoning_off else tuple(sampling),
         "default_max_tokens": facts.default_max_tokens,
         "continuation": facts.continuation,
-        "plain_text": False,
+        "plain_text": flavour.has_completions,
     }
     return Capabilities(
         model,

@@ -78,6 +78,8 @@ def strict_schema(schema: dict[str, Any]) -> StrictSchema:
     ({'value': {'type': 'integer'}}, '12')
     """
     root = copy.deepcopy(schema)
+    if root.keys() <= {"$ref", "$defs", "definitions"} and (target := _resolved(root, root)):
+        root = {**target, **{key: part for key, part in root.items() if key != "$ref"}}
     if root.get("type") == "object" and "anyOf" not in root and "oneOf" not in root and "$ref" not in root:
         return StrictSchema(_narrowed(root, root), None)
     definitions: dict[str, Any] = {name: root.pop(name) for name in ("$defs", "definitions") if name in root}

@@ -139,3 +139,19 @@ def test_a_conversation_continues_its_last_answer() -> None:
     context.converse(Conversation((Message("user", "Hi"),)))
     assert (context.role, context.open_text) == ("assistant", "")
     assert sent(context) == [("user", "Hi", 0)]
+
+
+def test_text_between_turns_belongs_to_the_turn_before_it() -> None:
+    context = ApiContext()
+    context.begin_role("user")
+    context.fill("Judgments: ")
+    context.end_role()
+    fork = context.forked()
+    context.fill("good, ")
+    context.fill("bad")
+    context.begin_role("assistant")
+    assert sent(context) == [("user", "Judgments: good, bad", 0)]
+    assert sent(fork) == [("user", "Judgments: ", 0)]
+    fork.fill("Well, ")
+    fork.open_answer()
+    assert sent(fork) == [("user", "Judgments: ", 0), ("assistant", "Well, ", 0)]

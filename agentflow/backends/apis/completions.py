@@ -1,0 +1,117 @@
+"""OpenAI's completions, which continue a plain text: for states without turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from agentflow.backends.apis.answer import NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.api_errors import ErrorMapping
+from agentflow.backends.apis.api_format import Call, Request
+from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.chat_completions import StreamReader, UsageFields, stream_options
+from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.flavours import Flavour, constraint_fields
+from agentflow.backends.apis.sampling_fields import SamplingFields
+from agentflow.backends.apis.transport import EventSink
+from agentflow.errors import NotSupported
+from agentflow.protocol.events import TokenLogprob
+
+MAX_TOP_LOGPROBS = 5
+"""The most ``top_logprobs`` that the API reports."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TextCompletions:
+    """The ``ApiFormat`` of ``/completions``. The arguments are those of ``ChatCompletions``."""
+
+    path = "completions"
+
+    def __init__(self, model: str, flavour: Flavour, facts: ModelFacts, errors: ErrorMapping) -> None:
+        self._model = model
+        self._flavour = flavour
+        self._facts = facts
+        self._errors = errors
+        self._sampling = SamplingFields(model, flavour, facts)
+
+    def request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call. ``NotSupported`` if the API cannot express it."""
+        if call.is_reply:
+            raise NotSupported(f"{self._model} replies to turns only, and this state has plain text")
+        if not context.open_text:
+            raise NotSupported(f"{self._model} cannot begin without a prompt: append text before the gen")
+        if call.params.top_logprobs > MAX_TOP_LOGPROBS:
+            raise NotSupported(
+                f"{self._model} reports at most {MAX_TOP_LOGPROBS} top_logprobs after plain text",
+                param="top_logprobs",
+            )
+        fields: dict[str, Any] = {
+            "model": self._model,
+            "prompt": context.open_text,
+            "stream": True,
+            "stream_options": stream_options(self._flavour),
+        }
+        enforced = self._flavour.enforced(self._facts)
+        fields |= constraint_fields(self._flavour, enforced, call.constraint, is_plain=True).fields
+        fields |= self._sampling.fields(call)
+        if "max_completion_tokens" in fields:
+            fields["max_tokens"] = fields.pop("max_completion_tokens")
+        if call.params.wants_logprobs:
+            fields["logprobs"] = call.params.top_logprobs
+        if context.cache_salt and self._flavour.takes_salt:
+            fields["cache_salt"] = context.cache_salt
+        return Request(self.path, _encode(fields))
+
+    def sink(self, request: Request, answer: Answer) -> EventSink:
+        """The reader of a stream."""
+        return TextReader(answer, self._errors, len(request.body))
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: UsageFields | None = None
+    error: Any = None
+    object: str | None = None
+
+
+class TextReader(StreamReader):
+    """Reads the stream of a completion."""
+
+    chunks = msgspec.json.Decoder(_Chunk)
+
+    def read(self, choice: _Choice) -> None:
+        """Reads a part of the answer."""
+        if choice.index != 0:
+            return
+        if choice.logprobs is not None:
+            self._read_logprobs(choice.logprobs)
+        if choice.text:
+            self.answer.add_text(choice.text)
+        if choice.finish_reason is not None:
+            stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
+            self.end(choice.finish_reason, stop)
+
+    def _read_logprobs(self, found: _Logprobs) -> None:
+        tops = found.top_logprobs or [None] * len(found.tokens or ())
+        for text, logprob, top in zip(found.tokens or (), found.token_logprobs or (), tops, strict=False):
+            pairs = sorted((top or {}).items(), key=lambda pair: -(pair[1] or 0.0))
+            likely = tuple([TokenLogprob(NO_TOKEN_ID, token, value or 0.0) for token, value in pairs])
+            if logprob is not None:
+                self.answer.add_token(TokenInfo(text, logprob, likely))

@@ -1,0 +1,165 @@
+"""Programs give the same on an engine and on the OpenAI API of a server that runs the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+from support.api_server import ApiServer, api_server
+from support.fake_engine import FakeEngine
+from support.logit_runner import logit_runner
+
+import agentflow as af
+from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.errors import DeadlineExceeded, PromptTooLong
+
+pytestmark = pytest.mark.anyio
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(runner=logit_runner(max_context=1024))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(engine()) as running:
+        yield running
+        running.assert_idle()
+
+
+def client(server: ApiServer, flavour: Any = "vllm", **options: Any) -> OpenAICompatible:
+    return OpenAICompatible(f"{server.url}/v1", flavour=flavour, **{"max_retries": 0, **options})
+
+
+def greedy(name: str, **options: Any) -> Any:
+    return af.gen(name, **{"max_tokens": 12, "temperature": 1e-6, "seed": 1, **options})
+
+
+@af.program
+async def turns(s: af.State) -> list[Any]:
+    s += af.system("Be brief.") + af.user("What do plants do?") + af.assistant(greedy("first"))
+    s += af.user("And then: ", s["first"]) + af.assistant(greedy("second", max_tokens=5))
+    return [await s["first"], await s["second"], s["second"].finish_reason]
+
+
+@af.program
+async def branches(s: af.State) -> list[Any]:
+    s += af.system("You are a judge.")
+    async with s.fork(3) as judges:
+        for number, judge in enumerate(judges):
+            judge += af.user(f"Judge part {number}.") + af.assistant(greedy("judgment"))
+    s += af.user("Judgments:", *[judge["judgment"] for judge in judges])
+    s += af.assistant(greedy("report"))
+    return [await s["report"], *[await judge["judgment"] for judge in judges]]
+
+
+@af.program
+async def continued(s: af.State) -> list[Any]:
+    s += af.user("Describe it.")
+    s += af.assistant("Name: ", greedy("name", max_tokens=4), "\nAge: ", greedy("age", max_tokens=4))
+    return [await s["name"], await s["age"]]
+
+
+@af.program
+async def stopped(s: af.State) -> list[Any]:
+    s += af.user("Count.") + af.assistant(greedy("whole", max_tokens=30))
+    whole = await s["whole"]
+    async with s.fork(1) as [other]:
+        stop = whole[len(whole) // 2 :][:2] or "x"
+        other += af.user("Count.") + af.assistant(greedy("part", max_tokens=30, stop=stop))
+        return [whole, await other["part"]]
+
+
+@af.program
+async def plain(s: af.State) -> list[Any]:
+    s += "Once upon a time"
+    s += greedy("more", top_logprobs=2)
+    s += " and " + greedy("end")
+    text = await s["more"]
+    tops = [[(top.text, round(top.logprob, 3)) for top in token] for token in s["more"].top_logprobs]
+    return [text, await s["end"], tops]
+
+
+@af.program
+async def scored(s: af.State) -> list[Any]:
+    s += af.user("Say something.") + af.assistant(greedy("word", max_tokens=6, top_logprobs=3))
+    text = await s["word"]
+    return [text, [round(one, 3) for one in s["word"].logprobs if one is not None][:3]]
+
+
+PROGRAMS = [turns, branches, continued, stopped, plain, scored]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+async def test_programs_give_the_same_as_on_the_engine(server: ApiServer, program: Any) -> None:
+    async with af.session(backend=engine()) as flow:
+        expected = await flow.run(program)
+    async with af.session(backend=client(server)) as flow:
+        assert await flow.run(program) == expected
+
+
+async def test_constraints_hold(server: ApiServer) -> None:
+    async with af.session(backend=client(server)) as flow:
+        async with flow.state() as s:
+            s += af.user("How many?") + af.assistant(greedy("count", regex="[0-9]{1,3}", max_tokens=20))
+            s += af.user("Which?") + af.assistant(greedy("flags", schema=bool, max_tokens=40))
+            assert (await s["count"]).isdigit()
+            assert await s["flags"] in (True, False)
+        async with flow.state() as s:
+            s += "Once " + greedy("word", regex="[a-z]{3}")
+            s += " upon " + af.select("a", ["time", "place"])
+            assert len(await s["word"]) == 3
+            assert await s["a"] in ("time", "place")
+
+
+async def test_the_generic_flavour_streams_and_counts(server: ApiServer) -> None:
+    async with af.session(backend=client(server, "generic")) as flow, flow.state() as s:
+        s += af.user("What do plants do?") + af.assistant(greedy("x"))
+        assert "".join([delta async for delta in s["x"]]) == await s["x"]
+        assert s["x"].usage.prompt_tokens > 0
+        assert 0 < s["x"].usage.output_tokens <= 12
+
+
+async def test_a_fork_finds_its_prefix_in_the_cache(server: ApiServer) -> None:
+    async with af.session(backend=client(server)) as flow, flow.state() as s:
+        s += af.system("A prefix of some length, which all the branches of this state share.")
+        async with s.fork(4) as judges:
+            for number, judge in enumerate(judges):
+                judge += af.user(f"{number}") + af.assistant(greedy("x"))
+        await s
+        usages = [judge["x"].usage for judge in judges if await judge["x"] is not None]
+    assert sum(usage.cached_tokens > usage.prompt_tokens // 2 for usage in usages) >= 3
+
+
+async def test_select_writes_a_choice(server: ApiServer) -> None:
+    async with af.session(backend=client(server)) as flow, flow.state() as s:
+        s += af.user("Which?") + af.assistant("It is ", af.select("x", ["red", "green", "blue"]))
+        assert await s["x"] in ("red", "green", "blue")
+        s += af.user("Why?") + af.assistant(greedy("why"))
+        await s
+
+
+async def test_cancelling_aborts_the_request(server: ApiServer) -> None:
+    async with af.session(backend=client(server)) as flow, flow.state() as s:
+        s += af.user("Go on.") + af.assistant(af.gen("x", max_tokens=900, ignore_eos=True))
+        async for _ in s["x"]:
+            break
+        s.cancel()
+        await anyio.to_thread.run_sync(server.wait_until, lambda: server.service.calls.num == 0)
+
+
+async def test_a_deadline_ends_a_request(server: ApiServer) -> None:
+    async with af.session(backend=client(server)) as flow, flow.state() as s:
+        s.limit(deadline_s=0.0)
+        s += af.user("Go on.") + af.assistant(af.gen("x", max_tokens=900, ignore_eos=True))
+        with pytest.raises(DeadlineExceeded):
+            await s["x"]
+
+
+async def test_a_prompt_that_is_too_long_is_refused(server: ApiServer) -> None:
+    async with af.session(backend=client(server)) as flow, flow.state() as s:
+        s += af.user("word " * 5000) + af.assistant(greedy("x"))
+        with pytest.raises(PromptTooLong):
+            await s["x"]
