@@ -4,6 +4,7 @@ Reading order: ``openai`` and ``compatible`` are the backends, ``serving`` opens
 ``Generator``: it sends a ``conversation`` through the ``transport`` in an ``api_format``, such as
 ``chat_completions`` or ``completions``, and collects an ``answer``. ``flavours`` and ``sampling_fields`` have
 the differences between servers, ``capability_table`` the features of models, and ``strict_schema`` the
-schemas that OpenAI enforces. ``event_stream`` reads server-sent events, ``visible_text`` applies stops,
-``verification`` checks answers, ``api_errors`` explains refusals, and ``prices`` has the costs.
+schemas that OpenAI enforces. ``selection`` scores choices, ``event_stream`` reads server-sent events,
+``visible_text`` applies stops, ``verification`` checks answers, ``api_errors`` explains refusals, and
+``prices`` has the costs.
 """

@@ -96,6 +96,11 @@ class Answer:
         return "".join(self._texts)
 
     @property
+    def tokens(self) -> tuple[TokenInfo, ...]:
+        """The tokens of the text, with log-probabilities."""
+        return tuple(self._tokens)
+
+    @property
     def reasoning(self) -> str:
         """The reasoning so far."""
         return "".join(self._reasoning)

@@ -15,11 +15,13 @@ import msgspec
 
 from agentflow.backends.apis.answer import Answer
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.transport import ApiTransport
 from agentflow.backends.apis.verification import OnUnsupported, fault_of, requirement
 from agentflow.backends.apis.visible_text import StopFilter
-from agentflow.errors import InvalidValue, NotSupported, RunFailed
+from agentflow.errors import InvalidValue, NotSupported, RequestRefused, RunFailed
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
@@ -28,8 +30,8 @@ from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated,
 
 MAX_ANSWERS = 3
 """The answers that are asked for until one satisfies a constraint."""
-UNKNOWN_SCORE = -100.0
-"""The score of a choice that was not taken, where the API reports no probabilities."""
+MAX_CHAT_TOP_LOGPROBS = 20
+MAX_UNSCORED = 10_000
 
 
 class ApiGenerator:
@@ -56,6 +58,7 @@ class ApiGenerator:
         self._api = api
         self._on_unsupported = on_unsupported
         self._total = Usage()
+        self._unscored: set[int] = set()  # hashes of choices that are no single tokens
         self._num_running = 0
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
@@ -111,8 +114,14 @@ class ApiGenerator:
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
 
     async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
-        """Lets the model write one of the choices. The API reports no probabilities of whole choices, so the
-        choice that it writes has the score 0, and others ``UNKNOWN_SCORE``."""
+        """Scores the choices by log-probabilities where the API reports those of each, and otherwise lets the
+        model write one of them, whose score is then 0, and that of the others ``UNKNOWN_SCORE``."""
+        context.open_answer()
+        usage, scores = await self._exact_scores(context, tuple(choices), method)
+        if scores is not None:
+            index = scores.index(max(scores))
+            context.answer(choices[index])
+            return Scored(index, scores, usage)
         constraint = Constraint("choices", choices=tuple(choices))
         generated = await self._answered(
             context, self._greedy(), lambda text: None, constraint, None, is_reply=False
@@ -122,9 +131,37 @@ class ApiGenerator:
                 f"{self.capabilities.model} chose {generated.text!r:.200}, which is none of the choices "
                 f"(it ended with {generated.finish_reason!r})"
             )
-        index = list(choices).index(generated.text)
-        scores = tuple([0.0 if number == index else UNKNOWN_SCORE for number in range(len(choices))])
-        return Scored(index, scores, generated.usage)
+        scores = written_scores(generated.text, choices)
+        return Scored(scores.index(0.0), scores, usage + generated.usage)
+
+    async def _exact_scores(
+        self, context: ApiContext, choices: tuple[str, ...], method: str
+    ) -> tuple[Usage, tuple[float, ...] | None]:
+        """The scores of choices that are single tokens, None if there are none, and the usage."""
+        key = hash(choices)
+        most = MAX_TOP_LOGPROBS if context.is_plain else MAX_CHAT_TOP_LOGPROBS
+        if (
+            not self.capabilities.logprobs
+            or key in self._unscored
+            or not may_be_tokens(choices, method, most)
+        ):
+            return Usage(), None
+        params = msgspec.structs.replace(self._greedy(), max_tokens=1, top_logprobs=most)
+        call = Call(params, _given(params))
+        try:
+            request = self._api.request(context, call)
+            answer = await self._streamed(context, request, call, lambda text: None, None, is_held=True)
+        except RequestRefused:  # the server reports none, or fewer
+            self._remember_unscored(key)
+            return Usage(), None
+        scores = exact_scores(answer.tokens, choices)
+        if scores is None:
+            self._remember_unscored(key)
+        return answer.usage, scores
+
+    def _remember_unscored(self, key: int) -> None:
+        if len(self._unscored) < MAX_UNSCORED:
+            self._unscored.add(key)
 
     async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
         """Contexts that share the messages."""

@@ -268,15 +268,39 @@ async def test_a_truncated_object_is_no_value() -> None:
             await s["x"]
 
 
-async def test_select_lets_the_model_write_a_choice() -> None:
-    async with opened([answers.text_stream('{"value":"no"}')]) as (flow, server), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.select("x", ["yes", "no"]))
+async def test_select_takes_log_probabilities_where_each_choice_is_a_token() -> None:
+    scored = answers.stream(
+        answers.logprob_chunk("Well", -0.2, ("Well", -0.2), ("no", -1.5), ("yes", -2.5)),
+        answers.ending("length"),
+    )
+    async with opened([scored, HELLO]) as (flow, server), flow.state() as s:
+        s += (
+            af.user("Hi")
+            + af.assistant(af.select("x", ["yes", "no"]))
+            + af.user("Why?")
+            + af.assistant(af.gen("y"))
+        )
         assert await s["x"] == "no"
+        assert s["x"].choices == {"yes": -2.5, "no": -1.5}
+        await s
+    asked, last = (request.json for request in server.received)
+    assert (asked["max_completion_tokens"], asked["logprobs"]) == (1, True)
+    assert asked["top_logprobs"] >= 2
+    assert last["messages"][1] == {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize("first", [HELLO, answers.REFUSED_PARAMETER])
+async def test_select_lets_the_model_write_a_choice(first: AnyAnswer) -> None:
+    script = [first, answers.text_stream('{"value":"no"}'), answers.text_stream('{"value":"yes"}')]
+    async with opened(script) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.select("x", ["yes", "no"]))
+        s += af.user("Hi") + af.assistant(af.select("y", ["yes", "no"]))
+        assert (await s["x"], await s["y"]) == ("no", "yes")
         assert s["x"].choices["no"] > s["x"].choices["yes"]
-    assert server.last.json["response_format"]["json_schema"]["schema"]["properties"]["value"]["enum"] == [
-        "yes",
-        "no",
-    ]
+        assert s["x"].usage.output_tokens == (6 if first is HELLO else 3)
+    schema = server.last.json["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["value"]["enum"] == ["yes", "no"]
+    assert len(server.received) == 3  # the log-probabilities are not asked for again
 
 
 @pytest.mark.parametrize(
@@ -288,7 +312,7 @@ async def test_select_lets_the_model_write_a_choice() -> None:
     ],
 )
 async def test_choices_have_each_servers_own_field(flavour: str, fields: dict[str, Any]) -> None:
-    async with compatible([answers.text_stream("c")], flavour) as (flow, server), flow.state() as s:
+    async with compatible([HELLO, answers.text_stream("c")], flavour) as (flow, server), flow.state() as s:
         s += af.user("Hi") + af.assistant(af.select("x", ["a.b", "c"]))
         assert await s["x"] == "c"
     assert server.last.json.items() >= fields.items()
@@ -306,7 +330,8 @@ async def test_a_regex_has_each_servers_own_field(flavour: str, field: dict[str,
 
 
 async def test_an_answer_that_is_not_a_choice_fails_the_select() -> None:
-    async with opened([answers.text_stream('{"value":"maybe"}')]) as (flow, _), flow.state() as s:
+    script = [HELLO, answers.text_stream('{"value":"maybe"}')]
+    async with opened(script) as (flow, _), flow.state() as s:
         s += af.user("Hi") + af.assistant(af.select("x", ["yes", "no"]))
         with pytest.raises(RunFailed):
             await s["x"]
