@@ -205,7 +205,7 @@ class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     the parameter to the backend. The engine then takes the default of ``SamplingParams``; a model behind an
     API is sent nothing, because many APIs refuse parameters, or have other defaults.
 
-    >>> GenParams(temperature=0.8).given
+    >>> GenParams(temperature=0.0).given
     ('temperature',)
     """
 
@@ -232,7 +232,11 @@ class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the parameters that the program gives, without those that only report more."""
-        return tuple([name for name in _CHANGING if getattr(self, name) not in (None, (), False)])
+        values = {name: getattr(self, name) for name in _CHANGING}
+        # 0 equals False, and is a value that the program gives.
+        return tuple(
+            [name for name, value in values.items() if value not in (None, ()) and value is not False]
+        )
 
     @property
     def wants_logprobs(self) -> bool:

@@ -164,3 +164,10 @@ def test_ops_without_requirements_are_supported_by_every_backend() -> None:
     nothing = Capabilities("nothing", False, False, False, False, None, (), False, False, False)
     for op in (ops.Open(1), ops.Text(1, ("a",)), ops.Read(1, 2, "text()", "text"), ops.Close(1)):
         spec_of(op).require(op, nothing)
+
+
+def test_values_that_are_zero_are_given() -> None:
+    params = GenParams(temperature=0.0, top_k=0, min_tokens=0, max_reasoning_tokens=0, top_logprobs=2)
+    assert set(params.given) == {"temperature", "top_k", "min_tokens", "max_reasoning_tokens"}
+    assert GenParams().given == ()
+    assert GenParams(stop=("a",), ignore_eos=True).given == ("stop", "ignore_eos")
