@@ -16,7 +16,7 @@ from agentflow.backends.apis.visible_text import StopFilter
 from agentflow.errors import NotSupported, ProtocolError
 from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, ReplyWriter, TextPiece
 from agentflow.protocol.events import TokenLogprob, Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
 
 NO_TOKEN_ID = -1
@@ -56,7 +56,7 @@ class Answer:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         on_reasoning: OnText | None = None,
         *,

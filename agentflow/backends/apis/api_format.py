@@ -10,7 +10,7 @@ from agentflow.backends.apis.conversation import ApiContext
 from agentflow.backends.apis.strict_schema import Unwrap
 from agentflow.backends.apis.transport import EventSink
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,18 @@ class Call:
 
     Attributes:
         params: The sampling parameters.
-        given: Those that the program set and that change the text, by name.
         constraint: The constraint that the API must enforce.
         is_reply: Whether the model may call the context's tools.
     """
 
-    params: SamplingParams
-    given: dict[str, Any]
+    params: GenParams
     constraint: Constraint | None = None
     is_reply: bool = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The parameters that the program gave and that change the text, by name."""
+        return {name: getattr(self.params, name) for name in self.params.given}
 
 
 class Request(NamedTuple):

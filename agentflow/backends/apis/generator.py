@@ -25,7 +25,7 @@ from agentflow.errors import InvalidValue, NotSupported, RequestRefused, RunFail
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
 
 MAX_ANSWERS = 3
@@ -94,7 +94,7 @@ class ApiGenerator:
     async def generate(
         self,
         context: ApiContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -105,7 +105,7 @@ class ApiGenerator:
     async def reply(
         self,
         context: ApiContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
@@ -147,7 +147,7 @@ class ApiGenerator:
         ):
             return Usage(), None
         params = msgspec.structs.replace(self._greedy(), max_tokens=1, top_logprobs=most)
-        call = Call(params, _given(params))
+        call = Call(params)
         try:
             request = self._api.request(context, call)
             answer = await self._streamed(context, request, call, lambda text: None, None, is_held=True)
@@ -219,14 +219,14 @@ class ApiGenerator:
             forced_tokens=None,
         )
 
-    def _greedy(self) -> SamplingParams:
+    def _greedy(self) -> GenParams:
         """The parameters of a select."""
-        return SamplingParams()
+        return GenParams(temperature=0.0 if self.capabilities.accepts("temperature") else None)
 
     async def _answered(
         self,
         context: ApiContext,
-        params: SamplingParams,
+        params: GenParams,
         on_text: OnText,
         constraint: Constraint | None,
         on_reasoning: OnText | None,
@@ -234,7 +234,7 @@ class ApiGenerator:
         is_reply: bool,
     ) -> Generated:
         context.open_answer()
-        call = Call(params, _given(params), constraint, is_reply)
+        call = Call(params, constraint, is_reply)
         try:
             request = self._api.request(context, call)
         except NotSupported:
@@ -342,13 +342,3 @@ def _asked_again(context: ApiContext, text: str, constraint: Constraint, fault: 
     asked.end_role()
     asked.open_answer()
     return asked
-
-
-def _given(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that change the text and are not the defaults."""
-    reported = ("logprobs", "top_logprobs", "stream_reasoning")
-    values = {name: getattr(params, name) for name in params.__struct_fields__ if name not in reported}
-    return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
-
-
-_DEFAULTS = SamplingParams()

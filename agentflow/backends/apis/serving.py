@@ -166,12 +166,8 @@ def _capabilities(
     is_checked = on_unsupported == "retry"
     enforced = flavour.enforced(facts)
     sampling = dict.fromkeys((*flavour.accepted(facts), *flavour.accepted(facts, reasons=False)))
-    further: dict[str, Any] = {
-        "sampling": (*sampling, "max_reasoning_tokens") if facts.reasoning_off else tuple(sampling),
-        "default_max_tokens": facts.default_max_tokens,
-        "continuation": facts.continuation,
-        "plain_text": flavour.has_completions,
-    }
+    if facts.reasoning_off:
+        sampling["max_reasoning_tokens"] = None
     return Capabilities(
         model,
         select="choices" in enforced or is_checked,
@@ -181,5 +177,8 @@ def _capabilities(
         constraints=CONSTRAINT_KINDS if is_checked else enforced,
         token_ids=False,
         conversations=True,
-        **{name: value for name, value in further.items() if name in Capabilities.__struct_fields__},
+        sampling=tuple(sampling),
+        default_max_tokens=facts.default_max_tokens,
+        continuation=facts.continuation,
+        plain_text=flavour.has_completions,
     )

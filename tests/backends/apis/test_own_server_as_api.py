@@ -34,7 +34,7 @@ def client(server: ApiServer, flavour: Any = "vllm", **options: Any) -> OpenAICo
 
 
 def greedy(name: str, **options: Any) -> Any:
-    return af.gen(name, **{"max_tokens": 12, "temperature": 1e-6, "seed": 1, **options})
+    return af.gen(name, **{"max_tokens": 12, "temperature": 0.0, "seed": 1, **options})
 
 
 @af.program
