@@ -77,6 +77,8 @@ class Answer:
         self._notation: list[str] = []
         self.finish_reason = ""
         self.usage = Usage()
+        self.written_tokens = 0  # of the prompt: written to the provider's cache
+        self._native: tuple[str, bytes] = ("", b"")
         self.num_deltas = 0
         self.is_visible = False
 
@@ -148,6 +150,16 @@ class Answer:
         """The answer ends: ``eos``, ``stop`` or ``length``."""
         self.finish_reason = reason
         self._flush()
+
+    def keep_native(self, text: str, message: bytes) -> None:
+        """Keeps the answer as the provider wants it back, with its reasoning; ``text``: the text in it."""
+        self._native = text, message
+
+    @property
+    def native(self) -> bytes | None:
+        """The answer as the provider wants it back; None if that is not needed, or its text has changed."""
+        text, message = self._native
+        return message if message and text == self.text else None
 
     def replace_text(self, text: str) -> None:
         """Replaces the text of an answer that is held."""

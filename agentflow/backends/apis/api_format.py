@@ -34,11 +34,13 @@ class Call:
 
 
 class Request(NamedTuple):
-    """A request. ``unwrap`` takes the text out of the answer, if the API puts it into an object."""
+    """A request. ``unwrap`` takes the text out of the answer, if the API puts it into an object. ``lead``:
+    white space of the context that was not sent, with which the answer is expected to begin."""
 
     path: str
     body: bytes
     unwrap: Unwrap | None = None
+    lead: str = ""
 
 
 class ApiFormat(Protocol):

@@ -53,6 +53,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The value that turns reasoning off: of ``reasoning_effort``, for Anthropic of ``thinking.type``. Empty:
     # it is left out.
     reasoning_off: str = ""
+    adaptive: bool = False  # Anthropic: the model chooses how much it reasons, without a budget
     efforts: tuple[str, ...] = ()  # the accepted efforts of reasoning, from the least; empty: none is known
     context: int | None = None  # tokens of prompt and output together; None: unknown
     output: int | None = None  # tokens of the longest output; None: unknown

@@ -30,13 +30,14 @@ Encode = Callable[[Message], bytes]
 class MessageNode:
     """A message and, by ``parent``, all messages before it."""
 
-    __slots__ = ("_encoded", "length", "message", "parent")
+    __slots__ = ("_encoded", "is_shared", "length", "message", "parent")
 
-    def __init__(self, parent: MessageNode | None, message: Message) -> None:
+    def __init__(self, parent: MessageNode | None, message: Message, encoded: bytes | None = None) -> None:
         self.parent = parent
         self.message = message
         self.length: int = 1 if parent is None else parent.length + 1
-        self._encoded: bytes | None = None
+        self._encoded = encoded
+        self.is_shared = False  # a state was forked after it
 
     def encoded(self, encode: Encode) -> bytes:
         """The message's encoding, which is made once: a context belongs to one API."""
@@ -74,6 +75,7 @@ class ApiContext:
     calls: tuple[CalledTool, ...] = ()  # its tool calls
     has_generated: bool = False  # a model wrote some of it
     reasoning: str | None = None  # before its text
+    native: bytes | None = None  # all of it, as the provider wants it back
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
     trace: str = ""  # the ``traceparent`` of the next request
@@ -94,6 +96,7 @@ class ApiContext:
         """Appends text."""
         if text:
             self.parts.append(text)
+            self.native = None
 
     def begin_role(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
         """Opens a turn. ``NotSupported`` after plain text."""
@@ -117,12 +120,13 @@ class ApiContext:
     ) -> None:
         self.role, self.answered, self.is_implied = role, answered, is_implied
         self.parts, self.calls, self.has_generated, self.reasoning = [], (), False, None
+        self.native = None
 
     def end_role(self) -> None:
         """Ends the open turn. ``BadArgument`` if there is none."""
         if self.role is None:
             raise BadArgument("there is no open turn to end")
-        self.last = MessageNode(self.last, self.open_message())
+        self.last = MessageNode(self.last, self.open_message(), self.native)
         self.role, self.is_implied, self.parts, self.calls = None, False, [], ()
 
     def open_message(self) -> Message:
@@ -144,8 +148,15 @@ class ApiContext:
                 f"a model behind an API writes the assistant's turns only, and a {self.role} turn is open"
             )
 
-    def answer(self, text: str, calls: tuple[CalledTool, ...] = (), reasoning: str | None = None) -> None:
-        """Appends a generated answer."""
+    def answer(
+        self,
+        text: str,
+        calls: tuple[CalledTool, ...] = (),
+        reasoning: str | None = None,
+        native: bytes | None = None,
+    ) -> None:
+        """Appends a generated answer. ``native``: as the provider wants it back."""
+        self.native = None if self.open_text or self.calls else native
         if text:
             self.parts.append(text)
         self.calls += calls
@@ -170,11 +181,13 @@ class ApiContext:
         """The turns that have ended, and the open one if it has content."""
         nodes = chain(self.last)
         if with_open and self.role is not None and (self.open_text or self.calls):
-            nodes.append(MessageNode(self.last, self.open_message()))
+            nodes.append(MessageNode(self.last, self.open_message(), self.native))
         return nodes
 
     def forked(self) -> ApiContext:
         """A context that continues from here and shares the messages."""
+        if self.last is not None:
+            self.last.is_shared = True
         return replace(self, parts=[self.open_text] if self.parts else [], trace="")
 
     def text(self) -> str:

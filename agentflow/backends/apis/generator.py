@@ -244,7 +244,7 @@ class ApiGenerator:
         else:
             answer = await self._streamed(context, request, call, on_text, on_reasoning)
         generated = answer.deliver()
-        context.answer(answer.text, answer.calls, answer.reasoning or None)
+        context.answer(answer.text, answer.calls, answer.reasoning or None, answer.native)
         return generated
 
     async def _streamed(

@@ -1,0 +1,160 @@
+"""The backend for models of Anthropic."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
+from agentflow.backends.apis.serving import ApiSettings, for_display
+from agentflow.backends.apis.verification import OnUnsupported
+from agentflow.backends.local import interpreted
+from agentflow.errors import BadArgument, NotAuthorized, NotSupported
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.constraint import CONSTRAINT_KINDS, ConstraintKind
+from agentflow.protocol.events import Capabilities
+
+BASE_URL = "https://api.anthropic.com"
+API_VERSION = "2026-10-21"
+"""The version of the API that Anthropic's own client sends since its version 2."""
+SAMPLING_API_VERSION = "2023-06-01"
+"""The version before it, the last one in which requests may have a temperature, top_p and top_k."""
+
+
+class Anthropic:
+    """A model of Anthropic, over its API.
+
+    The defaults of the address and the key are the environment variables that Anthropic's own client reads:
+    ``ANTHROPIC_BASE_URL``, and ``ANTHROPIC_API_KEY`` or ``ANTHROPIC_AUTH_TOKEN``.
+
+    Args:
+        model: The model's name.
+        base_url: The address of the API.
+        api_key: The API key. It is sent in the Authorization header, and shown nowhere.
+        like: A model of Anthropic with the same features, for a model of others on a server that speaks this
+            API. Default: a model that is not known has the features of the newest family.
+        reasoning: Whether the model reasons; None: as it does by default.
+        effort: How much it reasons and writes: ``low`` to ``max``, as far as the model has it.
+        on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
+            checked, and asked for again with the fault, at most three times.
+        max_retries: The most further attempts of a request that failed before anything of its answer was
+            visible.
+        timeout_s: The time limit until an answer begins, in seconds.
+        stall_timeout_s: The time limit between two events of an answer, in seconds.
+        ssl_context: Replaces the default context.
+        proxy: The address of a proxy; default: the environment variables that httpx2 reads.
+
+    Raises:
+        BadArgument: An argument is invalid.
+        NotAuthorized: There is no API key.
+
+    >>> af.Anthropic("claude-opus-5-5", api_key="sk-ant-…")
+    Anthropic('claude-opus-5-5')
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        like: str | None = None,
+        reasoning: bool | None = None,
+        effort: str | None = None,
+        on_unsupported: OnUnsupported = "error",
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
+        stall_timeout_s: float = 60.0,
+        ssl_context: ssl.SSLContext | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        variables = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+        found = {"api_key=": api_key} | {name: os.environ.get(name) for name in variables}
+        key_source, key = next(((name, key) for name, key in found.items() if key), ("", None))
+        if key is None:
+            raise NotAuthorized(
+                f"{model} needs an API key: set ANTHROPIC_API_KEY, or give api_key=", param="api_key"
+            )
+        facts = model_facts("anthropic", like if isinstance(like, str) else str(model))
+        url = base_url or os.environ.get("ANTHROPIC_BASE_URL") or BASE_URL
+        self._settings = ApiSettings(
+            url,
+            key,
+            model=model,
+            server="Anthropic" if url == BASE_URL else for_display(url),
+            key_source=key_source,
+            headers={
+                "anthropic-version": SAMPLING_API_VERSION if "temperature" in facts.sampling else API_VERSION
+            },
+            on_unsupported=on_unsupported,
+            max_retries=max_retries,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            ssl_context=ssl_context,
+            proxy=proxy,
+        ).check("Anthropic")
+        if like is not None and not is_known("anthropic", like):
+            raise BadArgument(f"Anthropic: like={like!r:.100} is no model of Anthropic", param="like")
+        self.model = model
+        self._facts = facts
+        if reasoning not in (None, True, False):
+            raise BadArgument("Anthropic: reasoning must be True, False or None", param="reasoning")
+        if effort is not None and effort not in self._facts.efforts:
+            known = ", ".join(self._facts.efforts) or "none"
+            raise BadArgument(
+                f"Anthropic: {model} has no effort {effort!r:.100} (it has: {known})", param="effort"
+            )
+        self._reasoning, self._effort = reasoning, effort
+
+    def __repr__(self) -> str:
+        return f"Anthropic({self.model!r})"
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens the pool of connections. Nothing is sent before the first call. For the session."""
+        try:
+            from agentflow.backends.apis.anthropic_messages import AnthropicMessages
+            from agentflow.backends.apis.anthropic_stream import AnthropicErrors
+            from agentflow.backends.apis.generator import ApiGenerator
+            from agentflow.backends.apis.transport import ApiTransport, open_http
+        except ImportError as error:
+            raise NotSupported(
+                f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"
+            ) from error
+        settings = self._settings
+        errors = AnthropicErrors(settings.server, self.model, settings.key_source, settings.api_key)
+        headers = {**settings.headers, "Authorization": f"Bearer {settings.api_key}"}
+        async with open_http(
+            settings.url, headers, ssl_context=settings.ssl_context, proxy=settings.proxy
+        ) as http:
+            transport = ApiTransport(
+                http,
+                errors,
+                max_retries=settings.max_retries,
+                timeout_s=settings.timeout_s,
+                stall_timeout_s=settings.stall_timeout_s,
+            )
+            messages = AnthropicMessages(
+                self.model, self._facts, errors, reasoning=self._reasoning, effort=self._effort
+            )
+            generator = ApiGenerator(
+                transport, messages, self._capabilities(), on_unsupported=settings.on_unsupported
+            )
+            async with interpreted(generator, deliver) as connection:
+                yield connection
+
+    def _capabilities(self) -> Capabilities:
+        enforced: tuple[ConstraintKind, ...] = self._facts.constraints
+        if "schema" in enforced:
+            enforced = (*enforced, "choices")  # an enum in a schema
+        constraints = CONSTRAINT_KINDS if self._settings.on_unsupported == "retry" else enforced
+        return msgspec.structs.replace(
+            capabilities(self._facts, self.model),
+            constraints=constraints,
+            select="choices" in constraints,
+            images=False,  # the generator sends none yet
+        )

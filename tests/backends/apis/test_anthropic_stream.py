@@ -1,0 +1,193 @@
+"""The reader of Anthropic's streams: pieces of any size, wrong orders of events, and hostile servers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.apis import anthropic_answers as answers
+from support.apis.fake_server import AnyAnswer, Hold, fake_server
+from support.apis.hostile_answers import hostile, slow, written
+
+import agentflow as af
+from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.anthropic import Anthropic
+from agentflow.backends.apis.anthropic_stream import AnthropicErrors, MessagesReader
+from agentflow.backends.apis.event_stream import EventReader
+from agentflow.errors import AgentflowError, ProtocolError, ServerLost
+from agentflow.protocol.chat import read_reply
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated
+
+MODEL = "claude-opus-4-5"
+ERRORS = AnthropicErrors("Anthropic", MODEL)
+PARTS: list[Any] = [
+    answers.beginning(4, cached=16, written=8),
+    answers.thinking_block("Lét ", "me."),
+    answers.text_block("Grüße, ", "Wörld 🎉", index=1),
+    answers.call_block("toolu_1", "find", '{"ä":', ' "ö"}', index=2),
+    answers.ending("tool_use", 9),
+]
+
+
+def encoded(*parts: Any) -> list[bytes]:
+    """The events of parts."""
+    body = answers.stream(*parts).body
+    assert not isinstance(body, bytes)
+    return [step for step in body if isinstance(step, bytes)]
+
+
+EVENTS = encoded(*PARTS)
+
+
+def read(events: list[bytes], *, size: int | None = None, lead: str = "", is_reply: bool = True) -> Generated:
+    """The answer of a stream, whose bytes come ``size`` at a time."""
+    shown: list[str] = []
+    answer = Answer(SamplingParams(), shown.append, is_reply=is_reply)
+    sink = MessagesReader(answer, ERRORS, lead=lead)
+    reader, text = EventReader(), b"".join(events)
+    for at in range(0, len(text), size or len(text) or 1):
+        for event in reader.push(text[at : at + (size or len(text))]):
+            sink.event(event)
+    if not sink.is_over:
+        sink.close()
+    generated = answer.deliver()
+    assert generated.text.startswith("".join(shown))
+    return generated
+
+
+@given(size=st.integers(1, 400))
+def test_the_size_of_pieces_does_not_matter(size: int) -> None:
+    found = read(EVENTS, size=size)
+    assert found == read(EVENTS)
+    reply = read_reply(found.text)
+    assert (reply.text, found.reasoning) == ("Grüße, Wörld 🎉", "Lét me.")
+    assert [(call.id, call.name, call.arguments) for call in reply.tool_calls] == [
+        ("toolu_1", "find", '{"ä": "ö"}')
+    ]
+    assert (found.usage.prompt_tokens, found.usage.cached_tokens, found.usage.output_tokens) == (28, 16, 9)
+
+
+@given(lead=st.text(" \n", max_size=5), pieces=st.lists(st.text("a \n", max_size=4), max_size=5))
+def test_white_space_of_the_context_is_not_repeated(lead: str, pieces: list[str]) -> None:
+    events = encoded(answers.beginning(), answers.text_block(*pieces), answers.ending())
+    text = "".join(pieces)
+    num_equal = next(
+        (at for at in range(min(len(lead), len(text))) if lead[at] != text[at]), min(len(lead), len(text))
+    )
+    assert read(events, lead=lead, is_reply=False).text == text[num_equal:]
+
+
+def test_a_call_may_have_its_arguments_at_once_or_none() -> None:
+    begun = answers.call_block("toolu_1", "find")
+    whole = begun[0].model_copy(deep=True)
+    whole.content_block.input = {"a": [1]}
+    for first, expected in ((begun[0], "{}"), (whole, '{"a":[1]}')):
+        events = encoded(answers.beginning(), first, begun[1], answers.ending("tool_use"))
+        assert read_reply(read(events).text).tool_calls[0].arguments == expected
+
+
+def test_later_counts_replace_earlier_ones() -> None:
+    events = encoded(
+        answers.beginning(4, cached=1, written=2, output=1),
+        answers.text_block("x"),
+        answers.ending(output=30, input_tokens=5, cache_read_input_tokens=7, cache_creation_input_tokens=0),
+    )
+    usage = read(events).usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (12, 7, 30)
+
+
+@pytest.mark.parametrize("number", range(len(EVENTS)))
+def test_a_duplicated_event_is_an_error_or_harmless(number: int) -> None:
+    events = [*EVENTS[: number + 1], *EVENTS[number:]]
+    kind = EVENTS[number].split()[1].decode()
+    if kind in ("message_start", "content_block_start"):
+        with pytest.raises(ProtocolError):
+            read(events)
+    else:
+        read(events)
+
+
+@pytest.mark.parametrize("number", range(len(EVENTS)))
+def test_a_missing_event_is_an_error_or_harmless(number: int) -> None:
+    """No call or text appears in the place of another."""
+    events = [*EVENTS[:number], *EVENTS[number + 1 :]]
+    try:
+        found = read_reply(read(events).text)
+    except (ProtocolError, ServerLost):
+        return
+    assert found.text in ("Grüße, Wörld 🎉", "Grüße, ", "Wörld 🎉")
+    assert [call.name for call in found.tool_calls] == ["find"]
+
+
+@given(st.permutations(EVENTS))
+def test_no_order_of_events_breaks_the_reader(events: list[bytes]) -> None:
+    with suppress(AgentflowError):
+        read(events)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "type",
+    "index",
+    "message",
+    "content_block",
+    "delta",
+    "usage",
+    "error",
+    "text",
+    "id",
+    "name",
+    "input",
+]
+KINDS = st.sampled_from(
+    ["message_start", "content_block_start", "content_block_delta", "message_delta", "error"]
+)
+
+
+@given(st.lists(st.tuples(KINDS, st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)), max_size=4))
+def test_events_of_any_content_are_errors_of_the_server(made: list[tuple[str, dict[str, Any]]]) -> None:
+    events = [answers.event({**fields, "type": kind}) for kind, fields in made]
+    with suppress(AgentflowError):
+        read([EVENTS[0], *events])
+
+
+@pytest.mark.anyio
+class TestServers:
+    """A session on a hostile server."""
+
+    async def ask(self, *script: AnyAnswer, **options: Any) -> list[str | AgentflowError]:
+        """The values of a gen for each answer in one session, or its error."""
+        found: list[str | AgentflowError] = []
+        async with fake_server(script) as server:
+            backend = Anthropic(MODEL, base_url=server.url, api_key="sk-1", **{"max_retries": 0, **options})
+            async with af.session(backend=backend) as flow:
+                for _ in script:
+                    async with flow.state() as s:
+                        s += af.user("Hi") + af.assistant(af.gen("x"))
+                        try:
+                            found.append(await s["x"])
+                        except AgentflowError as error:
+                            found.append(error)
+        return found
+
+    @pytest.mark.parametrize("name", hostile(EVENTS))
+    async def test_hostile_answers_are_errors_and_the_session_goes_on(self, name: str) -> None:
+        first, second = await self.ask(hostile(EVENTS)[name](), answers.text_stream("Hello"))
+        assert isinstance(first, AgentflowError), first
+        assert second == "Hello"
+
+    async def test_pieces_of_a_byte(self) -> None:
+        events = encoded(answers.beginning(), answers.text_block("Grüße 🎉"), answers.ending())
+        assert await self.ask(written(events, 1)) == ["Grüße 🎉"]
+
+    async def test_a_stream_that_falls_silent_is_lost(self) -> None:
+        (error,) = await self.ask(slow(EVENTS, Hold(), after=3), stall_timeout_s=0.05)
+        assert isinstance(error, ServerLost)
