@@ -437,6 +437,43 @@ def test_preempted_requests_go_first_in_order_of_arrival():
     assert order_of(policy) == [0, 1, 2]
 
 
+def test_a_preempted_request_waits_again():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    made, other = request(0, 30, 0, "a"), request(1, 30, 0, "b")
+    policy.add(made)
+    assert made in policy
+    assert other not in policy
+    policy.admit(made)
+    assert made not in policy
+    policy.restore(made)
+    assert made in policy
+    assert [*policy] == [made]
+    policy.admit(made)
+    policy.finish(made)
+    assert not policy._tenants
+
+
+def test_tokens_of_a_step_do_not_count_in_the_next():
+    """The oldest prompt is behind the others of its tenant within a step, not behind what it generates."""
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    oldest, short, decoding = request(0, 100), request(1, 10), request(2, 10)
+    for made in (oldest, short, decoding):
+        policy.add(made)
+        policy.admit(made)
+        made.status = Status.RUNNING
+    policy.start_step()
+    policy.charge(decoding, 10)
+    policy.start_step()
+    assert policy.next([oldest, short], None) is short
+
+
+def test_of_tenants_with_equal_charges_the_first_to_come_goes_first():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    for number in range(3):
+        policy.add(request(number, 30, 0, str(number)))
+    assert order_of(policy) == [0, 1, 2]
+
+
 def test_a_blocked_tenant_does_not_hold_up_another():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 0, "a"))
@@ -449,12 +486,16 @@ def test_a_blocked_tenant_does_not_hold_up_another():
 
 def test_idle_tenants_are_forgotten():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
-    for number in range(50):
+    policy.add(request(0, 10, 0, "first"))
+    policy.add(request(1, 10, 0, "second"))
+    for number in range(2, 300):
         made = request(number, 10, 0, str(number))
         policy.add(made)
         policy.admit(made)
         policy.finish(made)
-    assert not policy._tenants
+    assert policy._tenants.keys() == {"first", "second"}
+    assert len(policy._by_charge) < 100
+    assert order_of(policy) == [0, 1]
 
 
 tenant_steps = st.lists(
