@@ -330,6 +330,21 @@ def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():
     assert num_before == -(-fair_policy.OVERTAKEN_BATCHES * 32 // 100)
 
 
+@pytest.mark.parametrize(
+    ("choices", "order"), [([[1], [2]], [1, 2, 0]), ([[*range(40)], [*range(1, 40)]], [1, 0, 2])]
+)
+def test_the_nodes_of_a_select_overtake_like_tokens(choices, order, monkeypatch):
+    monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 1)
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    policy.add(request(0, 50))
+    policy.add(request(1, 20, 12, choices=choices))
+    first = next_of(policy, free)
+    assert first is not None
+    policy.admit(first)
+    policy.add(request(2, 20, 13))
+    assert [first.id, *order_of(policy)] == order
+
+
 def order_of(policy: FairLongestPrefix) -> list[int]:
     order = []
     while (chosen := next_of(policy, free)) is not None:
@@ -453,18 +468,56 @@ def test_a_preempted_request_waits_again():
     assert not policy._tenants
 
 
-def test_tokens_of_a_step_do_not_count_in_the_next():
-    """The oldest prompt is behind the others of its tenant within a step, not behind what it generates."""
-    policy = FairLongestPrefix(Cache().peek, token_budget=16)
-    oldest, short, decoding = request(0, 100), request(1, 10), request(2, 10)
-    for made in (oldest, short, decoding):
+def running(policy: FairLongestPrefix, *requests: Request) -> list[Request]:
+    """The requests, which run."""
+    for made in requests:
         policy.add(made)
         policy.admit(made)
         made.status = Status.RUNNING
+    return [*requests]
+
+
+def test_the_oldest_prompt_gets_a_third_of_what_the_others_get():
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    prompts = running(policy, request(0, 100), request(1, 10))
+    policy.start_step()
+    order = []
+    for num_tokens in (1, 4, 11, 1, 1):
+        chosen = policy.next(prompts, None)
+        assert chosen is not None
+        order.append(chosen.id)
+        policy.charge(chosen, num_tokens)
+    assert order == [1, 0, 1, 1, 0]
+
+
+def test_tokens_of_a_step_do_not_count_in_the_next():
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    oldest, short, decoding = running(policy, request(0, 100), request(1, 10), request(2, 10))
     policy.start_step()
     policy.charge(decoding, 10)
     policy.start_step()
     assert policy.next([oldest, short], None) is short
+
+
+def test_cached_tokens_make_a_request_short():
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    prompts = running(policy, request(0, 100))
+    policy.add(request(1, 100, 50))
+    policy.add(request(2, 30, 20))
+    policy.start_step()
+    assert policy.next(prompts, free).id == 2
+
+
+def test_no_request_passes_an_overdue_one_that_waits_for_memory(monkeypatch):
+    monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 0)
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    overdue = request(0, 30)
+    policy.add(overdue)
+    policy.add(request(1, 30, 1))
+    overdue.is_held_back = True
+    assert next_of(policy, lambda made, match: made is overdue) is None
+    overdue.is_held_back = False
+    assert next_of(policy, lambda made, match: made is overdue).id == 1
 
 
 def test_of_tenants_with_equal_charges_the_first_to_come_goes_first():
@@ -594,12 +647,17 @@ branches = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_siz
 
 
 @given(
-    prompts=branches, cached=st.integers(0, 4), computing=st.lists(st.integers(0, 2), min_size=1, max_size=5)
+    prompts=branches,
+    cached=st.integers(0, 4),
+    computing=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    held_back=st.sets(st.integers(0, 11)),
 )
-def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, computing):
-    """A running request computes the token that some need next, as the scheduler asks."""
+def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, computing, held_back):
+    """A running request computes the token that some need next, as the scheduler asks; some do not fit."""
 
     def is_blocked(made: Request, match: int) -> bool:
+        if made.is_held_back:
+            return True
         needed = made.tokens[: match + 1].tolist()
         return match < made.num_reusable and computing[: match + 1] == needed
 
@@ -608,6 +666,7 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
     for number, prompt in enumerate(prompts):
         tokens = np.array([*prompt, 9], dtype=np.int32)
         waiting.append(request_of(number, tokens, 1, SamplingParams(), task_group="g"))
+        waiting[-1].is_held_back = number in held_back
         siblings.add(waiting[-1])
 
     def match_of(made: Request) -> int:
