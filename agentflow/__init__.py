@@ -52,6 +52,9 @@ from agentflow.protocol.events import Stats, TokenLogprob, Usage
 from agentflow.version import __version__
 
 if TYPE_CHECKING:
+    from agentflow.backends.apis.anthropic import Anthropic
+    from agentflow.backends.apis.compatible import OpenAICompatible
+    from agentflow.backends.apis.openai import OpenAI
     from agentflow.backends.local import Embedded
     from agentflow.backends.remote import Remote
     from agentflow.backends.replay import Replay
@@ -67,6 +70,7 @@ __all__ = [
     "Act",
     "ActDone",
     "AgentflowError",
+    "Anthropic",
     "Branches",
     "BudgetExceeded",
     "Cancelled",
@@ -76,6 +80,8 @@ __all__ = [
     "InvalidValue",
     "McpServer",
     "Message",
+    "OpenAI",
+    "OpenAICompatible",
     "OpenSession",
     "Overloaded",
     "Program",
@@ -136,6 +142,9 @@ def __dir__() -> list[str]:
 
 # Loaded where they are used: most programs need one backend and no tools, and a command should start quickly.
 _LOADED_LATER = {
+    "Anthropic": "agentflow.backends.apis.anthropic",
+    "OpenAI": "agentflow.backends.apis.openai",
+    "OpenAICompatible": "agentflow.backends.apis.compatible",
     "Embedded": "agentflow.backends.local",
     "Remote": "agentflow.backends.remote",
     "Replay": "agentflow.backends.replay",

@@ -86,8 +86,9 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     """A session on a server, on an engine in this process, or on a given ``backend``.
 
     Args:
-        url: The server's address (``ws://…`` or ``wss://…``); default: the environment variable
-            AGENTFLOW_URL. Without an address, an engine in this process runs the model.
+        url: The server's address (``ws://…`` or ``wss://…``); the address of a server with OpenAI's API
+            (``http://…/v1``); or a model of a vendor (``openai:MODEL``, ``anthropic:MODEL``). Default: the
+            environment variable AGENTFLOW_URL. Without an address, an engine in this process runs the model.
         options: Fields of ``af.SessionOptions``: ``model``, ``models``, ``embed_model``, ``quantize``,
             ``chat_template``, ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed`` and ``record``.
 
@@ -155,7 +156,7 @@ def _several(
 
     backends: dict[str, Backend] = {}
     for name, model in models.items():
-        if isinstance(model, str) and "://" in model:
+        if isinstance(model, str) and _is_address(model):
             backends[name] = _chosen_backend(model, options)
         elif isinstance(model, str | os.PathLike):
             from agentflow.backends.local import Embedded
@@ -222,6 +223,27 @@ async def open_session(url: str | None = None, **options: Unpack[SessionOptions]
     return await SessionHost(session(url, **options)).open()
 
 
+_VENDORS: Final = ("openai:", "anthropic:")
+
+
+def _is_address(text: str) -> bool:
+    return "://" in text or text.startswith(_VENDORS)
+
+
+def _vendor_backend(url: str, options: SessionOptions) -> Backend:
+    """A model of a vendor, such as ``openai:gpt-4.1-mini``."""
+    vendor, _, model = url.partition(":")
+    if not model or _chosen(options, *_OF_MODEL):
+        raise BadArgument(f"session: {url!r:.200} names the model: write {vendor}:MODEL, without model=")
+    if vendor == "openai":
+        from agentflow.backends.apis.openai import OpenAI
+
+        return OpenAI(model, api_key=options.get("api_key"))
+    from agentflow.backends.apis.anthropic import Anthropic
+
+    return Anthropic(model, api_key=options.get("api_key"))
+
+
 def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
     url = url or os.environ.get("AGENTFLOW_URL")
     of_engine = _chosen(options, *_OF_ENGINE)
@@ -236,9 +258,15 @@ def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
             "or AGENTFLOW_URL): its operator decides",
             param=name,
         )
+    if url.startswith(_VENDORS):
+        return _vendor_backend(url, options)
+    api_key = options.get("api_key") or os.environ.get("AGENTFLOW_API_KEY") or None
+    if url.startswith(("http://", "https://")):
+        from agentflow.backends.apis.asked_server import AskedServer
+
+        return AskedServer(url, api_key=api_key, **_chosen(options, *_OF_MODEL))
     from agentflow.backends.remote import Remote
 
-    api_key = options.get("api_key") or os.environ.get("AGENTFLOW_API_KEY") or None
     return Remote(url, api_key=api_key, **_chosen(options, *_OF_MODEL))
 
 

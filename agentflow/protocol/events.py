@@ -139,6 +139,10 @@ class Usage(Record, msgspec.Struct, frozen=True):
     """Of the output: forced by a constraint, not sampled."""
     reasoning_tokens: int = 0
     """Of the output: reasoning."""
+    saved_calls: int = 0
+    """Generations that took their text from an earlier call (speculative execution)."""
+    saved_tokens: int = 0
+    """The prompt tokens that these calls would have had, estimated."""
 
     @property
     def hit_rate(self) -> float:
@@ -152,7 +156,14 @@ class Usage(Record, msgspec.Struct, frozen=True):
             self.output_tokens + other.output_tokens,
             self.forced_tokens + other.forced_tokens,
             self.reasoning_tokens + other.reasoning_tokens,
+            self.saved_calls + other.saved_calls,
+            self.saved_tokens + other.saved_tokens,
         )
+
+    def __sub__(self, part: Usage) -> Usage:
+        """The rest of a usage, of which ``part`` is known; no number falls below 0."""
+        names = self.__struct_fields__
+        return Usage(**{name: max(0, getattr(self, name) - getattr(part, name)) for name in names})
 
 
 class Stats(Record, msgspec.Struct, frozen=True):
@@ -185,6 +196,9 @@ class Stats(Record, msgspec.Struct, frozen=True):
     peak_resident_bytes: int | None = 0
     restarts: int | None = 0
     forced_tokens: int | None = 0
+    saved_calls: int = 0
+    saved_tokens: int = 0
+    failed_speculations: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -233,6 +233,7 @@ class Hint(_Op, frozen=True):
     output_tokens: int | None = None  # the expected length of its gens
     forks: int | None = None  # the number of forks that come next
     deadline_s: float | None = None  # when its gens should be done
+    speculate: bool | None = None  # whether calls to an API go on for later gens of their turn
 
 
 class Limit(_Op, frozen=True):

@@ -74,7 +74,19 @@ class StateHint(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     forks: int | None = None
     deadline_s: float | None = None
+    speculate: bool | None = None
     trace: str = ""
+
+
+class UpcomingGen(NamedTuple):
+    """A gen that follows in the turn of the running one."""
+
+    params: GenParams
+    constraint: Constraint | None = None
+
+
+Upcoming = str | UpcomingGen
+"""What follows in the turn of a gen: fixed text, or another gen."""
 
 
 class SnapshotNode(NamedTuple):
@@ -193,6 +205,9 @@ class Generator(Embedder, Protocol[ContextT]):
             constraint: Constrains the text; its kind is among the ``capabilities``.
             on_reasoning: Receives each delta of reasoning; given only if ``params.stream_reasoning``.
         """
+
+    # ``def expect(self, context: ContextT, upcoming: Sequence[Upcoming]) -> None`` is optional. It is called
+    # before ``generate``, with the ops of the same turn that wait behind the gen.
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""

@@ -17,6 +17,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Generic, Literal
 
@@ -52,7 +53,15 @@ from agentflow.protocol.op_table import (
 )
 from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import apply_in_turn
-from agentflow.runtime.generator import ContextT, Embedder, EmbeddingOptions, Generator, StateHint
+from agentflow.runtime.generator import (
+    ContextT,
+    Embedder,
+    EmbeddingOptions,
+    Generator,
+    StateHint,
+    Upcoming,
+    UpcomingGen,
+)
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
@@ -85,6 +94,8 @@ logger = logging.getLogger(__name__)
 
 # Twice the number of ops that the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
+MAX_UPCOMING = 64
+"""The ops behind a gen that its generator is told of."""
 SKIPS_PER_LOOK = 64
 """Ops of a failed state that are skipped between two checks of the clock."""
 VARIABLES_PER_LOOK = 64
@@ -513,6 +524,23 @@ class Interpreter(Generic[ContextT]):
             self._kick(graph.root)
 
 
+def _upcoming(state: StateRecord[ContextT]) -> list[Upcoming]:
+    """The text and the gens that wait in the state's stream up to the end of its turn, or up to a text that
+    is not known yet."""
+    found: list[Upcoming] = []
+    for pending in islice(state.pending, MAX_UPCOMING):
+        match op := pending.op:
+            case ops.Text() if all(isinstance(part, str) for part in op.parts):
+                found.append("".join([part for part in op.parts if isinstance(part, str)]))
+            case ops.Gen() if not op.reply:
+                found.append(UpcomingGen(op.params, op.constraint))
+            case ops.Hint() | ops.Await() | ops.Set() | ops.Expect():
+                pass
+            case _:
+                break
+    return found
+
+
 def opened_context(generator: Generator[ContextT], op: ops.Open) -> ContextT:
     """A new, empty context for a state that ``op`` opens, or for a fork of it on another model."""
     context = generator.open(op.cache_salt, program=op.program, label=op.label)
@@ -602,7 +630,7 @@ class _OpExecution(Generic[ContextT]):
             case ops.Image():
                 generator.image(context, op.source)
             case ops.Hint():
-                hint = StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
+                hint = StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s, op.speculate)
                 generator.hint(context, hint)
             case _:
                 raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
@@ -695,6 +723,9 @@ class _OpExecution(Generic[ContextT]):
         params = clipped(op.params, state.budgets, generator.capabilities.default_max_tokens)
         generate = generator.reply if op.reply else generator.generate
         streamed = (variable.extend_reasoning,) if params.stream_reasoning else ()
+        expect = getattr(generator, "expect", None)
+        if expect is not None and not op.reply:
+            expect(context, _upcoming(state))
         end = await generate(context, params, variable.extend, op.constraint, *streamed)
         was_truncated = end.finish_reason == "length" and params is not op.params
         spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)

@@ -21,7 +21,7 @@ async def main(port: int, interval_s: float) -> None:
     encode = msgspec.json.Encoder().encode
     watch = ops.Watch(1, interval_s=interval_s)
     async with websockets.connect(f"ws://127.0.0.1:{port}{SESSION_PATH}", max_size=None) as socket:
-        await socket.send(encode({"frame": "hello", "version": 1}).decode())
+        await socket.send(encode({"frame": "hello", "version": 2}).decode())
         await socket.recv()
         await socket.send(encode({"frame": "ops", "first": 1, "ops": [watch]}).decode())
         has_begun = False

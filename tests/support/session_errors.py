@@ -16,7 +16,9 @@ from support.api_server import ApiServer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-HELLO = {"frame": "hello", "version": 1}
+from agentflow.protocol.wire import VERSION
+
+HELLO = {"frame": "hello", "version": VERSION}
 NO_CODE = "–"
 
 

@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
-from agentflow.backends.apis.serving import ApiSettings, for_display
+from agentflow.backends.apis.serving import ApiSettings, for_display, generating
 from agentflow.backends.apis.verification import OnUnsupported
-from agentflow.backends.local import interpreted
 from agentflow.errors import BadArgument, NotAuthorized, NotSupported
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, ConstraintKind
@@ -41,6 +40,7 @@ class Anthropic:
         effort: How much it reasons and writes: ``low`` to ``max``, as far as the model has it.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
             checked, and asked for again with the fault, at most three times.
+        speculate: As for ``af.OpenAI``.
         max_retries: The most further attempts of a request that failed before anything of its answer was
             visible.
         timeout_s: The time limit until an answer begins, in seconds.
@@ -66,6 +66,7 @@ class Anthropic:
         reasoning: bool | None = None,
         effort: str | None = None,
         on_unsupported: OnUnsupported = "error",
+        speculate: bool | None = None,
         max_retries: int = 2,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 60.0,
@@ -91,6 +92,7 @@ class Anthropic:
                 "anthropic-version": SAMPLING_API_VERSION if "temperature" in facts.sampling else API_VERSION
             },
             on_unsupported=on_unsupported,
+            speculate=speculate,
             max_retries=max_retries,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
@@ -119,7 +121,6 @@ class Anthropic:
         try:
             from agentflow.backends.apis.anthropic_messages import AnthropicMessages
             from agentflow.backends.apis.anthropic_stream import AnthropicErrors
-            from agentflow.backends.apis.generator import ApiGenerator
             from agentflow.backends.apis.transport import ApiTransport, open_http
         except ImportError as error:
             raise NotSupported(
@@ -141,10 +142,8 @@ class Anthropic:
             messages = AnthropicMessages(
                 self.model, self._facts, errors, reasoning=self._reasoning, effort=self._effort
             )
-            generator = ApiGenerator(
-                transport, messages, self._capabilities(), on_unsupported=settings.on_unsupported
-            )
-            async with interpreted(generator, deliver) as connection:
+            features = self._capabilities()
+            async with generating(settings, transport, messages, features, deliver) as connection:
                 yield connection
 
     def _capabilities(self) -> Capabilities:

@@ -191,7 +191,7 @@ class AnthropicMessages:
         asked = call.given.get("max_tokens")
         if asked is None:
             # The API demands a limit.
-            return self._facts.default_max_tokens or self._facts.output or call.params.max_tokens
+            return self._facts.default_max_tokens or self._facts.output or 4096
         if self._facts.output is not None and asked > self._facts.output:
             raise NotSupported(
                 f"{self._model} writes at most {self._facts.output:,} tokens, and max_tokens is {asked:,}",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from agentflow.backends.apis.flavours import FLAVOURS, FlavourName
-from agentflow.backends.apis.serving import ApiSettings, connected, for_display
+from agentflow.backends.apis.serving import ApiSettings, connected, for_display, transport_of
 from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.errors import BadArgument
 from agentflow.protocol.backend import Connection, Deliver, Lost
@@ -20,9 +21,11 @@ class OpenAICompatible:
         url: The address of the API, which usually ends in ``/v1``.
         model: The model's name; None for the only one of the server.
         flavour: The kind of server, which decides on the features beyond OpenAI's API: ``vllm``, ``sglang``,
-            ``llamacpp``, ``ollama``, or ``generic`` for the features that all have.
+            ``llamacpp``, ``ollama``, or ``generic`` for the features that all have. None: as the list of the
+            server's models says.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.
+        speculate: As for ``af.OpenAI``.
         max_retries: As for ``af.OpenAI``.
         timeout_s: As for ``af.OpenAI``.
         stall_timeout_s: As for ``af.OpenAI``.
@@ -41,16 +44,17 @@ class OpenAICompatible:
         url: str,
         model: str | None = None,
         *,
-        flavour: FlavourName = "generic",
+        flavour: FlavourName | None = None,
         api_key: str | None = None,
         on_unsupported: OnUnsupported = "error",
+        speculate: bool | None = None,
         max_retries: int = 2,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 60.0,
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
     ) -> None:
-        if flavour not in FLAVOURS:
+        if flavour is not None and flavour not in FLAVOURS:
             known = ", ".join(map(repr, FLAVOURS))
             raise BadArgument(
                 f"OpenAICompatible: flavour must be one of {known}, not {flavour!r}", param="flavour"
@@ -61,6 +65,7 @@ class OpenAICompatible:
             model=model,
             server=for_display(url),
             on_unsupported=on_unsupported,
+            speculate=speculate,
             max_retries=max_retries,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
@@ -69,15 +74,21 @@ class OpenAICompatible:
         ).check("OpenAICompatible")
         self.url = self._settings.server
         self.model = model
-        self.flavour: FlavourName = flavour
+        self.flavour = flavour
 
     def __repr__(self) -> str:
         shown = f"{self.url!r}" if self.model is None else f"{self.url!r}, {self.model!r}"
-        return f"OpenAICompatible({shown}, flavour={self.flavour!r})"
+        return f"OpenAICompatible({shown}{'' if self.flavour is None else f', flavour={self.flavour!r}'})"
+
+    async def listed_models(self) -> Any:
+        """The answer of the server to ``GET /models``."""
+        async with transport_of(self._settings, "the model", {}) as transport:
+            return await transport.get("models")
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the pool of connections, and asks for the model if none was given. ``BadArgument`` if the
         server has several. For the session."""
-        async with connected(self._settings, FLAVOURS[self.flavour], deliver) as connection:
+        flavour = None if self.flavour is None else FLAVOURS[self.flavour]
+        async with connected(self._settings, flavour, deliver) as connection:
             yield connection

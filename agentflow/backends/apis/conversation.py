@@ -8,11 +8,12 @@ caches of providers need.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from agentflow.backends.apis.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import (
     FREE_CHOICE,
@@ -22,6 +23,7 @@ from agentflow.protocol.chat import (
     ToolChoice,
     ToolSpec,
 )
+from agentflow.runtime.generator import Upcoming
 
 Encode = Callable[[Message], bytes]
 """Encodes a message as an API takes it."""
@@ -79,6 +81,9 @@ class ApiContext:
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
     trace: str = ""  # the ``traceparent`` of the next request
+    speculates: bool | None = None  # whether a call may go on for later gens; None: the backend decides
+    upcoming: Sequence[Upcoming] = ()  # what follows the next gen in its turn
+    ahead: Ahead | None = None  # the text of a call that went on
 
     @property
     def is_plain(self) -> bool:
@@ -188,7 +193,8 @@ class ApiContext:
         """A context that continues from here and shares the messages."""
         if self.last is not None:
             self.last.is_shared = True
-        return replace(self, parts=[self.open_text] if self.parts else [], trace="")
+        parts = [self.open_text] if self.parts else []
+        return replace(self, parts=parts, trace="", upcoming=(), ahead=None)
 
     def text(self) -> str:
         """The content, with turns as ``<role>…</role>``: the provider's own markup is not known."""

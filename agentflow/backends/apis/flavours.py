@@ -114,6 +114,26 @@ FLAVOURS: Final[dict[str, Flavour]] = {
     "ollama": Flavour("ollama", _same(*_OF_OPENAI), has_completions=False, is_strict=False),
 }
 
+# The owners of models in the lists of servers. Our own server has vLLM's fields.
+_OWNERS: Final = {
+    "agentflow": "vllm",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llamacpp",
+    "library": "ollama",
+}
+
+
+def flavour_of(models: Any) -> Flavour:
+    """The flavour of the server that answers ``GET /models`` with ``models``.
+
+    >>> flavour_of({"data": [{"id": "Qwen/Qwen3-8B", "owned_by": "vllm"}]}).name
+    'vllm'
+    """
+    rows = models.get("data") if isinstance(models, dict) else None
+    owners = [row.get("owned_by") for row in rows or () if isinstance(row, dict)]
+    return FLAVOURS[next((_OWNERS[owner] for owner in owners if owner in _OWNERS), "generic")]
+
 
 class ConstraintFields(NamedTuple):
     """The fields of a request that enforce a constraint. ``unwrap`` takes the text out of the answer, if the

@@ -7,27 +7,49 @@ checked: an answer that violates it is asked for again, with the reason.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import msgspec
+from anyio.abc import TaskGroup
 
 from agentflow.backends.apis.answer import Answer
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext
 from agentflow.backends.apis.selection import exact_scores, may_be_tokens, written_scores
+from agentflow.backends.apis.speculation import Ahead, call_params, disagreement, is_useful
 from agentflow.backends.apis.transport import ApiTransport
 from agentflow.backends.apis.verification import OnUnsupported, fault_of, requirement
 from agentflow.backends.apis.visible_text import StopFilter
-from agentflow.errors import InvalidValue, NotSupported, RequestRefused, RunFailed
+from agentflow.errors import (
+    AgentflowError,
+    EngineFailed,
+    InvalidValue,
+    NotSupported,
+    RequestRefused,
+    RunFailed,
+)
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import (
+    EmbeddingOptions,
+    Embeddings,
+    Generated,
+    OnText,
+    Scored,
+    StateHint,
+    Upcoming,
+)
 
+logger = logging.getLogger(__name__)
+
+CHARS_PER_TOKEN = 4
 MAX_ANSWERS = 3
 """The answers that are asked for until one satisfies a constraint."""
 MAX_CHAT_TOP_LOGPROBS = 20
@@ -42,7 +64,10 @@ class ApiGenerator:
         api: The format of the API.
         capabilities: The model's capabilities. With ``on_unsupported="retry"``, its constraints have the
             kinds that are checked, too.
+        tasks: Runs the calls that go on after their generations (``speculation``).
         on_unsupported: ``retry``: other constraints, and schemas that the API cannot enforce, are checked.
+        speculates: Whether calls go on for later gens of their turn; None: where the API cannot continue a
+            turn.
     """
 
     def __init__(
@@ -50,13 +75,18 @@ class ApiGenerator:
         transport: ApiTransport,
         api: ApiFormat,
         capabilities: Capabilities,
+        tasks: TaskGroup,
         *,
         on_unsupported: OnUnsupported = "error",
+        speculates: bool | None = None,
     ) -> None:
         self.capabilities = capabilities
         self._transport = transport
         self._api = api
         self._on_unsupported = on_unsupported
+        self._tasks = tasks
+        self._speculates = not capabilities.continuation if speculates is None else speculates
+        self._num_failed_speculations = 0
         self._total = Usage()
         self._unscored: set[int] = set()  # hashes of choices that are no single tokens
         self._num_running = 0
@@ -73,10 +103,12 @@ class ApiGenerator:
         self, context: ApiContext, role: str, tool_call_id: str | None = None, name: str | None = None
     ) -> None:
         """Opens a turn. ``NotSupported`` after plain text."""
+        self._leave_ahead(context)
         context.begin_role(role, (tool_call_id, name))
 
     def end_role(self, context: ApiContext) -> None:
         """Closes the turn."""
+        self._leave_ahead(context)
         context.end_role()
 
     def image(self, context: ApiContext, source: str) -> None:
@@ -100,6 +132,15 @@ class ApiGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates the rest of the assistant's turn, or of a plain text."""
+        context.open_answer()
+        upcoming, context.upcoming = context.upcoming, ()
+        if context.ahead is None and self._may_speculate(context, params, constraint, upcoming):
+            self._begin_ahead(context, params, upcoming)
+        if context.ahead is not None:
+            taken = await self._taken(context, params, on_text, constraint, on_reasoning, upcoming)
+            if taken is not None:
+                return taken
+            self._leave_ahead(context)
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=False)
 
     async def reply(
@@ -111,11 +152,13 @@ class ApiGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the model may call the context's tools."""
+        self._leave_ahead(context)
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
 
     async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
         """Scores the choices by log-probabilities where the API reports those of each, and otherwise lets the
         model write one of them, whose score is then 0, and that of the others ``UNKNOWN_SCORE``."""
+        self._leave_ahead(context)
         context.open_answer()
         usage, scores = await self._exact_scores(context, tuple(choices), method)
         if scores is not None:
@@ -164,13 +207,25 @@ class ApiGenerator:
             self._unscored.add(key)
 
     async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
-        """Contexts that share the messages."""
-        return [context.forked() for _ in range(count)]
+        """Contexts that share the messages, and at temperature 0 the text of a call that went on."""
+        forks = [context.forked() for _ in range(count)]
+        ahead = context.ahead
+        if ahead is not None and ahead.is_greedy:
+            for fork in forks:
+                fork.ahead = ahead
+            ahead.num_users += count
+        return forks
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """Takes the trace; APIs know no other hints."""
+        """Takes the trace, and whether the state's calls go on; APIs know no other hints."""
         if hint.trace:
             context.trace = hint.trace
+        if hint.speculate is not None:
+            context.speculates = hint.speculate
+
+    def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
+        """Takes what follows the next gen in its turn."""
+        context.upcoming = upcoming
 
     def text(self, context: ApiContext) -> str:
         """The content, with turns as ``<role>…</role>``."""
@@ -193,7 +248,8 @@ class ApiGenerator:
         raise NotSupported(f"{self.capabilities.model} is behind an API: its scheduler cannot be watched")
 
     def free(self, context: ApiContext) -> None:
-        """Nothing: the server keeps no state."""
+        """Ends a call that nothing needs any more. The server keeps no state."""
+        self._leave_ahead(context)
 
     async def stats(self) -> Stats:
         """The counters of this session; those of the server are not known."""
@@ -217,11 +273,122 @@ class ApiGenerator:
             peak_resident_bytes=None,
             restarts=None,
             forced_tokens=None,
+            saved_calls=total.saved_calls,
+            saved_tokens=total.saved_tokens,
+            failed_speculations=self._num_failed_speculations,
         )
 
     def _greedy(self) -> GenParams:
         """The parameters of a select."""
         return GenParams(temperature=0.0 if self.capabilities.accepts("temperature") else None)
+
+    # Speculation
+
+    def _may_speculate(
+        self,
+        context: ApiContext,
+        params: GenParams,
+        constraint: Constraint | None,
+        upcoming: Sequence[Upcoming],
+    ) -> bool:
+        is_wanted = self._speculates if context.speculates is None else context.speculates
+        return (
+            is_wanted
+            and not context.is_plain
+            and constraint is None  # the API could not go on after it
+            and not params.wants_logprobs
+            and is_useful(context.open_text, upcoming, params, continues=self.capabilities.continuation)
+        )
+
+    def _begin_ahead(self, context: ApiContext, params: GenParams, upcoming: Sequence[Upcoming]) -> None:
+        """Begins a call that goes on. An API that cannot continue the turn begins it again: the model must
+        write the fixed text itself."""
+        continues, turn = self.capabilities.continuation, context.open_text
+        asked = context.forked()
+        if not continues:
+            asked.parts = []
+        asked.trace, context.trace = context.trace, ""
+        call = Call(call_params("" if continues else turn, upcoming, params))
+        request = self._api.request(asked, call)
+        ahead = context.ahead = Ahead(turn if continues else "", is_greedy=params.temperature == 0)
+        self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
+
+    async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: Request, call: Call) -> None:
+        with ahead.scope:
+            try:
+                answer = await self._streamed(asked, request, call, ahead.extend, ahead.think)
+                answer.deliver()
+                ahead.finish(answer)
+            except AgentflowError as error:
+                ahead.fail(error)
+            except Exception as error:  # of one call, not of all that share the task group
+                logger.exception("a call failed because of a fault of the backend")
+                ahead.fail(EngineFailed(f"the call failed: {error!r}"))
+
+    async def _taken(
+        self,
+        context: ApiContext,
+        params: GenParams,
+        on_text: OnText,
+        constraint: Constraint | None,
+        on_reasoning: OnText | None,
+        upcoming: Sequence[Upcoming],
+    ) -> Generated | None:
+        """The next value, from the text of a call that went on; None if that does not have it."""
+        ahead, turn = context.ahead, context.open_text
+        assert ahead is not None
+        is_first = ahead.num_served == 0
+        agrees = await ahead.agrees(turn)
+        if ahead.error is not None and (is_first or not agrees):
+            if is_first:
+                raise ahead.error
+            return None
+        if not agrees or params.wants_logprobs or (not is_first and await ahead.is_used_up(len(turn))):
+            self._num_failed_speculations += 1
+            if not self.capabilities.continuation and turn:
+                raise disagreement(self.capabilities.model, turn, ahead.text)
+            return None
+        # A constrained value ends where the program goes on; it is checked before it is visible.
+        fixed = next((item for item in upcoming[:1] if isinstance(item, str)), None)
+        ends = (*params.stop, fixed) if constraint is not None and fixed else params.stop
+        written = msgspec.structs.replace(params, stop=ends)
+        answer = Answer(written, on_text, on_reasoning, is_held=constraint is not None)
+        reason, num_tokens = await ahead.read(len(turn), params.max_tokens, answer)
+        if reason == "length" and not is_first and (params.max_tokens or math.inf) > num_tokens:
+            reason = ""  # the call ended here, not this generation
+        wrong = constraint is not None and (
+            reason in ("", "length") or fault_of(constraint, answer.text) is not None
+        )
+        if wrong or (not reason and not answer.is_visible):
+            self._num_failed_speculations += 1
+            if not self.capabilities.continuation:
+                raise disagreement(self.capabilities.model, turn, ahead.text)
+            return None
+        if ahead.error is not None and not answer.is_stopped:
+            raise ahead.error
+        answer.finish(reason or "length")
+        usage = ahead.charge(num_tokens)
+        if not is_first:
+            saved = self._estimated_prompt(context)
+            usage += Usage(saved_calls=1, saved_tokens=saved)
+            self._total += Usage(saved_calls=1, saved_tokens=saved)
+        answer.usage = usage
+        generated = answer.deliver()
+        context.answer(answer.text, (), answer.reasoning or None)
+        return generated
+
+    def _estimated_prompt(self, context: ApiContext) -> int:
+        """The tokens of a prompt that was not sent."""
+        nodes = context.messages()
+        return sum([len(node.message.content) for node in nodes]) // CHARS_PER_TOKEN
+
+    def _leave_ahead(self, context: ApiContext) -> None:
+        """The context takes nothing more from the call that went on, which ends with its last user."""
+        ahead, context.ahead = context.ahead, None
+        if ahead is not None:
+            ahead.num_users -= 1
+            if not ahead.num_users:
+                ahead.scope.cancel()
 
     async def _answered(
         self,

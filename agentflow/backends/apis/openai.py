@@ -33,6 +33,8 @@ class OpenAI:
         api: ``chat``: chat completions.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
             checked, and asked for again with the fault, at most three times.
+        speculate: Whether the call of a gen goes on for the later gens of its turn; None: where the API
+            cannot continue a turn. ``s.hint(speculate=False)`` decides for one state.
         max_retries: The most further attempts of a request that failed before anything of its answer was
             visible.
         timeout_s: The time limit until an answer begins, in seconds.
@@ -58,6 +60,7 @@ class OpenAI:
         project: str | None = None,
         api: Literal["chat"] = "chat",
         on_unsupported: OnUnsupported = "error",
+        speculate: bool | None = None,
         max_retries: int = 2,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 60.0,
@@ -85,6 +88,7 @@ class OpenAI:
             key_source=key_source,
             headers={name: value for name, value in headers.items() if value},
             on_unsupported=on_unsupported,
+            speculate=speculate,
             max_retries=max_retries,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,

@@ -7,18 +7,31 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
-from agentflow.backends.apis.flavours import Flavour
+from agentflow.backends.apis.flavours import Flavour, flavour_of
 from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.backends.local import interpreted
-from agentflow.errors import BadArgument, NotSupported, UnknownModel, listed
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    NotAuthorized,
+    NotSupported,
+    ServerUnreachable,
+    UnknownModel,
+    listed,
+)
 from agentflow.protocol.backend import Connection, Deliver
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_number, is_whole
+from agentflow.runtime.task_group import open_task_group
+
+if TYPE_CHECKING:  # they import httpx2
+    from agentflow.backends.apis.api_format import ApiFormat
+    from agentflow.backends.apis.transport import ApiTransport
 
 # Valid in a header without escaping.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
@@ -35,6 +48,7 @@ class ApiSettings:
     key_source: str = "api_key="
     headers: Mapping[str, str] = field(default_factory=dict)
     on_unsupported: OnUnsupported = "error"
+    speculate: bool | None = None
     max_retries: int = 2
     timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
@@ -55,6 +69,7 @@ class ApiSettings:
                 "the name of a model",
             ),
             ("on_unsupported", self.on_unsupported in ("error", "retry"), "'error' or 'retry'"),
+            ("speculate", self.speculate in (None, True, False), "True, False or None"),
             ("max_retries", is_whole(self.max_retries, 0, 1000), "a whole number, 0 or more"),
             ("timeout_s", is_number(self.timeout_s, 0, 1e9) and self.timeout_s > 0, "a number of seconds"),
             (
@@ -97,13 +112,12 @@ def for_display(url: str) -> str:
 
 
 @asynccontextmanager
-async def connected(settings: ApiSettings, flavour: Flavour, deliver: Deliver) -> AsyncIterator[Connection]:
-    """A connection to a model. ``UnknownModel`` if none was given and the server has none, or several."""
+async def transport_of(
+    settings: ApiSettings, model: str, params: Mapping[str, str]
+) -> AsyncIterator[ApiTransport]:
+    """Opens the pool of connections. ``model`` and ``params``: for errors, as in ``ErrorMapping``."""
     try:
         from agentflow.backends.apis.api_errors import ErrorMapping
-        from agentflow.backends.apis.chat_completions import ChatCompletions
-        from agentflow.backends.apis.completions import TextCompletions
-        from agentflow.backends.apis.generator import ApiGenerator
         from agentflow.backends.apis.transport import ApiTransport, open_http
     except ImportError as error:
         raise NotSupported(
@@ -112,42 +126,83 @@ async def connected(settings: ApiSettings, flavour: Flavour, deliver: Deliver) -
     headers = dict(settings.headers)
     if settings.api_key is not None:
         headers["Authorization"] = f"Bearer {settings.api_key}"
-    params = {place: name for name, place in flavour.params.items()}
-    params["max_completion_tokens"] = "max_tokens"
+    errors = ErrorMapping(settings.server, model, settings.key_source, settings.api_key, params=params)
     async with open_http(
         settings.url, headers, ssl_context=settings.ssl_context, proxy=settings.proxy
     ) as http:
+        yield ApiTransport(
+            http,
+            errors,
+            max_retries=settings.max_retries,
+            timeout_s=settings.timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+        )
 
-        def transport_for(model: str) -> ApiTransport:
-            errors = ErrorMapping(
-                settings.server, model, settings.key_source, settings.api_key, params=params
-            )
-            return ApiTransport(
-                http,
-                errors,
-                max_retries=settings.max_retries,
-                timeout_s=settings.timeout_s,
-                stall_timeout_s=settings.stall_timeout_s,
-            )
 
-        model = settings.model
-        if model is None:
-            found = await transport_for("the model").get("models")
-            model = _only_model(found, settings.server)
-        facts = model_facts(flavour.name, model)
-        if not facts.chat:
-            raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
-        transport = transport_for(model)
+@asynccontextmanager
+async def connected(
+    settings: ApiSettings, flavour: Flavour | None, deliver: Deliver
+) -> AsyncIterator[Connection]:
+    """A connection to a model. A server is asked for its models if the model or the flavour is None.
+    ``UnknownModel`` if no model was given and the server has none, or several."""
+    model = settings.model
+    if model is None or flavour is None:
+        async with transport_of(settings, model or "the model", {}) as transport:
+            found = await _listed(transport, is_needed=model is None)
+        model = _only_model(found, settings.server) if model is None else model
+        flavour = flavour or flavour_of(found)
+    facts = model_facts(flavour.name, model)
+    if not facts.chat:
+        raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
+    params = {place: name for name, place in flavour.params.items()}
+    params["max_completion_tokens"] = "max_tokens"
+    async with transport_of(settings, model, params) as transport:
+        from agentflow.backends.apis.chat_completions import ChatCompletions
+        from agentflow.backends.apis.completions import TextCompletions
+
         errors = transport.errors
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
+        api = ChatCompletions(model, flavour, facts, errors, plain)
+        features = _capabilities(model, flavour, facts, settings.on_unsupported)
+        async with generating(settings, transport, api, features, deliver) as connection:
+            yield connection
+
+
+async def _listed(transport: ApiTransport, *, is_needed: bool) -> Any:
+    """The list of the server's models; None if it has none and none ``is_needed``."""
+    try:
+        return await transport.get("models")
+    except (ServerUnreachable, NotAuthorized):
+        raise
+    except AgentflowError:  # many servers have no such list
+        if is_needed:
+            raise
+        return None
+
+
+@asynccontextmanager
+async def generating(
+    settings: ApiSettings,
+    transport: ApiTransport,
+    api: ApiFormat,
+    features: Capabilities,
+    deliver: Deliver,
+) -> AsyncIterator[Connection]:
+    """A connection to a model whose requests have the format ``api``."""
+    from agentflow.backends.apis.generator import ApiGenerator
+
+    async with open_task_group() as tasks:
         generator = ApiGenerator(
             transport,
-            ChatCompletions(model, flavour, facts, errors, plain),
-            _capabilities(model, flavour, facts, settings.on_unsupported),
+            api,
+            features,
+            tasks,
             on_unsupported=settings.on_unsupported,
+            speculates=settings.speculate,
         )
         async with interpreted(generator, deliver) as connection:
             yield connection
+        tasks.cancel_scope.cancel()
 
 
 def _only_model(found: Any, server: str) -> str:

@@ -239,13 +239,15 @@ class State:
         output_tokens: int | None = None,
         forks: int | None = None,
         deadline_s: float | None = None,
+        speculate: bool | None = None,
     ) -> None:
-        """Gives the scheduler information about the next ops. Changes no result.
+        """Gives the backend information about the next ops.
 
         ``objective``: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
         total matters. ``output_tokens``: the expected number of tokens of each. ``forks``: the number of
         forks that come next. ``deadline_s``: the seconds in which they should be done; earlier deadlines are
-        scheduled first.
+        scheduled first. ``speculate``: whether the call of a gen to an API goes on for the later gens of its
+        turn (``af.OpenAI``).
 
         >>> s.hint(objective="throughput", output_tokens=64)
         """
@@ -253,7 +255,7 @@ class State:
             raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
         ops.check_hint(output_tokens, forks, deadline_s)
         recorder = self._recorder()
-        recorder.put(ops.Hint(self._node.id, objective, output_tokens, forks, deadline_s))
+        recorder.put(ops.Hint(self._node.id, objective, output_tokens, forks, deadline_s, speculate))
         recorder.submit()
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:

@@ -530,6 +530,8 @@ export interface HintOp {
   forks?: number | null;
   /** Seconds from now in which the next generations should end. */
   deadline_s?: number | null;
+  /** Whether a call to an API goes on for the later gens of its turn. */
+  speculate?: boolean | null;
 }
 
 /**
@@ -704,6 +706,10 @@ export interface Usage {
   forced_tokens: number;
   /** Of the output, the tokens of reasoning. */
   reasoning_tokens: number;
+  /** Generations that took their text from an earlier call to an API. */
+  saved_calls: number;
+  /** The prompt tokens that these calls would have had, estimated. */
+  saved_tokens: number;
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */
@@ -782,6 +788,12 @@ export interface Stats {
   restarts: number | null;
   /** Of the generated tokens, those that a constraint forced and that were not sampled. */
   forced_tokens: number | null;
+  /** Of models behind an API: as in Usage. */
+  saved_calls: number;
+  /** Of models behind an API: as in Usage. */
+  saved_tokens: number;
+  /** Of models behind an API: texts of earlier calls that did not fit. */
+  failed_speculations: number;
 }
 
 /**

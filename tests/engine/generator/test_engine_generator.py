@@ -400,7 +400,9 @@ async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
 async def test_a_model_without_a_template_has_no_roles():
     async with plain_model_engine() as client:
         generator = EngineGenerator(client, ChatTemplate(None))
-        assert generator.capabilities == Capabilities("fake", roles=False, max_context=512, watch=True)
+        assert generator.capabilities == Capabilities(
+            "fake", roles=False, max_context=512, watch=True, default_max_tokens=256
+        )
         assert generator_on(client).capabilities.roles
         with pytest.raises(af.errors.NotSupported):
             generator.begin_role(generator.open(""), "user")

@@ -22,7 +22,7 @@ from agentflow.errors import BadArgument, NotSupported, PromptTooLong
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     AnswerEnded,
@@ -39,7 +39,8 @@ from agentflow.server.completion.request import (
 pytestmark = pytest.mark.anyio
 
 ASK = (Message("system", "Be brief."), Message("user", "What do plants do?"))
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
+SAMPLED_GEN = GenParams(max_tokens=24, temperature=1.0, seed=3)
+SAMPLED = SAMPLED_GEN.resolved()
 
 
 @asynccontextmanager
@@ -80,7 +81,7 @@ async def test_a_conversation_is_what_a_state_with_these_turns_is():
             generator.fill(context, message.content)
             generator.end_role(context)
         generator.begin_role(context, "assistant")
-        end = await generator.generate(context, SAMPLED, lambda text: None)
+        end = await generator.generate(context, SAMPLED_GEN, lambda text: None)
         generator.free(context)
     assert answer.text == end.text
     assert answer.finish_reason == "length"

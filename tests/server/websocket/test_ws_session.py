@@ -32,7 +32,7 @@ async def test_a_program_runs_in_either_encoding(binary: bool) -> None:
     async with bench() as server, connected(server, binary=[binary]) as [peer]:
         welcome = await peer.greet()
         assert welcome.version == VERSION
-        assert welcome.capabilities == server.generator.capabilities
+        assert welcome.models == {welcome.model: server.generator.capabilities}
         assert (welcome.limits.frame_bytes, welcome.limits.resume_grace_s) == (8 * 1024 * 1024, 1e6)
         assert (welcome.ack, len(welcome.secret) >= 32) == (0, True)
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("give me #20",)), gen(1, 10))

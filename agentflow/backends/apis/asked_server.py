@@ -1,0 +1,75 @@
+"""A server at an ``http(s)://`` address, which is asked what it is.
+
+An address that ends in ``/v1`` is an API of OpenAI's kind. Any other may be one of our own servers, whose
+sessions are better: they keep states, cache and schedule whole programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.backends.remote import Remote
+from agentflow.errors import AgentflowError, BadArgument, NotAuthorized, ServerUnreachable
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+
+OWNER = "agentflow"
+"""The owner of the models of our own servers in ``/v1/models``."""
+
+
+class AskedServer:
+    """The backend of ``af.session("http://…")``.
+
+    Args:
+        url: The address of a server, or of its API (``http://host:8000/v1``).
+        api_key: The API key.
+        model: The name of a model of the server; None for the first, or the only one of an API.
+        embed_model: As for ``Remote``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        embed_model: str | None = None,
+    ) -> None:
+        self._remote = Remote(url, api_key=api_key, model=model, embed_model=embed_model)
+        self._api: OpenAICompatible | None = None
+        self._is_certain = url.rstrip("/").endswith("/v1")
+        if self._is_certain and embed_model is not None:
+            raise BadArgument(
+                f"session: {url!r:.200} is an API, which makes no embeddings here: leave out embed_model",
+                param="embed_model",
+            )
+        if embed_model is None:
+            address = url.rstrip("/") if self._is_certain else f"{url.rstrip('/')}/v1"
+            self._api = OpenAICompatible(address, model, api_key=api_key)
+
+    def __repr__(self) -> str:
+        return repr(self._api if self._is_certain else self._remote)
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Asks the server, and opens a session. For the session."""
+        backend: Backend = self._remote
+        if self._api is not None and (self._is_certain or await _is_other(self._api)):
+            backend = self._api
+        async with backend.connect(deliver, lost) as connection:
+            yield connection
+
+
+async def _is_other(api: OpenAICompatible) -> bool:
+    """Whether the server lists models that are not of our own servers."""
+    try:
+        found: Any = await api.listed_models()
+    except (ServerUnreachable, NotAuthorized):
+        raise
+    except AgentflowError:  # without the package for APIs, or no API at all: the session explains it
+        return False
+    rows = found.get("data") if isinstance(found, dict) else None
+    owners = {row.get("owned_by") for row in rows or () if isinstance(row, dict)}
+    return bool(owners) and OWNER not in owners
