@@ -53,6 +53,7 @@ class Flavour:
         takes_salt: Requests may have a ``cache_salt``.
         takes_trace: Requests may have a ``traceparent``.
         counts_always: Each chunk may report the usage so far.
+        seed_bits: The size of a seed; larger ones are cut.
     """
 
     name: FlavourName | Literal["openai"]
@@ -65,6 +66,7 @@ class Flavour:
     takes_salt: bool = False
     takes_trace: bool = True
     counts_always: bool = False
+    seed_bits: int = 31
 
     def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
         """The parameters that a request may have; ``reasons`` as in ``ModelFacts.parameters``."""
@@ -82,7 +84,7 @@ def _same(*names: str, **renamed: str) -> dict[str, str]:
 
 
 _CONTINUED: Final = {"continue_final_message": True, "add_generation_prompt": False}
-OPENAI: Final = Flavour("openai", _same(*_OF_OPENAI), has_completions=False, takes_trace=False)
+OPENAI: Final = Flavour("openai", _same(*_OF_OPENAI), has_completions=False, takes_trace=False, seed_bits=63)
 FLAVOURS: Final[dict[str, Flavour]] = {
     "generic": Flavour("generic", _same(*_OF_OPENAI)),
     "vllm": Flavour(
@@ -94,6 +96,7 @@ FLAVOURS: Final[dict[str, Flavour]] = {
         takes_reasoning=True,
         takes_salt=True,
         counts_always=True,
+        seed_bits=63,
     ),
     "sglang": Flavour(
         "sglang",
@@ -104,6 +107,7 @@ FLAVOURS: Final[dict[str, Flavour]] = {
         takes_reasoning=True,
         takes_salt=True,
         counts_always=True,
+        seed_bits=63,
     ),
     "llamacpp": Flavour(
         "llamacpp",

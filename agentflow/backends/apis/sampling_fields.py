@@ -45,8 +45,12 @@ class SamplingFields:
                 value = [] if is_wrapped else list(value)[: self._facts.max_stops]
                 if not value:
                     continue
+            elif name == "seed":
+                value &= (1 << self._flavour.seed_bits) - 1
+            elif name == "logit_bias":
+                value = dict(value)
             place = self._facts.max_tokens_field if name == "max_tokens" else self._flavour.params[name]
-            fields[place] = dict(value) if name == "logit_bias" else value
+            fields[place] = value
         if call.params.wants_logprobs and "logprobs" not in self._facts.parameters(self.reasons(call)):
             raise self._refused("logprobs")
         return fields

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
 from agentflow.backends.apis.flavours import Flavour, flavour_of
-from agentflow.backends.apis.verification import OnUnsupported
+from agentflow.backends.apis.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
     AgentflowError,
@@ -24,7 +25,6 @@ from agentflow.errors import (
     listed,
 )
 from agentflow.protocol.backend import Connection, Deliver
-from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_number, is_whole
 from agentflow.runtime.task_group import open_task_group
@@ -41,7 +41,7 @@ _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 class ApiSettings:
     """The settings that the backends share. ``server``: its name in messages."""
 
-    url: str
+    url: str = field(repr=False)  # it may have a password
     api_key: str | None = field(repr=False)
     model: str | None
     server: str
@@ -124,11 +124,15 @@ async def transport_of(
             f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"
         ) from error
     headers = dict(settings.headers)
+    parts = urlsplit(settings.url)
     if settings.api_key is not None:
         headers["Authorization"] = f"Bearer {settings.api_key}"
+    elif parts.username:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
     errors = ErrorMapping(settings.server, model, settings.key_source, settings.api_key, params=params)
     async with open_http(
-        settings.url, headers, ssl_context=settings.ssl_context, proxy=settings.proxy
+        for_display(settings.url), headers, ssl_context=settings.ssl_context, proxy=settings.proxy
     ) as http:
         yield ApiTransport(
             http,
@@ -229,7 +233,7 @@ def _capabilities(
         logprobs="logprobs" in facts.parameters(reasons=False),
         seeds="seed" in sampling,
         max_context=facts.context,
-        constraints=CONSTRAINT_KINDS if is_checked else enforced,
+        constraints=tuple(dict.fromkeys((*enforced, *CHECKED_KINDS))) if is_checked else enforced,
         token_ids=False,
         conversations=True,
         sampling=tuple(sampling),

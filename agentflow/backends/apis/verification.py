@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.language.typed.tags import matches_whole, split_at_tags
-from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.constraint import Constraint, ConstraintKind
 
 OnUnsupported = Literal["error", "retry"]
 """What a backend does with a constraint that its API cannot enforce: refuse it, or check the answers."""
+CHECKED_KINDS: Final[tuple[ConstraintKind, ...]] = ("regex", "schema", "choices", "tags")
+"""The kinds of constraints that can be checked here."""
 MAX_SHOWN_CHARS = 2_000
 """The length of a constraint's source in a prompt."""
 
