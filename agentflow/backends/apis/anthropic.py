@@ -151,8 +151,10 @@ class Anthropic:
         if "schema" in enforced:
             enforced = (*enforced, "choices")  # an enum in a schema
         constraints = CONSTRAINT_KINDS if self._settings.on_unsupported == "retry" else enforced
+        found = capabilities(self._facts, self.model)
         return msgspec.structs.replace(
-            capabilities(self._facts, self.model),
+            found,
+            sampling=(*(found.sampling or ()), "stop_regex"),
             constraints=constraints,
             select="choices" in constraints,
             images=False,  # the generator sends none yet

@@ -24,6 +24,8 @@ from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 
+DEFAULT_MAX_TOKENS: Final = 4096
+"""The limit of a model whose own limit is unknown."""
 MIN_BUDGET: Final = 1024
 """The fewest tokens that a budget of reasoning may have."""
 _FIELDS: Final = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -191,7 +193,7 @@ class AnthropicMessages:
         asked = call.given.get("max_tokens")
         if asked is None:
             # The API demands a limit.
-            return self._facts.default_max_tokens or self._facts.output or 4096
+            return self._facts.default_max_tokens or self._facts.output or DEFAULT_MAX_TOKENS
         if self._facts.output is not None and asked > self._facts.output:
             raise NotSupported(
                 f"{self._model} writes at most {self._facts.output:,} tokens, and max_tokens is {asked:,}",
@@ -206,10 +208,8 @@ class AnthropicMessages:
         if call.params.wants_logprobs:
             given["logprobs"] = True
         for name, value in given.items():
-            if name in ("max_tokens", "max_reasoning_tokens", "stop_regex", "seed"):
-                # A regular expression is applied to the text as it comes. The API has no seeds, and a session
-                # derives one for each gen.
-                continue
+            if name in ("max_tokens", "max_reasoning_tokens", "stop_regex"):
+                continue  # the last one is applied to the text as it comes
             if name == "stop":
                 # A stop would cut the object around the text; the API takes none of white space.
                 stops = [] if is_wrapped else [stop for stop in value if stop.strip()]

@@ -102,17 +102,25 @@ def is_known(vendor: str, model: str) -> bool:
 
 
 def capabilities(facts: ModelFacts, model: str) -> Capabilities:
-    """The features of a model for the session protocol.
+    """The features of a model for the session protocol. Parameters that it accepts only while it reasons, or
+    only while it does not, are among them.
 
     Args:
         facts: The row of the model.
         model: Its name, which errors show.
     """
+    sampling = dict.fromkeys((*facts.parameters(reasons=True), *facts.parameters(reasons=False)))
+    if facts.reasoning != "never":
+        sampling["max_reasoning_tokens"] = None  # 0 turns reasoning off
     return Capabilities(
         model=model,
         select=False,
-        logprobs="logprobs" in facts.parameters(),
-        seeds="seed" in facts.parameters(),
+        logprobs="logprobs" in sampling,
+        seeds="seed" in sampling,
+        sampling=tuple(sampling),
+        default_max_tokens=facts.default_max_tokens,
+        continuation=facts.continuation,
+        plain_text=False,
         max_context=facts.context,
         constraints=facts.constraints,
         images=facts.images,

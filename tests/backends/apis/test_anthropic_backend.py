@@ -35,7 +35,7 @@ from agentflow.errors import (
     UnknownModel,
 )
 from agentflow.protocol.chat import CalledTool, Conversation, Message
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
 
@@ -77,9 +77,9 @@ async def failure(
 ) -> AgentflowError:
     """The error of a gen."""
     async with opened(script, model, **(options or {})) as (flow, server), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x", **params))
+        s += af.user("Hi")
         with pytest.raises(expected) as caught:
-            await s["x"]
+            await s.add(af.assistant(af.gen("x", **params)))["x"]
     assert len(server.received) == len(script)
     return caught.value
 
@@ -340,7 +340,7 @@ async def test_arguments_that_are_cut_are_sent_back_as_text() -> None:
     )
     context = ApiContext()
     context.converse(Conversation(messages))
-    request = FORMAT.request(context, Call(SamplingParams(), {}))
+    request = FORMAT.request(context, Call(GenParams()))
     _, called, results = json.loads(request.body)["messages"]
     assert called["content"][0]["input"] == {"INVALID_JSON": '{"city": "Os'}
     assert results["content"] == [{"type": "tool_result", "tool_use_id": "toolu_1"}]

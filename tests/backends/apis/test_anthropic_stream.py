@@ -19,7 +19,7 @@ from agentflow.backends.apis.anthropic_stream import AnthropicErrors, MessagesRe
 from agentflow.backends.apis.event_stream import EventReader
 from agentflow.errors import AgentflowError, ProtocolError, ServerLost
 from agentflow.protocol.chat import read_reply
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated
 
 MODEL = "claude-opus-4-5"
@@ -46,7 +46,7 @@ EVENTS = encoded(*PARTS)
 def read(events: list[bytes], *, size: int | None = None, lead: str = "", is_reply: bool = True) -> Generated:
     """The answer of a stream, whose bytes come ``size`` at a time."""
     shown: list[str] = []
-    answer = Answer(SamplingParams(), shown.append, is_reply=is_reply)
+    answer = Answer(GenParams(), shown.append, is_reply=is_reply)
     sink = MessagesReader(answer, ERRORS, lead=lead)
     reader, text = EventReader(), b"".join(events)
     for at in range(0, len(text), size or len(text) or 1):

@@ -23,10 +23,10 @@ from agentflow.backends.apis.capability_table import (
     model_facts,
 )
 from agentflow.errors import BadArgument
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import GenParams
 
 EVERY_ROW = [(vendor, facts) for vendor in VENDORS for facts in all_facts(vendor)]
-PARAMETERS = {field.name for field in msgspec.structs.fields(SamplingParams)}
+PARAMETERS = {field.name for field in msgspec.structs.fields(GenParams)}
 
 
 @pytest.mark.parametrize(("vendor", "facts"), EVERY_ROW)
@@ -141,7 +141,10 @@ def test_capabilities_follow_the_facts() -> None:
     assert (made.model, made.max_context, made.constraints) == ("gpt-4o", 128_000, ("schema",))
     assert (made.logprobs, made.seeds, made.token_ids) == (True, True, False)
     reasoning = capabilities(model_facts("openai", "o3"), "o3")
-    assert (reasoning.logprobs, reasoning.images) == (False, True)
+    assert (reasoning.logprobs, reasoning.images, reasoning.accepts("temperature")) == (False, True, False)
+    claude = capabilities(model_facts("anthropic", "claude-opus-4-5"), "claude-opus-4-5")
+    assert (claude.seeds, claude.continuation, claude.plain_text) == (False, True, False)
+    assert (claude.default_max_tokens, claude.accepts("temperature")) == (64_000, True)
 
 
 def test_the_table_of_the_docs_has_every_row() -> None:
