@@ -2,6 +2,7 @@
 within a tenant."""
 
 import math
+import random
 from collections import Counter
 from dataclasses import dataclass
 
@@ -431,6 +432,22 @@ def test_a_tenant_that_leaves_without_a_turn_is_forgotten():
     assert len(policy._tenants[""]._patience_ends._heaps[0]) < 200
     policy.admit(next_of(policy, free))
     assert order_of(policy) == [*range(1, 21)]
+
+
+def test_times_stay_in_order_when_old_entries_are_dropped():
+    waiting: dict[int, Request] = {}
+    heaps = fair_policy.TimeHeaps(waiting)
+    for number in random.Random(1).sample(range(400), 400):
+        waiting[number] = request(number, 10)
+        heaps.add(float(number), waiting[number])
+    for number in random.Random(2).sample(range(400), 300):
+        heaps.gone(waiting.pop(number))
+    found = []
+    while (made := heaps.first(0, math.inf)) is not None:
+        found.append(made.id)
+        heaps.gone(waiting.pop(made.id))
+    assert len(found) == 100
+    assert found == sorted(found)
 
 
 def test_a_deadline_goes_before_ended_patience():
