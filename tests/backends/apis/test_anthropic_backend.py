@@ -362,7 +362,7 @@ async def test_a_turn_is_continued_where_the_model_can() -> None:
 
 @pytest.mark.parametrize("model", [NEW, QUIET, "claude-next"])
 async def test_a_turn_that_cannot_be_continued_is_refused(model: str) -> None:
-    async with opened([], model) as (flow, server), flow.state() as s:
+    async with opened([], model, speculate=False) as (flow, server), flow.state() as s:
         s += af.user("Capital?") + af.assistant("It is" + af.gen("x"))
         with pytest.raises(NotSupported):
             await s["x"]

@@ -401,7 +401,7 @@ async def test_text_in_the_assistants_turn_is_continued_where_the_server_can() -
     assert server.last.json["messages"][-1] == {"role": "assistant", "content": "He said: "}
     assert server.last.json["continue_final_message"] is True
     assert server.last.json["add_generation_prompt"] is False
-    async with opened([]) as (flow, server), flow.state() as s:
+    async with opened([], speculate=False) as (flow, server), flow.state() as s:
         s += af.user("Hi") + af.assistant("He said: ", af.gen("x"))
         with pytest.raises(NotSupported):
             await s["x"]
@@ -558,7 +558,7 @@ async def test_a_server_that_is_not_there() -> None:
     async with fake_server([]) as server:
         url = server.url
     async with (
-        af.session(backend=OpenAICompatible(f"{url}/v1", "m", max_retries=0)) as flow,
+        af.session(backend=OpenAICompatible(f"{url}/v1", "m", flavour="generic", max_retries=0)) as flow,
         flow.state() as s,
     ):
         s += af.user("Hi") + af.assistant(af.gen("x"))
@@ -579,7 +579,7 @@ async def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with fake_server([HELLO, answers.WRONG_KEY]) as server:
         url = server.url.replace("http://", "http://ann:password@")
-        backend = OpenAICompatible(f"{url}/v1", "m", api_key=KEY, max_retries=0)
+        backend = OpenAICompatible(f"{url}/v1", "m", flavour="generic", api_key=KEY, max_retries=0)
         async with af.session(backend=backend) as flow, flow.state() as s:
             s += af.user("Hi") + af.assistant(af.gen("x"))
             await s["x"]
@@ -594,7 +594,10 @@ async def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
 async def test_a_user_and_a_password_are_sent() -> None:
     async with fake_server([HELLO]) as server:
         url = server.url.replace("http://", "http://ann:p%40ss@")
-        async with af.session(backend=OpenAICompatible(f"{url}/v1", "m")) as flow, flow.state() as s:
+        async with (
+            af.session(backend=OpenAICompatible(f"{url}/v1", "m", flavour="generic")) as flow,
+            flow.state() as s,
+        ):
             s += af.user("Hi") + af.assistant(af.gen("x"))
             await s["x"]
         assert server.last.headers["authorization"] == "Basic YW5uOnBAc3M="

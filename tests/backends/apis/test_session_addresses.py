@@ -1,0 +1,136 @@
+"""The addresses of models behind APIs, as ``af.session`` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.apis import openai_answers as answers
+from support.apis.fake_server import Answer, AnyAnswer, Received, fake_server
+
+import agentflow as af
+from agentflow.errors import BadArgument, NotAuthorized, ServerUnreachable, UnknownModel
+
+pytestmark = pytest.mark.anyio
+
+
+def server_of(owner: str, *models: str) -> Any:
+    """A server that lists its models and answers with the name of the one that it is asked for."""
+
+    def answer(request: Received) -> AnyAnswer:
+        if request.path.endswith("/models"):
+            rows = ",".join(f'{{"id":"{model}","owned_by":"{owner}"}}' for model in models)
+            return Answer(f'{{"object":"list","data":[{rows}]}}'.encode())
+        return answers.text_stream(request.json["model"])
+
+    return answer
+
+
+async def asked(flow: af.Session) -> str:
+    async with flow.state() as s:
+        s += af.user("Hi") + af.gen("x", max_tokens=5)
+        return await s["x"]
+
+
+@pytest.mark.parametrize(("vendor", "variable"), [("openai", "OPENAI"), ("anthropic", "ANTHROPIC")])
+async def test_a_vendors_model_takes_key_and_address_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, variable: str
+) -> None:
+    for name in ("API_KEY", "BASE_URL", "AUTH_TOKEN"):
+        monkeypatch.delenv(f"{variable}_{name}", raising=False)
+    with pytest.raises(NotAuthorized):
+        af.session(f"{vendor}:some-model")
+    async with fake_server([answers.text_stream("Hello")]) as server:
+        monkeypatch.setenv(f"{variable}_API_KEY", "the-key")
+        monkeypatch.setenv(f"{variable}_BASE_URL", f"{server.url}/v1" if vendor == "openai" else server.url)
+        async with af.session(f"{vendor}:some-model") as flow:
+            assert flow.capabilities.model == "some-model"
+            if vendor == "openai":
+                assert await asked(flow) == "Hello"
+                assert server.last.headers["authorization"] == "Bearer the-key"
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "", "/"])
+async def test_a_server_is_asked_for_its_model(path: str) -> None:
+    async with (
+        fake_server(server_of("vllm", "qwen")) as server,
+        af.session(f"{server.url}{path}") as flow,
+    ):
+        assert (flow.capabilities.model, flow.capabilities.continuation) == ("qwen", True)
+        assert await asked(flow) == "qwen"
+
+
+async def test_a_server_with_several_models_wants_a_name() -> None:
+    async with fake_server(server_of("sglang", "a", "b")) as server:
+        with pytest.raises(UnknownModel):
+            async with af.session(f"{server.url}/v1"):
+                raise AssertionError
+        async with af.session(f"{server.url}/v1", model="b") as flow:
+            assert await asked(flow) == "b"
+
+
+async def test_the_owner_of_the_models_tells_the_flavour() -> None:
+    flavours = {
+        "vllm": "vllm",
+        "sglang": "sglang",
+        "llamacpp": "llamacpp",
+        "library": "ollama",
+        "me": "generic",
+    }
+    for owner, flavour in flavours.items():
+        async with fake_server(server_of(owner, "m")) as server:
+            given: Any = {"flavour": flavour}
+            alike = af.OpenAICompatible(f"{server.url}/v1", "m", **given)
+            async with af.session(f"{server.url}/v1") as found, af.session(backend=alike) as expected:
+                assert found.capabilities == expected.capabilities
+
+
+async def test_the_key_is_sent_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of the vendor")
+    async with fake_server(server_of("vllm", "m")) as server:
+        async with af.session(f"{server.url}/v1", api_key="mine") as flow:
+            await asked(flow)
+        assert {request.headers.get("authorization") for request in server.received} == {"Bearer mine"}
+        async with af.session(f"{server.url}/v1") as flow:
+            await asked(flow)
+        assert "authorization" not in server.last.headers
+
+
+async def test_no_server_at_an_address() -> None:
+    for path in ("", "/v1"):
+        with pytest.raises(ServerUnreachable):
+            async with af.session(f"http://127.0.0.1:9{path}"):
+                raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("openai:", {}),
+        ("anthropic:", {}),
+        ("openai:gpt-4o", {"model": "x"}),
+        ("openai:gpt-4o", {"quantize": "int8"}),
+        ("http://127.0.0.1:9/v1", {"embed_model": "x"}),
+        ("http://", {}),
+    ],
+)
+def test_an_address_that_names_no_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, url: str, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    with pytest.raises(BadArgument):
+        af.session(url, **options)
+
+
+async def test_one_session_has_models_of_several_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_server(server_of("vllm", "m")) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "k")
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+        models: Any = {"gpt": "openai:gpt-4o", "own": f"{server.url}/v1", "canned": af.Scripted("Hm")}
+        async with af.session(models=models) as flow:
+            said = []
+            for model in models:
+                async with flow.state(model=model) as s:
+                    s += af.user("Hi") + af.gen("x")
+                    said.append(await s["x"])
+            assert said == ["gpt-4o", "m", "Hm"]
