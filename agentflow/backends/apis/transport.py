@@ -7,6 +7,7 @@ server to stop.
 
 from __future__ import annotations
 
+import math
 import random
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -19,7 +20,8 @@ import msgspec
 
 from agentflow.backends.apis.api_errors import ErrorMapping, is_transient
 from agentflow.backends.apis.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
-from agentflow.errors import AgentflowError, Overloaded, ProtocolError, ServerUnreachable
+from agentflow.backends.apis.pacing import Pace
+from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s
 
 CONNECT_TIMEOUT_S = 10.0
@@ -27,7 +29,9 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 8.0
 MAX_RETRY_AFTER_S = 60.0
 """A server that asks for a longer pause gets no second attempt: the program decides."""
-MAX_ANSWER_BYTES = 256 * 1024 * 1024
+LIMITED_ATTEMPTS = 5
+"""The refusals because of a rate that count as one failure."""
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_LIST_BYTES = 8 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
 """An error is cut there."""
@@ -119,7 +123,7 @@ class ApiTransport:
         self._stall_timeout_s = stall_timeout_s
         self._first_pause_s = first_pause_s
         self._max_event_bytes = max_event_bytes
-        self.num_attempts = 0
+        self.pace = Pace()
 
     async def stream(
         self, path: str, body: bytes, make_sink: Callable[[], SinkT], headers: Mapping[str, str] | None = None
@@ -139,17 +143,30 @@ class ApiTransport:
             AgentflowError: The error of the last attempt.
         """
         sent = {"content-type": "application/json", "accept": "text/event-stream", **(headers or {})}
-        num_failed = 0
+        num_failed, num_limited = 0, 0
         while True:
             sink = make_sink()
+            exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
+            began_at = math.inf
             try:
-                await self._attempt(path, body, sink, sent)
+                async with self.pace.turn() as began_at:
+                    await self._attempt(exchange, path, body, sink, sent)
+                self.pace.widen(exchange.headers)
                 return sink
             except AgentflowError as error:
-                num_failed += 1
-                if sink.is_visible or not self._may_repeat(error, num_failed):
+                if isinstance(error, RateLimited):
+                    num_limited += 1
+                else:
+                    num_failed += 1
+                pause_s = self._pause_s(error, num_failed + num_limited)
+                if exchange.status in (429, 503, 529):
+                    self.pace.narrow(began_at, pause_s)
+                    pause_s = 0.0  # the pace keeps it, for all requests
+                is_final = sink.is_visible or exchange.headers.get("x-should-retry") == "false"
+                # A rate is waited for, while the pace finds one that the provider accepts.
+                num_counted = num_failed + num_limited // LIMITED_ATTEMPTS
+                if is_final or not self._may_repeat(error, max(1, num_counted)):
                     raise
-                pause_s = self._pause_s(error, num_failed)
             await _pause(pause_s)
 
     async def get(self, path: str) -> Any:

@@ -15,6 +15,7 @@ from support.apis.fake_server import (
     Forever,
     Hold,
     RawAnswer,
+    Received,
     Reset,
     Script,
     fake_server,
@@ -138,6 +139,20 @@ async def test_the_last_attempts_error_is_raised() -> None:
     async with opened([Answer(b"{}", 503)], max_retries=0) as (transport, server):
         with pytest.raises(Overloaded):
             await stream(transport)
+
+
+async def test_a_crowd_gets_through_a_limit_of_the_rate() -> None:
+    served = 0
+
+    def answer(_: Received) -> Answer:
+        nonlocal served
+        served += 1
+        return good() if served % 3 == 0 else Answer(b"{}", 429, {"retry-after-ms": "1"})
+
+    async with opened(answer, max_retries=5) as (transport, _), anyio.create_task_group() as group:
+        for _ in range(12):
+            group.start_soon(stream, transport)
+    assert served >= 36
 
 
 @pytest.mark.parametrize("before", [(), (b"data: v\n\n",)])
