@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from datetime import date
 from typing import get_args
 
@@ -11,6 +12,7 @@ from anthropic.types import ModelParam
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import ChatModel
+from support.docs.page_blocks import DOCS
 
 from agentflow.backends.apis.capability_table import (
     VENDORS,
@@ -147,8 +149,15 @@ def test_capabilities_follow_the_facts() -> None:
     assert (claude.default_max_tokens, claude.accepts("temperature")) == (64_000, True)
 
 
-def test_the_table_of_the_docs_has_every_row() -> None:
-    written = facts_as_markdown()
+def test_the_page_of_the_docs_has_every_row() -> None:
+    spec = importlib.util.spec_from_file_location("api_models_hook", DOCS / "hooks" / "api_models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    source = (DOCS / "reference" / "api-models.md").read_text(encoding="utf-8")
+    written = str(hook.on_page_markdown(source, page=None))
+    assert facts_as_markdown() in written
     rows = [line for line in written.splitlines() if line.startswith("| ")]
     assert len(rows) == len(EVERY_ROW) + 3  # and three headers
     assert len({line.count("|") for line in rows}) == 1
