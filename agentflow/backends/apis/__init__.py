@@ -8,6 +8,7 @@ Reading order: ``openai``, ``anthropic`` and ``compatible`` are the backends, ``
 reads its answers. ``flavours`` and ``sampling_fields`` have the differences between servers,
 ``capability_table`` the features of models, ``strict_schema`` and ``anthropic_schema`` the schemas that the
 vendors enforce. ``selection`` scores choices, ``speculation`` keeps the text of a call for several gens,
-``event_stream`` reads server-sent events, ``visible_text`` applies stops, ``verification`` checks answers,
-``api_errors`` explains refusals, and ``prices`` has the costs.
+``prefix_gate`` lets the first branch of a fork go ahead, ``event_stream`` reads server-sent events,
+``visible_text`` applies stops, ``verification`` checks answers, ``api_errors`` explains refusals, and
+``prices`` has the costs.
 """

@@ -8,6 +8,7 @@ or taken out of an object first.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,6 +79,7 @@ class Answer:
         self.finish_reason = ""
         self.usage = Usage()
         self.written_tokens = 0  # of the prompt: written to the provider's cache
+        self.on_begin: Callable[[], None] = lambda: None  # called when the server begins the answer
         self._native: tuple[str, bytes] = ("", b"")
         self.num_deltas = 0
         self.is_visible = False

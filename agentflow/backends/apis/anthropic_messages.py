@@ -16,9 +16,10 @@ from agentflow.backends.apis.anthropic_schema import is_enforced, output_schema
 from agentflow.backends.apis.anthropic_stream import MessagesReader, call_block
 from agentflow.backends.apis.api_errors import ErrorMapping
 from agentflow.backends.apis.api_format import Call, Request
-from agentflow.backends.apis.cache_marks import Part, marked_parts
+from agentflow.backends.apis.cache_marks import MIN_BYTES, Part, marked_parts
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.conversation import ApiContext, MessageNode
+from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
@@ -84,7 +85,7 @@ class AnthropicMessages:
             fields |= self._choice(choice, has_budget=has_budget)
             tools = [Part(_encode(_tool(tool, self._facts)), b"}", is_head=True) for tool in context.tools]
         body = self._body(tools, prompt, fields)
-        return Request(self.path, body, constrained.unwrap, prompt.lead)
+        return Request(self.path, body, constrained.unwrap, prompt.lead, _gate(prompt.nodes))
 
     def sink(self, request: Request, answer: Answer) -> MessagesReader:
         """The reader of a stream."""
@@ -148,7 +149,7 @@ class AnthropicMessages:
                 encoded = b'{"role":"user","content":[%s]}' % b",".join(results)
                 results.clear()
             is_constant = not node.message.generated and role != "tool"
-            parts.append(Part(encoded, b"}]}", is_constant=is_constant, is_shared=node.is_shared))
+            parts.append(Part(encoded, b"}]}", is_constant=is_constant, is_shared=node.gate is not None))
         return parts
 
     def _thinking(self, call: Call) -> tuple[dict[str, Any], bool]:
@@ -292,6 +293,18 @@ class _Constrained(NamedTuple):
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "schema": schema}
+
+
+def _gate(nodes: list[MessageNode]) -> PrefixGate | None:
+    """The gate of the longest prefix that other states share. A short one is not cached, so that nothing is
+    gained by waiting for it."""
+    found: PrefixGate | None = None
+    num_chars = 0
+    for node in nodes:
+        num_chars += len(node.message.content)
+        if node.gate is not None and num_chars >= MIN_BYTES:
+            found = node.gate
+    return found
 
 
 def _chosen(text: str) -> str:

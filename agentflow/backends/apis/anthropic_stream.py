@@ -228,6 +228,7 @@ class MessagesReader:
         if self._has_begun:
             raise self._wrong("two beginnings of a message")
         self._has_begun = True
+        self.answer.on_begin()
         if fields.message is not None:
             self._count(fields.message.usage)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from agentflow.backends.apis.answer import Answer
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import Unwrap
 from agentflow.backends.apis.transport import EventSink
 from agentflow.protocol.constraint import Constraint
@@ -34,13 +35,21 @@ class Call:
 
 
 class Request(NamedTuple):
-    """A request. ``unwrap`` takes the text out of the answer, if the API puts it into an object. ``lead``:
-    white space of the context that was not sent, with which the answer is expected to begin."""
+    """A request.
+
+    Attributes:
+        path: Below the base URL.
+        body: A JSON object.
+        unwrap: Takes the text out of the answer, if the API puts it into an object.
+        lead: White space of the context that was not sent, with which the answer is expected to begin.
+        gate: Before the requests that share a prefix, if the first one should go ahead.
+    """
 
     path: str
     body: bytes
     unwrap: Unwrap | None = None
     lead: str = ""
+    gate: PrefixGate | None = None
 
 
 class ApiFormat(Protocol):

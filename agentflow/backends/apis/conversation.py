@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import (
@@ -32,14 +33,14 @@ Encode = Callable[[Message], bytes]
 class MessageNode:
     """A message and, by ``parent``, all messages before it."""
 
-    __slots__ = ("_encoded", "is_shared", "length", "message", "parent")
+    __slots__ = ("_encoded", "gate", "length", "message", "parent")
 
     def __init__(self, parent: MessageNode | None, message: Message, encoded: bytes | None = None) -> None:
         self.parent = parent
         self.message = message
         self.length: int = 1 if parent is None else parent.length + 1
         self._encoded = encoded
-        self.is_shared = False  # a state was forked after it
+        self.gate: PrefixGate | None = None  # before the requests of states that were forked after it
 
     def encoded(self, encode: Encode) -> bytes:
         """The message's encoding, which is made once: a context belongs to one API."""
@@ -191,8 +192,8 @@ class ApiContext:
 
     def forked(self) -> ApiContext:
         """A context that continues from here and shares the messages."""
-        if self.last is not None:
-            self.last.is_shared = True
+        if self.last is not None and self.last.gate is None:
+            self.last.gate = PrefixGate()
         parts = [self.open_text] if self.parts else []
         return replace(self, parts=parts, trace="", upcoming=(), ahead=None)
 

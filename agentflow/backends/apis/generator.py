@@ -20,6 +20,7 @@ from agentflow.backends.apis.answer import Answer
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.speculation import Ahead, call_params, disagreement, is_useful
 from agentflow.backends.apis.transport import ApiTransport
@@ -439,17 +440,20 @@ class ApiGenerator:
 
         answers: list[Answer] = []
 
-        def new_sink() -> Any:
-            answers.append(new_answer())
-            return self._api.sink(request, answers[-1])
-
         headers = {"traceparent": context.trace} if context.trace else None
         context.trace = ""
-        self._num_running += 1
-        try:
-            await self._transport.stream(request.path, request.body, new_sink, headers)
-        finally:
-            self._num_running -= 1
+        async with (request.gate or PrefixGate()).passed() as has_begun:
+
+            def new_sink() -> Any:
+                answers.append(new_answer())
+                answers[-1].on_begin = has_begun
+                return self._api.sink(request, answers[-1])
+
+            self._num_running += 1
+            try:
+                await self._transport.stream(request.path, request.body, new_sink, headers)
+            finally:
+                self._num_running -= 1
         answer = answers[-1]
         self._total += answer.usage
         if unwrap is not None and not answer.calls:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
+from anyio.lowlevel import checkpoint
 from pydantic import BaseModel, Field, TypeAdapter
 from support.apis import anthropic_answers as answers
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Received, Script, fake_server
@@ -547,6 +548,39 @@ async def test_the_prefix_of_a_fork_is_cached() -> None:
     assert [marks(request.json) for request in server.received] == [[("messages", 0)]] * 3
     bodies = [request.body.partition(b"Question")[0] for request in server.received]
     assert len(set(bodies)) == 1  # equal to the byte
+
+
+async def test_the_first_branch_of_a_fork_goes_ahead_until_its_answer_begins() -> None:
+    """The others can then read its prefix from the cache."""
+    hold, begun = Hold(), Hold()
+    text = answers.text_block("Hello")
+    script = [answers.stream(hold, answers.beginning(), begun, text, answers.ending()), *[HELLO] * 3]
+    async with opened(script) as (flow, server), flow.state() as s:
+        s += af.user(LONG)
+        branches = s.fork(4)
+        for number, branch in enumerate(branches):
+            branch += af.user(f"Question {number}") + af.assistant(af.gen("x"))
+        await hold.reached.wait()
+        for _ in range(20):
+            await checkpoint()
+        assert len(server.received) == 1
+        hold.go_on()
+        await server.wait_for_requests(4)
+        begun.go_on()
+        assert [await branch["x"] for branch in branches] == ["Hello"] * 4
+
+
+async def test_the_branches_of_a_short_prefix_do_not_wait() -> None:
+    hold = Hold()
+    script = [answers.stream(hold, answers.beginning(), answers.ending())] * 3
+    async with opened(script) as (flow, server), flow.state() as s:
+        s += af.user("Hi")
+        branches = s.fork(3)
+        for branch in branches:
+            branch += af.user(LONG) + af.assistant(af.gen("x"))
+        await server.wait_for_requests(3)
+        hold.go_on()
+        await branches
 
 
 async def test_short_prompts_and_single_questions_are_not_cached() -> None:

@@ -1,0 +1,56 @@
+"""Requests that wait for the first of several with the same prefix, whose answer puts the prefix into the
+provider's cache.
+
+Branches of a fork ask at the same time. A provider's cache can be read only after the first of their answers
+has begun, so the other requests wait for that. If the first one fails, the next one takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+
+CACHED_S = 240.0
+"""How long a prefix is taken for cached after its last use: a little less than the five minutes for which
+Anthropic keeps it."""
+
+
+class PrefixGate:
+    """The gate before the requests that share one prefix.
+
+    >>> gate = PrefixGate()
+    >>> async with gate.passed() as has_begun:  # waits for the first request, unless it is the first
+    ...     has_begun()  # the answer begins: the others may go
+    """
+
+    def __init__(self) -> None:
+        self._first: anyio.Event | None = None  # of the first request: set when it has begun, or has failed
+        self._cached_until_s = float("-inf")
+
+    @asynccontextmanager
+    async def passed(self) -> AsyncIterator[Callable[[], None]]:
+        """The scope of one request. Its value is to be called when the answer begins."""
+        while not self._is_cached() and self._first is not None:
+            await self._first.wait()
+        own: anyio.Event | None = None
+        if not self._is_cached():
+            own = self._first = anyio.Event()
+        try:
+            yield self._has_begun
+        finally:
+            if own is not None and self._first is own:
+                self._open()
+
+    def _is_cached(self) -> bool:
+        return anyio.current_time() < self._cached_until_s
+
+    def _has_begun(self) -> None:
+        self._cached_until_s = anyio.current_time() + CACHED_S
+        self._open()
+
+    def _open(self) -> None:
+        if self._first is not None:
+            self._first.set()
+            self._first = None

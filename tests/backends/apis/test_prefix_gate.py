@@ -1,0 +1,123 @@
+"""The gate before requests that share a prefix."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.backends.apis import prefix_gate
+from agentflow.backends.apis.prefix_gate import PrefixGate
+
+pytestmark = pytest.mark.anyio
+
+
+class Requests:
+    """Requests through one gate, which begin and end as a test says."""
+
+    def __init__(self) -> None:
+        self.gate = PrefixGate()
+        self.sent: list[int] = []
+        self._steps: dict[int, anyio.Event] = {}
+
+    async def run(self, number: int, *, begins: bool = True) -> None:
+        async with self.gate.passed() as has_begun:
+            self.sent.append(number)
+            self._steps[number] = anyio.Event()
+            await self._steps[number].wait()
+            if begins:
+                has_begun()
+
+    async def let(self, number: int) -> None:
+        """Lets a request begin, or fail."""
+        self._steps[number].set()
+        await settled()
+
+
+async def settled() -> None:
+    """All tasks have run as far as they can."""
+    for _ in range(10):
+        await checkpoint()
+
+
+async def test_the_others_wait_for_the_first_answer() -> None:
+    requests = Requests()
+    async with anyio.create_task_group() as group:
+        for number in range(4):
+            group.start_soon(requests.run, number)
+            await settled()
+        assert requests.sent == [0]
+        await requests.let(0)
+        assert sorted(requests.sent) == [0, 1, 2, 3]
+        for number in (1, 2, 3):
+            await requests.let(number)
+
+
+async def test_the_next_one_takes_the_place_of_a_first_that_fails() -> None:
+    requests = Requests()
+    async with anyio.create_task_group() as group:
+        for number in range(3):
+            group.start_soon(lambda number=number: requests.run(number, begins=number != 0))
+            await settled()
+        await requests.let(0)
+        assert len(requests.sent) == 2
+        await requests.let(requests.sent[1])
+        assert len(requests.sent) == 3
+        await requests.let(requests.sent[2])
+
+
+async def test_a_first_that_is_cancelled_lets_the_next_one_go() -> None:
+    requests = Requests()
+    async with anyio.create_task_group() as group:
+        scope = anyio.CancelScope()
+
+        async def first() -> None:
+            with scope:
+                await requests.run(0)
+
+        for run in (first, lambda: requests.run(1)):
+            group.start_soon(run)
+            await settled()
+        assert requests.sent == [0]
+        scope.cancel()
+        await settled()
+        assert requests.sent == [0, 1]
+        await requests.let(1)
+
+
+async def test_a_prefix_that_is_no_longer_cached_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests()
+    async with anyio.create_task_group() as group:
+        group.start_soon(requests.run, 0)
+        await settled()
+        await requests.let(0)
+        later = anyio.current_time() + prefix_gate.CACHED_S + 1
+        monkeypatch.setattr(prefix_gate.anyio, "current_time", lambda: later)
+        for number in (1, 2):
+            group.start_soon(requests.run, number)
+            await settled()
+        assert requests.sent == [0, 1]
+        await requests.let(1)
+        await requests.let(2)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6))
+def test_every_request_is_sent(begins: list[bool]) -> None:
+    """Whichever of them fail."""
+
+    async def main() -> None:
+        requests = Requests()
+        async with anyio.create_task_group() as group:
+            for number, does in enumerate(begins):
+                group.start_soon(lambda number=number, does=does: requests.run(number, begins=does))
+            await settled()
+            done: set[int] = set()
+            while len(done) < len(begins):
+                number = next(sent for sent in requests.sent if sent not in done)
+                done.add(number)
+                await requests.let(number)
+        assert sorted(requests.sent) == list(range(len(begins)))
+
+    anyio.run(main)
