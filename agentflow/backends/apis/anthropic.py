@@ -23,6 +23,9 @@ API_VERSION = "2026-10-21"
 SAMPLING_API_VERSION = "2023-06-01"
 """The version before it, the last one in which requests may have a temperature, top_p and top_k."""
 
+_PARAMS = {"stop_sequences": "stop", "thinking": "max_reasoning_tokens", "output_config": "schema"}
+"""The parameters of gens by the fields in which the API receives them."""
+
 
 class Anthropic:
     """A model of Anthropic, over its API.
@@ -127,7 +130,9 @@ class Anthropic:
                 f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"
             ) from error
         settings = self._settings
-        errors = AnthropicErrors(settings.server, self.model, settings.key_source, settings.api_key)
+        errors = AnthropicErrors(
+            settings.server, self.model, settings.key_source, settings.api_key, params=_PARAMS
+        )
         headers = {**settings.headers, "Authorization": f"Bearer {settings.api_key}"}
         async with open_http(
             settings.url, headers, ssl_context=settings.ssl_context, proxy=settings.proxy

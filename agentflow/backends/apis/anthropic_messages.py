@@ -6,13 +6,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from agentflow.backends.apis.answer import Answer
-from agentflow.backends.apis.anthropic_schema import is_enforced, output_schema
+from agentflow.backends.apis.anthropic_schema import (
+    MAX_STRICT_TOOLS,
+    MAX_TOOL_UNIONS,
+    MAX_UNIONS,
+    is_enforced,
+    num_unions,
+    output_schema,
+)
 from agentflow.backends.apis.anthropic_stream import MessagesReader, call_block
 from agentflow.backends.apis.api_errors import ErrorMapping
 from agentflow.backends.apis.api_format import Call, Request
@@ -20,7 +29,7 @@ from agentflow.backends.apis.cache_marks import MIN_BYTES, Part, marked_parts
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.conversation import ApiContext, MessageNode
 from agentflow.backends.apis.prefix_gate import PrefixGate
-from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
+from agentflow.backends.apis.strict_schema import StrictSchema, Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
@@ -62,6 +71,8 @@ class AnthropicMessages:
         self._reasoning = reasoning
         self._effort = effort
         self._head = b'{"model":' + _encode(model)
+        self._last_tools: tuple[ToolSpec, ...] = ()
+        self._last_parts: list[Part] = []
 
     def request(self, context: ApiContext, call: Call) -> Request:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
@@ -72,7 +83,8 @@ class AnthropicMessages:
             )
         thinking, reasons = self._thinking(call)
         prompt = self._prompt(context, reasons)
-        constrained = self._constrained(call.constraint, prompt)
+        max_unions = MAX_UNIONS - MAX_TOOL_UNIONS if context.tools else MAX_UNIONS
+        constrained = self._constrained(call.constraint, prompt, max_unions)
         fields: dict[str, Any] = {"stream": True, **thinking}
         fields |= self._sampling(call, reasons, is_wrapped=constrained.unwrap is not None)
         output = {"effort": self._effort, "format": constrained.format}
@@ -83,7 +95,7 @@ class AnthropicMessages:
             choice = context.choice if call.is_reply else ToolChoice("none")
             has_budget = thinking.get("thinking", {}).get("type") == "enabled"
             fields |= self._choice(choice, has_budget=has_budget)
-            tools = [Part(_encode(_tool(tool, self._facts)), b"}", is_head=True) for tool in context.tools]
+            tools = self._tools(context.tools)
         body = self._body(tools, prompt, fields)
         return Request(self.path, body, constrained.unwrap, prompt.lead, _gate(prompt.nodes))
 
@@ -234,7 +246,7 @@ class AnthropicMessages:
             )
         return fields
 
-    def _constrained(self, constraint: Constraint | None, prompt: _Prompt) -> _Constrained:
+    def _constrained(self, constraint: Constraint | None, prompt: _Prompt, max_unions: int) -> _Constrained:
         """The format of the output that enforces a constraint."""
         if constraint is None:
             return _Constrained()
@@ -247,8 +259,32 @@ class AnthropicMessages:
             )
         if constraint.kind == "choices":
             return _Constrained(_format(enum_schema(constraint.choices)), _chosen)
-        schema, unwrap = output_schema(msgspec.json.decode(constraint.source))
+        schema, unwrap = _output_schema(constraint.source, max_unions)
         return _Constrained(_format(schema), unwrap)
+
+    def _tools(self, tools: tuple[ToolSpec, ...]) -> list[Part]:
+        """The tools, each encoded once: most calls have those of the call before."""
+        if tools is not self._last_tools:
+            parts = [Part(_encode(fields), b"}", is_head=True) for fields in self._described(tools)]
+            self._last_tools, self._last_parts = tools, parts
+        return self._last_parts
+
+    def _described(self, tools: tuple[ToolSpec, ...]) -> Iterator[dict[str, Any]]:
+        """The fields of the tools. The API enforces the schemas of the first ones as far as its limits allow.
+        The program checks the arguments of the others."""
+        num_strict = MAX_STRICT_TOOLS if "schema" in self._facts.constraints else 0
+        unions = MAX_TOOL_UNIONS
+        for tool in tools:
+            fields: dict[str, Any] = {"name": tool.name, "input_schema": tool.parameters}
+            if tool.description:
+                fields["description"] = tool.description
+            if tool.strict and num_strict and is_enforced(tool.parameters):
+                schema = strict_schema(tool.parameters).schema
+                if (needed := num_unions(schema)) <= unions:
+                    num_strict -= 1
+                    unions -= needed
+                    fields |= {"input_schema": schema, "strict": True}
+            yield fields
 
     def _choice(self, choice: ToolChoice, *, has_budget: bool) -> dict[str, Any]:
         """The field for the choice among the tools. A model that reasons with a budget cannot be made to call
@@ -295,6 +331,12 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "schema": schema}
 
 
+@functools.lru_cache(maxsize=64)
+def _output_schema(source: str, max_unions: int) -> StrictSchema:
+    """A map asks for one schema many times."""
+    return output_schema(msgspec.json.decode(source), max_unions)
+
+
 def _gate(nodes: list[MessageNode]) -> PrefixGate | None:
     """The gate of the longest prefix that other states share. A short one is not cached, so that nothing is
     gained by waiting for it."""
@@ -318,16 +360,6 @@ def _chosen(text: str) -> str:
 
 def _system_part(node: MessageNode) -> Part:
     return Part(_encode({"type": "text", "text": node.message.content}), b"}", is_head=True)
-
-
-def _tool(tool: ToolSpec, facts: ModelFacts) -> dict[str, Any]:
-    fields: dict[str, Any] = {"name": tool.name, "input_schema": tool.parameters}
-    if tool.description:
-        fields["description"] = tool.description
-    # Where the API cannot enforce the schema, the program's check of the arguments remains.
-    if tool.strict and "schema" in facts.constraints and is_enforced(tool.parameters):
-        fields |= {"input_schema": strict_schema(tool.parameters).schema, "strict": True}
-    return fields
 
 
 def _encoded(message: Message) -> bytes:

@@ -13,6 +13,14 @@ from agentflow.backends.apis.strict_schema import StrictSchema, strict_schema
 from agentflow.errors import NotSupported
 from agentflow.protocol.schema_walk import subschemas
 
+MAX_STRICT_TOOLS: Final = 20
+"""The most tools of a request whose schemas the API enforces."""
+MAX_UNIONS: Final = 16
+"""The most members with several types in all schemas of a request that the API enforces.
+
+Both limits: platform.claude.com/docs/en/build-with-claude/structured-outputs#schema-complexity-limits."""
+MAX_TOOL_UNIONS: Final = 8
+"""The most of them in the schemas of tools, so that a schema for the answer does not change the tools."""
 _KEPT: Final = {
     "type",
     "properties",
@@ -44,8 +52,15 @@ _FORMATS: Final = {
 }
 
 
-def output_schema(schema: Any) -> StrictSchema:
-    """The schema, narrowed to the subset. ``NotSupported`` if that is not possible.
+def output_schema(schema: Any, max_unions: int = MAX_UNIONS) -> StrictSchema:
+    """The schema, narrowed to the subset.
+
+    Args:
+        schema: A JSON schema.
+        max_unions: The most members with several types.
+
+    Raises:
+        NotSupported: The schema cannot be narrowed to the subset.
 
     >>> output_schema({"type": "object", "properties": {"a": {"type": "integer"}}}).schema["required"]
     ['a']
@@ -55,7 +70,20 @@ def output_schema(schema: Any) -> StrictSchema:
         _check(part)
     if _is_recursive(found.schema):
         raise _unsupported("a type that contains itself")
+    if num_unions(found.schema) > max_unions:
+        raise _unsupported(f"more than {max_unions} members with several types")
     return found
+
+
+def num_unions(schema: dict[str, Any]) -> int:
+    """The number of members with several types, as the API counts them: without those of definitions.
+
+    >>> num_unions({"properties": {"a": {"type": ["string", "null"]}, "b": {"type": "string"}}})
+    1
+    """
+    own = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    members = [member for part in subschemas(own) for member in part.get("properties", {}).values()]
+    return sum("anyOf" in member or isinstance(member.get("type"), list) for member in members)
 
 
 def is_enforced(schema: dict[str, Any]) -> bool:

@@ -39,7 +39,10 @@ def call_block(call: CalledTool) -> dict[str, Any]:
 
 
 _PARAM = re.compile(r"`?([a-z_]+)`?(?:[.\d][\w.]*)?(?::| is| and| cannot| does| may)")
-_REFUSED = re.compile(r"deprecated|not support|cannot both be|not available|not enabled", re.IGNORECASE)
+_REFUSED = re.compile(
+    r"deprecated|not support|cannot both be|not available|not enabled|too complex|grammar is too large",
+    re.IGNORECASE,
+)
 
 
 class AnthropicErrors(ErrorMapping):

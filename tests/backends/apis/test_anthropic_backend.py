@@ -35,7 +35,7 @@ from agentflow.errors import (
     ServerLost,
     UnknownModel,
 )
-from agentflow.protocol.chat import CalledTool, Conversation, Message
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
@@ -305,6 +305,20 @@ async def test_tools_are_called_and_their_results_sent_back() -> None:
     ]
 
 
+async def test_as_many_tools_are_strict_as_the_api_allows() -> None:
+    """The program checks the arguments of the others."""
+    member = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    plain = {"type": "object", "properties": {"a": {"type": "string"}}}
+    wide = {"type": "object", "properties": {f"a{number}": member for number in range(5)}}
+    for parameters, expected in ((plain, 20), (wide, 1)):
+        tools = tuple([ToolSpec(f"tool{number}", "", parameters) for number in range(25)])
+        context = ApiContext()
+        context.converse(Conversation((Message("user", "Hi"),), tools))
+        sent = json.loads(FORMAT.request(context, Call(GenParams(), is_reply=True)).body)["tools"]
+        assert len(sent) == 25
+        assert [tool.get("strict", False) for tool in sent] == [number < expected for number in range(25)]
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -452,6 +466,15 @@ async def test_a_choice_is_made() -> None:
         (answers.REFUSED_PARAMETER, NotSupported, "temperature"),
         (answers.NO_PREFILL, NotSupported, None),
         (answers.TOO_LONG, PromptTooLong, None),
+        (
+            answers.error(
+                400,
+                "output_config.format.schema: Invalid schema: The compiled grammar is too large.",
+                kind="invalid_request_error",
+            ),
+            NotSupported,
+            "schema",
+        ),
         (answers.BROKEN, EngineFailed, None),
         (answers.OVERLOADED, Overloaded, None),
         (answers.rate_limited(ms=1500), RateLimited, None),

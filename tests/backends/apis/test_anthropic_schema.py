@@ -96,6 +96,13 @@ def test_types_that_contain_themselves_and_any_value_are_refused(schema: Any) ->
         output_schema(schema)
 
 
+def test_too_many_members_with_several_types_are_refused() -> None:
+    members = {f"a{number}": {"anyOf": [{"type": "string"}, {"type": "null"}]} for number in range(16)}
+    assert is_enforced({"type": "object", "properties": members})
+    members["a16"] = members["a0"]
+    assert not is_enforced({"type": "object", "properties": members})
+
+
 def test_definitions_that_refer_to_others_are_kept() -> None:
     schema = {
         "$defs": {
