@@ -156,7 +156,7 @@ class Anthropic:
         if "schema" in enforced:
             enforced = (*enforced, "choices")  # an enum in a schema
         constraints = CONSTRAINT_KINDS if self._settings.on_unsupported == "retry" else enforced
-        found = capabilities(self._facts, self.model)
+        found = capabilities(self._facts, self.model, self._reasoning)
         return msgspec.structs.replace(
             found,
             sampling=(*(found.sampling or ()), "stop_regex"),

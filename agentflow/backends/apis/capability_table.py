@@ -101,15 +101,17 @@ def is_known(vendor: str, model: str) -> bool:
     return any(_pattern((name,)).fullmatch(model) for name in facts.names)
 
 
-def capabilities(facts: ModelFacts, model: str) -> Capabilities:
-    """The features of a model for the session protocol. Parameters that it accepts only while it reasons, or
-    only while it does not, are among them.
+def capabilities(facts: ModelFacts, model: str, reasons: bool | None = None) -> Capabilities:
+    """The features of a model for the session protocol.
 
     Args:
         facts: The row of the model.
         model: Its name, which errors show.
+        reasons: Whether the model always or never reasons; None: gens decide that. Parameters that it accepts
+            only while it reasons, or only while it does not, are then among the features.
     """
-    sampling = dict.fromkeys((*facts.parameters(reasons=True), *facts.parameters(reasons=False)))
+    states = (True, False) if reasons is None else (reasons,)
+    sampling = dict.fromkeys(name for state in states for name in facts.parameters(state))
     if facts.reasoning != "never":
         sampling["max_reasoning_tokens"] = None  # 0 turns reasoning off
     return Capabilities(
@@ -119,7 +121,7 @@ def capabilities(facts: ModelFacts, model: str) -> Capabilities:
         seeds="seed" in sampling,
         sampling=tuple(sampling),
         default_max_tokens=facts.default_max_tokens,
-        continuation=facts.continuation,
+        continuation=facts.continuation and not reasons,
         plain_text=False,
         max_context=facts.context,
         constraints=facts.constraints,

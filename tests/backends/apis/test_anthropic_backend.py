@@ -13,7 +13,16 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from anyio.lowlevel import checkpoint
 from pydantic import BaseModel, Field, TypeAdapter
 from support.apis import anthropic_answers as answers
-from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Received, Script, fake_server
+from support.apis.fake_server import (
+    Answer,
+    AnyAnswer,
+    FakeServer,
+    Forever,
+    Hold,
+    Received,
+    Script,
+    fake_server,
+)
 
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
@@ -450,10 +459,16 @@ async def test_a_schema_that_the_api_does_not_keep_is_refused_or_checked() -> No
     assert len(server.received) == 2
 
 
-async def test_a_choice_is_made() -> None:
-    async with opened([answers.text_stream('{"value": ', '"no"}')]) as (flow, server), flow.state() as s:
+@pytest.mark.parametrize(
+    ("model", "options", "temperature"),
+    [(OLD, {}, 0), (OLD, {"reasoning": True}, None), (NEW, {}, None), (QUIET, {}, None)],
+)
+async def test_a_choice_is_made(model: str, options: Any, temperature: float | None) -> None:
+    answer = answers.text_stream('{"value": ', '"no"}')
+    async with opened([answer], model, **options) as (flow, server), flow.state() as s:
         s += af.user("Yes or no?") + af.assistant(af.select("x", ["yes", "no"]))
         assert await s["x"] == "no"
+    assert server.last.json.get("temperature") == temperature
     schema = server.last.json["output_config"]["format"]["schema"]
     assert schema["properties"]["value"]["enum"] == ["yes", "no"]
 
@@ -622,6 +637,17 @@ async def test_a_long_system_prompt_and_a_growing_conversation_are_cached() -> N
     first, last = server.received
     assert marks(first.json) == [("system", 0)]
     assert marks(last.json) == [("system", 0), ("messages", 2)]
+
+
+async def test_a_stream_that_never_ends_is_left_when_the_gen_is_cancelled() -> None:
+    piece = answers.event(answers.text_block("more ")[1])
+    answer = answers.stream(answers.beginning(), answers.text_block("x")[0], Forever(piece))
+    async with opened([answer]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x"))
+        async for _ in s["x"]:
+            s.cancel()
+            break
+        await server.wait_until_gone()
 
 
 async def test_a_cancelled_gen_closes_its_connection() -> None:
