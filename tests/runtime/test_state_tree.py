@@ -1,0 +1,129 @@
+"""The records of a session without an interpreter: which events a reader gets, and what a tree counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from agentflow.errors import EngineFailed, Overloaded
+from agentflow.protocol.events import Delta, Usage, Value, VarFailed
+from agentflow.runtime import state_tree
+from agentflow.runtime.limits import Budget, MemoryBudget, Reservation, text_bytes
+from agentflow.runtime.state_tree import EventCursor, StateRecord, StateTree, VariableRecord
+
+
+def value_of(text: str) -> Value:
+    return Value(1, 0, text, "eos", Usage(1, 0, 1))
+
+
+class Variables:
+    """Variables of one session. ``later``: the functions that were left for later turns of the event loop."""
+
+    def __init__(self) -> None:
+        self.cursor = EventCursor()
+        self.later: list[Callable[[], object]] = []
+
+    def make(self, **options: bool) -> VariableRecord:
+        reservation = Reservation(MemoryBudget(), 0)
+        return VariableRecord(1, "x", self.cursor, reservation, self.later.append, **options)
+
+
+REASONING, TEXT = Delta(1, 0, "", "why", 0), Delta(1, 0, "so")
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ("all", [[REASONING], [TEXT], [replace(value_of("so"), at=2, text="")]]),
+        ("end", [[], [], [value_of("so")]]),
+        ("nothing", [[], [], []]),
+    ],
+)
+def test_a_variable_reports_all_or_its_end_or_nothing(reports, expected):
+    variables = Variables()
+    variable = variables.make()
+    variable.reports = reports
+    found = []
+    for step in (
+        lambda: variable.extend_reasoning("why"),
+        lambda: variable.extend("so"),
+        lambda: variable.complete(value_of("so")),
+    ):
+        step()
+        found.append(variables.cursor.drain())
+    assert found == expected
+
+
+def test_after_a_rewind_reasoning_is_sent_again():
+    variables = Variables()
+    variable = variables.make()
+    variable.extend_reasoning("why")
+    variable.extend("because")
+    variables.cursor.drain()
+    variable.rewind(2)
+    assert variables.cursor.drain() == [Delta(1, 2, "cause", "why", 0)]
+
+
+def test_an_end_is_sent_once():
+    variables = Variables()
+    variable = variables.make()
+    variable.fail(EngineFailed("broken"))
+    assert [type(event) for event in variables.cursor.drain()] == [VarFailed]
+    variable.extend("late")
+    assert variables.cursor.drain() == []
+
+
+class Contexts:
+    """A tree whose contexts are texts. ``freed``, ``kicked``, ``later``: what it asked for."""
+
+    def __init__(self) -> None:
+        self.cursor = EventCursor()
+        self.memory = MemoryBudget()
+        self.freed: list[str] = []
+        self.kicked: list[int] = []
+        self.later: list[Callable[[], object]] = []
+        self.tree: StateTree[str] = StateTree(
+            self.cursor,
+            self.memory,
+            free=self.freed.append,
+            kick=lambda state: self.kicked.append(state.id),
+            later=self.later.append,
+        )
+
+    def root(self, number: int) -> StateRecord[str]:
+        """A state that has begun."""
+        state = self.tree.add_root(number)
+        state.begin(f"context {number}", Reservation(self.memory, 0))
+        return state
+
+
+@pytest.mark.anyio
+async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_LIMITS", 3)
+    at = Contexts()
+    kept = at.root(1)
+    at.tree.restrict(kept, Budget())
+    for number in range(2, 9):
+        state = at.root(number)
+        at.tree.restrict(state, Budget())
+        at.tree.restrict(state, Budget())
+        with pytest.raises(Overloaded):
+            at.tree.restrict(state, Budget())
+        at.tree.forget(state)
+
+
+def test_the_text_of_a_context_takes_memory_until_it_is_freed():
+    at = Contexts()
+    state = at.root(1)
+    assert state.num_chars == 0
+    num_bytes = at.memory.num_bytes
+    state.reserve_text("text", num_chars=3)
+    assert at.memory.num_bytes - num_bytes == text_bytes("text", 3) > 0
+    assert state.num_chars == 7
+    at.tree.free(state)
+    assert at.memory.num_bytes == num_bytes
+    state.reserve_text("more")
+    assert (at.memory.num_bytes, state.num_chars) == (num_bytes, 7)
+    assert at.freed == ["context 1"]
