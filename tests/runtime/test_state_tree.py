@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -127,3 +128,33 @@ def test_the_text_of_a_context_takes_memory_until_it_is_freed():
     state.reserve_text("more")
     assert (at.memory.num_bytes, state.num_chars) == (num_bytes, 7)
     assert at.freed == ["context 1"]
+
+
+def test_forks_are_added_a_hundred_at_a_time():
+    at = Contexts()
+    parent = at.root(1)
+    adding = at.tree.adding_children(parent, tuple(range(2, 602)))
+    nums_open = []
+    while True:
+        nums_open.append(len([*at.tree]))
+        try:
+            next(adding)
+        except StopIteration as end:
+            children = end.value
+            break
+    assert [child.id for child in children] == [*range(2, 602)]
+    assert [child.parent for child in children] == [parent] * 600
+    assert all(later - now <= 100 for now, later in pairwise([*nums_open, 601]))
+    assert len(nums_open) <= 14
+
+
+def test_a_state_waits_for_its_fork_until_it_begins_fails_or_is_gone():
+    at = Contexts()
+    begun, failed, gone, waits = [at.tree.add_root(number) for number in range(1, 5)]
+    assert all(map(at.tree.waits_for_fork, (begun, failed, gone, waits)))
+    begun.begin("context", Reservation(at.memory, 0))
+    at.tree.stop(failed, EngineFailed("broken"))
+    at.tree.forget(gone)
+    assert [*map(at.tree.waits_for_fork, (begun, failed, gone, waits))] == [False, False, False, True]
+    at.tree.add_root(3)  # the number is used again
+    assert not at.tree.waits_for_fork(gone)

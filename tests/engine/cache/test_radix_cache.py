@@ -425,6 +425,15 @@ def test_unlocking_is_a_use():
     assert cache.evict(1).tolist() == [2]
 
 
+def test_tokens_are_evicted_after_their_unlock():
+    cache = RadixCache()
+    match, _ = insert(cache, None, [1, 2], [1, 2])
+    cache.lock(match)
+    assert len(cache.evict(2)) == 0
+    cache.unlock(match)
+    assert cache.evict(2).tolist() == [1, 2]
+
+
 def test_what_is_left_of_a_kept_leaf_is_kept():
     cache = RadixCache()
     insert(cache, None, [1, 2], [1, 2])
