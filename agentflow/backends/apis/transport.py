@@ -193,9 +193,9 @@ class ApiTransport:
         # Clients that were told the same time do not all come back in the same moment.
         return pause_s if asked_s is None else asked_s * random.uniform(1.0, 1.1)
 
-    async def _attempt(self, path: str, body: bytes, sink: EventSink, headers: Mapping[str, str]) -> None:
-        self.num_attempts += 1
-        exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
+    async def _attempt(
+        self, exchange: _Exchange, path: str, body: bytes, sink: EventSink, headers: Mapping[str, str]
+    ) -> None:
         await self._exchange(exchange, "POST", path, body, headers)
         if exchange.is_stream:
             if not (sink.is_over or sink.is_left):
@@ -256,6 +256,7 @@ class _Exchange:
         self._stall_timeout_s = stall_timeout_s
         self._sink = sink
         self._events = events
+        self._is_postponed = False  # the deadline is that of an event, not of the first
         self._num_bytes = 0
         self._parts: list[bytes] = []  # of a body that is not a stream of events
 
@@ -308,7 +309,15 @@ class _Exchange:
                 self.scope.deadline = anyio.current_time() + DRAIN_S
                 return
         if events:
-            self.scope.deadline = anyio.current_time() + self._stall_timeout_s
+            self._postpone()
+
+    def _postpone(self) -> None:
+        """Gives the next event its time. To move the deadline for each event would take longer than to read
+        it, so the deadline is up to a quarter later than it must be."""
+        now = anyio.current_time()
+        if not self._is_postponed or self.scope.deadline - now < self._stall_timeout_s:
+            self._is_postponed = True
+            self.scope.deadline = now + 1.25 * self._stall_timeout_s
 
     def _leave(self) -> None:
         self.is_complete = True

@@ -394,7 +394,7 @@ async def test_a_turn_that_cannot_be_continued_is_refused(model: str) -> None:
 
 
 async def test_a_reasoning_model_cannot_continue() -> None:
-    async with opened([], reasoning=True) as (flow, server), flow.state() as s:
+    async with opened([], reasoning=True, speculate=False) as (flow, server), flow.state() as s:
         s += af.user("Capital?") + af.assistant("It is" + af.gen("x"))
         with pytest.raises(NotSupported):
             await s["x"]
