@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from agentflow.backends.apis.anthropic import Anthropic
     from agentflow.backends.apis.compatible import OpenAICompatible
     from agentflow.backends.apis.openai import OpenAI
+    from agentflow.backends.apis.prices import Price
     from agentflow.backends.local import Embedded
     from agentflow.backends.remote import Remote
     from agentflow.backends.replay import Replay
@@ -84,6 +85,7 @@ __all__ = [
     "OpenAICompatible",
     "OpenSession",
     "Overloaded",
+    "Price",
     "Program",
     "ProgramEvent",
     "ProgramMap",
@@ -144,6 +146,7 @@ def __dir__() -> list[str]:
 _LOADED_LATER = {
     "Anthropic": "agentflow.backends.apis.anthropic",
     "OpenAI": "agentflow.backends.apis.openai",
+    "Price": "agentflow.backends.apis.prices",
     "OpenAICompatible": "agentflow.backends.apis.compatible",
     "Embedded": "agentflow.backends.local",
     "Remote": "agentflow.backends.remote",

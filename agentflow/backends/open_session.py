@@ -27,6 +27,7 @@ from typing import (
 
 import anyio
 
+from agentflow.backends.apis.prices import Price
 from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.batch.map import MapOptions
@@ -60,6 +61,11 @@ class SessionOptions(TypedDict, total=False):
         backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
             model.
         seed: Makes sampling reproducible, except for gens with a seed.
+        max_cost: The most US dollars that calls to APIs may cost together. Each call reserves the highest
+            cost that it can have before it is sent; one that could exceed the cap fails with
+            ``BudgetExceeded``. Models of unknown price are refused.
+        prices: ``af.Price`` by the name of the model, for models that the package ``genai-prices`` does not
+            know.
         record: A file that receives all ops and events, for ``af.Replay`` and ``agentflow replay``. It
             contains prompts and answers in plain text.
 
@@ -79,6 +85,8 @@ class SessionOptions(TypedDict, total=False):
     api_key: str | None
     backend: Backend | None
     seed: int | None
+    max_cost: float | None
+    prices: Mapping[str, Price] | None
     record: str | os.PathLike[str] | None
 
 
@@ -90,7 +98,8 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
             (``http://…/v1``); or a model of a vendor (``openai:MODEL``, ``anthropic:MODEL``). Default: the
             environment variable AGENTFLOW_URL. Without an address, an engine in this process runs the model.
         options: Fields of ``af.SessionOptions``: ``model``, ``models``, ``embed_model``, ``quantize``,
-            ``chat_template``, ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed`` and ``record``.
+            ``chat_template``, ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed``, ``max_cost``,
+            ``prices`` and ``record``.
 
     Raises:
         BadArgument: An option is unknown or invalid, or does not go with another one.
@@ -129,6 +138,8 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
         raise BadArgument(
             f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
         )
+    if options.get("max_cost") is not None or options.get("prices") is not None:
+        _limit_cost(backend, options)
     session_seed = getattr(backend, "session_seed", None)
     if session_seed is not None:  # a replay has the recorded one
         seed = session_seed(seed)
@@ -221,6 +232,20 @@ async def open_session(url: str | None = None, **options: Unpack[SessionOptions]
     >>> await flow.close()
     """
     return await SessionHost(session(url, **options)).open()
+
+
+def _limit_cost(backend: Backend, options: SessionOptions) -> None:
+    """Gives the backend the cap and the prices."""
+    from agentflow.backends.apis.prices import Costs, Spending, check_prices
+
+    costs = Costs(Spending(options.get("max_cost")), check_prices(options.get("prices")))
+    take = getattr(backend, "take_costs", None)
+    if take is None or not getattr(backend, "is_paid", True):
+        raise BadArgument(
+            "session: max_cost and prices are for models behind an API, and this session has none",
+            param="max_cost" if options.get("max_cost") is not None else "prices",
+        )
+    take(costs)
 
 
 _VENDORS: Final = ("openai:", "anthropic:")

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import anyio
 import msgspec
@@ -56,6 +57,17 @@ class Several:
         if not backends:
             raise BadArgument("session: models must name at least one model", param="models")
         self._backends = dict(backends)
+
+    def take_costs(self, costs: Any) -> None:
+        """Gives all backends behind a paid API the same cap."""
+        for backend in self._backends.values():
+            if (take := getattr(backend, "take_costs", None)) is not None:
+                take(costs)
+
+    @property
+    def is_paid(self) -> bool:
+        """Whether a backend is behind an API."""
+        return any(hasattr(backend, "take_costs") for backend in self._backends.values())
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -139,6 +139,10 @@ class Usage(Record, msgspec.Struct, frozen=True):
     """Of the output: forced by a constraint, not sampled."""
     reasoning_tokens: int = 0
     """Of the output: reasoning."""
+    written_tokens: int = 0
+    """Of the prompt: written to a provider's cache."""
+    cost: float = 0.0
+    """In US dollars, of models behind an API whose price is known."""
     saved_calls: int = 0
     """Generations that took their text from an earlier call (speculative execution)."""
     saved_tokens: int = 0
@@ -156,6 +160,8 @@ class Usage(Record, msgspec.Struct, frozen=True):
             self.output_tokens + other.output_tokens,
             self.forced_tokens + other.forced_tokens,
             self.reasoning_tokens + other.reasoning_tokens,
+            self.written_tokens + other.written_tokens,
+            self.cost + other.cost,
             self.saved_calls + other.saved_calls,
             self.saved_tokens + other.saved_tokens,
         )
@@ -196,6 +202,7 @@ class Stats(Record, msgspec.Struct, frozen=True):
     peak_resident_bytes: int | None = 0
     restarts: int | None = 0
     forced_tokens: int | None = 0
+    cost: float = 0.0
     saved_calls: int = 0
     saved_tokens: int = 0
     failed_speculations: int = 0

@@ -6,10 +6,12 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 
 from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
+from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, for_display, generating
 from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.errors import BadArgument, NotAuthorized, NotSupported
@@ -90,6 +92,7 @@ class Anthropic:
             key,
             model=model,
             server="Anthropic" if url == BASE_URL else for_display(url),
+            is_vendors_own=url == BASE_URL,
             key_source=key_source,
             headers={
                 "anthropic-version": SAMPLING_API_VERSION if "temperature" in facts.sampling else API_VERSION
@@ -117,6 +120,10 @@ class Anthropic:
 
     def __repr__(self) -> str:
         return f"Anthropic({self.model!r})"
+
+    def take_costs(self, costs: Costs) -> None:
+        """Takes the prices and the cap of the session. For the session."""
+        self._settings = replace(self._settings, costs=costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
@@ -148,7 +155,8 @@ class Anthropic:
                 self.model, self._facts, errors, reasoning=self._reasoning, effort=self._effort
             )
             features = self._capabilities()
-            async with generating(settings, transport, messages, features, deliver) as connection:
+            billing = settings.billing("anthropic", self.model, self._facts.output)
+            async with generating(settings, transport, messages, features, billing, deliver) as connection:
                 yield connection
 
     def _capabilities(self) -> Capabilities:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.backends.apis.prices import Costs
 from agentflow.backends.remote import Remote
 from agentflow.errors import AgentflowError, BadArgument, NotAuthorized, ServerUnreachable
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
@@ -51,6 +52,11 @@ class AskedServer:
 
     def __repr__(self) -> str:
         return repr(self._api if self._is_certain else self._remote)
+
+    def take_costs(self, costs: Costs) -> None:
+        """As ``OpenAI.take_costs``."""
+        if self._api is not None:
+            self._api.take_costs(costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from agentflow.backends.apis.flavours import FLAVOURS, FlavourName
+from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, connected, for_display, transport_of
 from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.errors import BadArgument
@@ -84,6 +86,10 @@ class OpenAICompatible:
         """The answer of the server to ``GET /models``."""
         async with transport_of(self._settings, "the model", {}) as transport:
             return await transport.get("models")
+
+    def take_costs(self, costs: Costs) -> None:
+        """Takes the prices and the cap of the session. For the session."""
+        self._settings = replace(self._settings, costs=costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -21,6 +21,7 @@ from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext
 from agentflow.backends.apis.prefix_gate import PrefixGate
+from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.speculation import Ahead, call_params, disagreement, is_useful
 from agentflow.backends.apis.transport import ApiTransport
@@ -65,6 +66,7 @@ class ApiGenerator:
         api: The format of the API.
         capabilities: The model's capabilities. With ``on_unsupported="retry"``, its constraints have the
             kinds that are checked, too.
+        billing: The costs of the calls.
         tasks: Runs the calls that go on after their generations (``speculation``).
         on_unsupported: ``retry``: other constraints, and schemas that the API cannot enforce, are checked.
         speculates: Whether calls go on for later gens of their turn; None: where the API cannot continue a
@@ -80,7 +82,9 @@ class ApiGenerator:
         *,
         on_unsupported: OnUnsupported = "error",
         speculates: bool | None = None,
+        billing: Billing = FREE,
     ) -> None:
+        self._billing = billing
         self.capabilities = capabilities
         self._transport = transport
         self._api = api
@@ -274,6 +278,7 @@ class ApiGenerator:
             peak_resident_bytes=None,
             restarts=None,
             forced_tokens=None,
+            cost=total.cost,
             saved_calls=total.saved_calls,
             saved_tokens=total.saved_tokens,
             failed_speculations=self._num_failed_speculations,
@@ -442,6 +447,7 @@ class ApiGenerator:
 
         headers = {"traceparent": context.trace} if context.trace else None
         context.trace = ""
+        most = params.max_tokens or self.capabilities.default_max_tokens
         async with (request.gate or PrefixGate()).passed() as has_begun:
 
             def new_sink() -> Any:
@@ -449,12 +455,19 @@ class ApiGenerator:
                 answers[-1].on_begin = has_begun
                 return self._api.sink(request, answers[-1])
 
-            self._num_running += 1
-            try:
-                await self._transport.stream(request.path, request.body, new_sink, headers)
-            finally:
-                self._num_running -= 1
-        answer = answers[-1]
+            with self._billing.charged(len(request.body), most) as charged:
+                self._num_running += 1
+                try:
+                    await self._transport.stream(request.path, request.body, new_sink, headers)
+                except AgentflowError:
+                    if not (answers and answers[-1].is_visible):
+                        charged(Usage())  # refused, or lost before the answer began
+                    raise
+                finally:
+                    self._num_running -= 1
+                answer = answers[-1]
+                usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
+                answer.usage = charged(usage)
         self._total += answer.usage
         if unwrap is not None and not answer.calls:
             stops = StopFilter(params.stop, params.stop_regex)

@@ -6,9 +6,11 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Literal
 
 from agentflow.backends.apis.flavours import OPENAI
+from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, connected, for_display
 from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.errors import BadArgument, NotAuthorized
@@ -85,6 +87,7 @@ class OpenAI:
             key,
             model=model,
             server="OpenAI" if url == BASE_URL else for_display(url),
+            is_vendors_own=url == BASE_URL,
             key_source=key_source,
             headers={name: value for name, value in headers.items() if value},
             on_unsupported=on_unsupported,
@@ -99,6 +102,10 @@ class OpenAI:
 
     def __repr__(self) -> str:
         return f"OpenAI({self.model!r})"
+
+    def take_costs(self, costs: Costs) -> None:
+        """Takes the prices and the cap of the session. For the session."""
+        self._settings = replace(self._settings, costs=costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -11,10 +11,10 @@ before the call is sent, so that concurrent calls together stay below it. Amount
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,19 +54,24 @@ Prices = Mapping[str, Price]
 """Prices that a program gives, by the name of the model."""
 
 
-def cost(price: Price, usage: Usage, written_tokens: int = 0) -> float:
-    """The cost of a call.
+def check_prices(prices: object) -> Prices | None:
+    """Returns the prices that a program gives, or raises ``BadArgument``."""
+    if prices is None:
+        return None
+    if not isinstance(prices, Mapping) or not all(isinstance(price, Price) for price in prices.values()):
+        raise BadArgument(f"prices must be a dict of model to af.Price, not {prices!r:.200}", param="prices")
+    for price in prices.values():
+        price.check()
+    return prices
 
-    Args:
-        price: The prices of the model.
-        usage: The tokens of the call.
-        written_tokens: The tokens of the prompt that were written to the cache.
-    """
+
+def cost(price: Price, usage: Usage) -> float:
+    """The cost of a call with these tokens."""
     price = price.of_prompt(usage.prompt_tokens)
     cached = price.input if price.cached is None else price.cached
     written = price.input if price.written is None else price.written
-    plain_tokens = max(0, usage.prompt_tokens - usage.cached_tokens - written_tokens)
-    dollars = plain_tokens * price.input + usage.cached_tokens * cached + written_tokens * written
+    plain_tokens = max(0, usage.prompt_tokens - usage.cached_tokens - usage.written_tokens)
+    dollars = plain_tokens * price.input + usage.cached_tokens * cached + usage.written_tokens * written
     return (dollars + usage.output_tokens * price.output) / _MILLION
 
 
@@ -172,6 +177,70 @@ class CallCost:
 
     def __init__(self) -> None:
         self.cost: float | None = None
+
+
+LONGEST_OUTPUT = 128_000
+UNCAPPED = Spending()
+
+
+class Billing(NamedTuple):
+    """What the calls of one model cost.
+
+    Attributes:
+        price: The prices; None: unknown.
+        spending: The costs of the session.
+        longest_output: The tokens of an output without a limit.
+    """
+
+    price: Price | None = None
+    spending: Spending = UNCAPPED
+    longest_output: int = LONGEST_OUTPUT
+
+    @contextmanager
+    def charged(self, num_bytes: int, max_tokens: int | None) -> Iterator[Callable[[Usage], Usage]]:
+        """The scope of one call, whose function adds the cost to its usage.
+
+        Args:
+            num_bytes: The size of the request, which has no more tokens.
+            max_tokens: The limit of its output.
+
+        Raises:
+            BudgetExceeded: The call could exceed the cap of the session.
+        """
+        price = self.price
+        if price is None:
+            yield lambda usage: usage
+            return
+        highest = highest_cost(price, num_bytes, max_tokens or self.longest_output)
+        with self.spending.reserved(highest) as call:
+
+            def add(usage: Usage) -> Usage:
+                call.cost = cost(price, usage)
+                return msgspec.structs.replace(usage, cost=call.cost)
+
+            yield add
+
+
+FREE = Billing()
+"""The billing of a model without a price."""
+
+
+class Costs(NamedTuple):
+    """The prices of a session, and the cap that its models share. ``prices``: of the program."""
+
+    spending: Spending
+    prices: Prices | None = None
+
+    def of_model(self, vendor: str, model: str, base_url: str | None, longest_output: int | None) -> Billing:
+        """The billing of one model; the arguments are those of ``find_price`` and ``Billing``.
+        ``NotSupported`` if the session has a cap and the price is unknown."""
+        find = find_price if self.spending.max_cost is None else require_price
+        price = find(vendor, model, self.prices, base_url)
+        return Billing(price, self.spending, longest_output or LONGEST_OUTPUT)
+
+
+NO_COSTS = Costs(UNCAPPED)
+"""The costs of a session without prices and without a cap."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from agentflow.backends.apis.api_format import Call
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.flavours import Flavour
 from agentflow.errors import NotSupported
+
+KEPT_HERE: Final = ("stop", "stop_regex")
+"""Parameters that the received text is cut by, whether the server applies them or not."""
 
 
 class SamplingFields:
@@ -39,6 +42,8 @@ class SamplingFields:
                 fields["reasoning_effort"] = self._facts.reasoning_off
                 continue
             if name not in accepted:
+                if name in KEPT_HERE:
+                    continue
                 raise self._refused(name)
             if name == "stop":
                 # A stop would cut the object around the text, and has its effect on the text itself.

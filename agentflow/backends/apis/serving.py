@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
 from agentflow.backends.apis.flavours import Flavour, flavour_of
+from agentflow.backends.apis.prices import NO_COSTS, Billing, Costs
+from agentflow.backends.apis.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
@@ -54,6 +56,13 @@ class ApiSettings:
     stall_timeout_s: float = 60.0
     ssl_context: ssl.SSLContext | None = None
     proxy: str | None = field(default=None, repr=False)  # it may have a password
+    is_vendors_own: bool = False  # the address is the vendor's
+    costs: Costs = NO_COSTS
+
+    def billing(self, vendor: str, model: str, longest_output: int | None) -> Billing:
+        """The billing of the model. ``NotSupported`` if the session has a cap and the price is unknown."""
+        place = None if self.is_vendors_own else for_display(self.url)
+        return self.costs.of_model(vendor, model, place, longest_output)
 
     def check(self, name: str) -> Self:
         """Returns itself, or raises ``BadArgument`` for the class ``name``."""
@@ -168,7 +177,8 @@ async def connected(
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         api = ChatCompletions(model, flavour, facts, errors, plain)
         features = _capabilities(model, flavour, facts, settings.on_unsupported)
-        async with generating(settings, transport, api, features, deliver) as connection:
+        billing = settings.billing(flavour.name, model, facts.output)
+        async with generating(settings, transport, api, features, billing, deliver) as connection:
             yield connection
 
 
@@ -190,6 +200,7 @@ async def generating(
     transport: ApiTransport,
     api: ApiFormat,
     features: Capabilities,
+    billing: Billing,
     deliver: Deliver,
 ) -> AsyncIterator[Connection]:
     """A connection to a model whose requests have the format ``api``."""
@@ -203,6 +214,7 @@ async def generating(
             tasks,
             on_unsupported=settings.on_unsupported,
             speculates=settings.speculate,
+            billing=billing,
         )
         async with interpreted(generator, deliver) as connection:
             yield connection
@@ -224,7 +236,8 @@ def _capabilities(
 ) -> Capabilities:
     is_checked = on_unsupported == "retry"
     enforced = flavour.enforced(facts)
-    sampling = dict.fromkeys((*flavour.accepted(facts), *flavour.accepted(facts, reasons=False)))
+    accepted = (*flavour.accepted(facts), *flavour.accepted(facts, reasons=False))
+    sampling = dict.fromkeys((*accepted, *KEPT_HERE))
     if facts.reasoning_off:
         sampling["max_reasoning_tokens"] = None
     return Capabilities(

@@ -706,6 +706,10 @@ export interface Usage {
   forced_tokens: number;
   /** Of the output, the tokens of reasoning. */
   reasoning_tokens: number;
+  /** Of the prompt, those written to a provider's cache. */
+  written_tokens: number;
+  /** In US dollars, of models behind an API whose price is known. */
+  cost: number;
   /** Generations that took their text from an earlier call to an API. */
   saved_calls: number;
   /** The prompt tokens that these calls would have had, estimated. */
@@ -788,6 +792,8 @@ export interface Stats {
   restarts: number | null;
   /** Of the generated tokens, those that a constraint forced and that were not sampled. */
   forced_tokens: number | null;
+  /** Of models behind an API: as in Usage. */
+  cost: number;
   /** Of models behind an API: as in Usage. */
   saved_calls: number;
   /** Of models behind an API: as in Usage. */

@@ -643,9 +643,18 @@ async def test_seeds_fit_the_server(flavour: str, most: int) -> None:
     assert chosen == 5
 
 
+@pytest.mark.parametrize("options", [{"stop": "lo"}, {"stop_regex": "l+o"}])
+async def test_stops_that_a_model_does_not_apply_cut_the_text_here(options: dict[str, Any]) -> None:
+    async with opened([HELLO], model="o3") as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", **options))
+        assert await s["x"] in ("Hel", "He")
+        assert s["x"].finish_reason == "stop"
+        assert "stop" not in server.last.json
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
-    [({"temperature": 0.5}, "temperature"), ({"stop": "x"}, "stop"), ({"logprobs": True}, "logprobs")],
+    [({"temperature": 0.5}, "temperature"), ({"top_p": 0.5}, "top_p"), ({"logprobs": True}, "logprobs")],
 )
 async def test_parameters_that_a_reasoning_model_refuses(options: dict[str, Any], param: str) -> None:
     async with opened([], model="o3") as (flow, server), flow.state() as s:

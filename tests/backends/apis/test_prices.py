@@ -40,7 +40,7 @@ def test_costs_are_those_of_genai_prices(
 @given(plain=TOKENS, cached=TOKENS, written=TOKENS, output=TOKENS)
 def test_written_tokens_have_their_own_price(plain: int, cached: int, written: int, output: int) -> None:
     price = require_price("anthropic", "claude-opus-5-5")
-    found = cost(price, Usage(plain + cached + written, cached, output), written_tokens=written)
+    found = cost(price, Usage(plain + cached + written, cached, output, written_tokens=written))
     theirs = genai_prices.Usage(
         input_tokens=plain + cached + written,
         cache_read_tokens=cached,
@@ -58,7 +58,7 @@ def test_no_call_costs_more_than_its_highest_cost(
 ) -> None:
     price = require_price(vendor, model)
     prompt = plain + cached + written
-    found = cost(price, Usage(prompt, cached, output), written_tokens=written)
+    found = cost(price, Usage(prompt, cached, output, written_tokens=written))
     assert found <= highest_cost(price, prompt + spare, output + spare) * (1 + 1e-9)
 
 

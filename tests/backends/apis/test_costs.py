@@ -1,0 +1,141 @@
+"""What calls to APIs cost, and the cap of a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.apis import openai_answers as answers
+from support.apis.fake_server import AnyAnswer, Hold, Received, fake_server
+
+import agentflow as af
+from agentflow.errors import BadArgument, BudgetExceeded, NotSupported
+
+pytestmark = pytest.mark.anyio
+
+PRICE = af.Price(input=2.0, output=10.0, cached=0.5)
+USAGE = answers.usage(1_000_000, 100_000, cached=400_000)
+COST = 0.6 * 2.0 + 0.4 * 0.5 + 0.1 * 10.0
+
+
+def answer(request: Received) -> AnyAnswer:
+    chunks = [*answers.text_chunks("Name: Ada\nJob: x"), *answers.ending()]
+    return answers.stream([*chunks, answers.chunk(usage=USAGE)])
+
+
+def model(url: str, name: str = "m") -> af.OpenAI:
+    return af.OpenAI(name, base_url=f"{url}/v1", api_key="k", max_retries=0)
+
+
+async def test_a_value_a_run_and_the_session_have_their_costs() -> None:
+    async def ask(s: af.State, question: str) -> float:
+        s += af.user(question) + af.assistant(af.gen("x"))
+        await s["x"]
+        return s["x"].usage.cost
+
+    async with (
+        fake_server(answer) as server,
+        af.session(backend=model(server.url), prices={"m": PRICE}) as flow,
+    ):
+        assert await flow.run(ask, "Hi") == pytest.approx(COST)
+        assert flow.runs[-1].usage.cost == pytest.approx(COST)
+        assert await flow.map(ask, ["a", "b"]) == [pytest.approx(COST)] * 2
+        assert (await flow.stats()).cost == pytest.approx(3 * COST)
+
+
+async def test_a_call_for_several_values_is_paid_once() -> None:
+    async with fake_server(answer) as server:
+        async with af.session(backend=model(server.url), prices={"m": PRICE}) as flow, flow.state() as s:
+            s += af.user("Who?")
+            s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
+            await s
+            assert s["name"].usage.cost + s["job"].usage.cost == pytest.approx(COST)
+        assert len(server.received) == 1
+
+
+async def test_a_call_that_could_exceed_the_cap_is_not_sent() -> None:
+    async with fake_server(answer) as server:
+        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.001}
+        async with af.session(backend=model(server.url), **options) as flow, flow.state() as s:
+            s += af.user("Hi")
+            branch = s.copy()
+            branch += af.gen("x", max_tokens=1_000)
+            with pytest.raises(BudgetExceeded) as raised:
+                await branch["x"]
+            assert raised.value.param == "max_cost"
+            assert server.received == []
+            s += af.gen("x", max_tokens=10)
+            await s["x"]
+
+
+async def test_concurrent_calls_share_the_cap() -> None:
+    hold = Hold()
+
+    def held(request: Received) -> AnyAnswer:
+        chunks = [*answers.text_chunks("Hi"), *answers.ending()]
+        return answers.stream(hold, chunks, answers.chunk(usage=answers.usage(10, 1)))
+
+    async with fake_server(held) as server:
+        backends: Any = {"one": model(server.url), "other": model(server.url)}
+        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
+        async with af.session(models=backends, **options) as flow:
+            states = [flow.state(model=name) for name in ("one", "other", "one")]
+            for state in states[:2]:
+                state += af.user("Hi") + af.gen("x", max_tokens=10_000)  # at most $0.1
+            await server.wait_for_requests(1)
+            await states[0].settled() if states[0]["x"].is_done else await states[1].settled()
+            hold.go_on()
+            for state in states[:2]:
+                await state.settled()
+            failed = [state["x"] for state in states[:2] if not state["x"].has_value]
+            assert len(failed) == 1
+            with pytest.raises(BudgetExceeded):
+                await failed[0]
+            states[2] += af.user("Hi") + af.gen("x", max_tokens=10_000)
+            assert await states[2]["x"] == "Hi"
+
+
+async def test_a_refused_call_costs_nothing() -> None:
+    async with fake_server([answers.WRONG_KEY, answers.text_stream("Hi")]) as server:
+        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
+        async with af.session(backend=model(server.url), **options) as flow, flow.state() as s:
+            s += af.user("Hi")
+            branch = s.copy()
+            branch += af.gen("x", max_tokens=10_000)
+            with pytest.raises(af.errors.NotAuthorized):
+                await branch["x"]
+            s += af.gen("x", max_tokens=10_000)
+            assert await s["x"] == "Hi"
+
+
+async def test_a_cap_needs_the_price_of_the_model() -> None:
+    unknown = af.OpenAICompatible("http://127.0.0.1:9/v1", "no-such-model", flavour="generic")
+    with pytest.raises(NotSupported) as raised:
+        async with af.session(backend=unknown, max_cost=1.0):
+            raise AssertionError
+    assert raised.value.param == "max_cost"
+    async with af.session(backend=af.OpenAI("gpt-4o", api_key="k", base_url=None), max_cost=1.0) as flow:
+        assert flow.capabilities.model == "gpt-4o"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_cost": -1.0},
+        {"max_cost": "5"},
+        {"prices": {"m": 3.0}},
+        {"prices": {"m": af.Price(input=-1, output=1)}},
+        {"prices": [PRICE]},
+    ],
+)
+def test_a_cap_or_price_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument) as raised:
+        af.session(backend=model("http://127.0.0.1:9"), **options)
+    assert raised.value.param in (*options, "input")
+
+
+def test_a_session_without_an_api_has_no_costs() -> None:
+    for backend in (af.Scripted("x"), None):
+        with pytest.raises(BadArgument) as raised:
+            af.session(backend=backend, max_cost=1.0)
+        assert raised.value.param == "max_cost"
