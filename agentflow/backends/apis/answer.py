@@ -84,10 +84,18 @@ class Answer:
         self.num_deltas = 0
         self.is_visible = False
 
-    @property
-    def has_stops(self) -> bool:
-        """Whether the program gave stops."""
-        return bool(self._params.stop or self._params.stop_regex)
+    def was_stopped_by(self, stop: int | str | msgspec.UnsetType | None) -> bool:
+        """Whether a stop of the program ended the text, by the report of a server: the text or the id of the
+        stop, None if it was none, or unset if the server does not say."""
+        match stop:
+            case str():
+                return True
+            case int():
+                return stop in self._params.stop_token_ids
+            case None:
+                return False
+            case _:
+                return bool(self._params.stop or self._params.stop_regex or self._params.stop_token_ids)
 
     @property
     def is_stopped(self) -> bool:

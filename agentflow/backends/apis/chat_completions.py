@@ -7,7 +7,7 @@ ids of tool calls, null in place of lists, a stream without ``[DONE]``), and str
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
 
 DONE = b"[DONE]"
+Stop: TypeAlias = int | str | msgspec.UnsetType | None
 CHARS_PER_TOKEN = 4
 """To estimate the prompt of an answer that was left before its usage came."""
 
@@ -175,9 +176,9 @@ class _ToolCall(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
     refusal: str | None = None
     tool_calls: list[_ToolCall] | None = None
 
@@ -209,13 +210,23 @@ class _Logprobs(msgspec.Struct):
     content: list[_Token] | None = None
 
 
-class _Choice(msgspec.Struct):
+class ChoicePart(msgspec.Struct):
+    """A part of an answer. ``stop_reason`` (vLLM) and ``matched_stop`` (SGLang): the stop that ended it."""
+
     index: int = 0
-    delta: _Delta | None = None
     finish_reason: str | None = None
+    stop_reason: Stop = msgspec.UNSET
+    matched_stop: Stop = msgspec.UNSET
+
+    @property
+    def stop(self) -> Stop:
+        """The stop that ended the text; unset if the server does not say."""
+        return self.matched_stop if self.stop_reason is msgspec.UNSET else self.stop_reason
+
+
+class _Choice(ChoicePart):
+    delta: _Delta | None = None
     logprobs: _Logprobs | None = None
-    stop_reason: int | str | None = None  # vLLM: the stop that ended the text
-    matched_stop: int | str | None = None  # SGLang: the same
 
 
 class _PromptDetails(msgspec.Struct):
@@ -313,19 +324,15 @@ class StreamReader:
             raise self.errors.lost("the stream ended before the answer did")
         self._set_usage()
 
-    def end(self, reason: str, stop: int | str | None) -> None:
-        """The server ends the answer. ``stop``: the stop that ended it, if the server reports that."""
+    def end(self, reason: str, stop: Stop) -> None:
+        """The server ends the answer. ``stop``: the stop that ended it; unset if the server does not say."""
         if reason == "content_filter":
             raise self.errors.filtered()
         if reason not in _FINISHED:
             raise EngineFailed(
                 f"{self.errors.server} ended the answer of {self.errors.model} with {reason!r}"
             )
-        is_stop = (
-            self.answer.is_stopped
-            or isinstance(stop, str)
-            or (stop is None and reason == "stop" and self.answer.has_stops)
-        )
+        is_stop = self.answer.is_stopped or (reason == "stop" and self.answer.was_stopped_by(stop))
         self._has_ended = True
         self.answer.finish("stop" if is_stop else _FINISHED[reason])
 
@@ -353,10 +360,14 @@ class ChatReader(StreamReader):
                 self.answer.add_token(token.info())
         delta = choice.delta
         if delta is not None:
-            reasoning = delta.reasoning_content or delta.reasoning
-            if reasoning:
-                self.answer.add_reasoning(reasoning)
-            if delta.content:
+            for reasoning in (delta.reasoning_content, delta.reasoning):
+                if reasoning and isinstance(reasoning, str):
+                    self.answer.add_reasoning(reasoning)
+                    break  # servers that send both send the same
+            if isinstance(delta.content, list):  # Mistral's
+                for part in delta.content:
+                    self._read_part(part)
+            elif delta.content:
                 self.answer.add_text(delta.content)
             if delta.refusal:
                 self._refusal.append(delta.refusal)
@@ -365,8 +376,15 @@ class ChatReader(StreamReader):
         if choice.finish_reason is not None:
             if self._refusal:
                 raise self.errors.refused("".join(self._refusal))
-            stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
-            self.end(choice.finish_reason, stop)
+            self.end(choice.finish_reason, choice.stop)
+
+    def _read_part(self, part: dict[str, Any]) -> None:
+        text = part.get("text")
+        if part.get("type") == "text" and isinstance(text, str):
+            self.answer.add_text(text)
+        for inner in part.get("thinking") or () if part.get("type") == "thinking" else ():
+            if isinstance(inner, dict) and isinstance(inner.get("text"), str):
+                self.answer.add_reasoning(inner["text"])
 
     def _read_call(self, call: _ToolCall) -> None:
         function = call.function or _Function()

@@ -10,7 +10,7 @@ from agentflow.backends.apis.answer import NO_TOKEN_ID, Answer, TokenInfo
 from agentflow.backends.apis.api_errors import ErrorMapping
 from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.chat_completions import StreamReader, UsageFields, stream_options
+from agentflow.backends.apis.chat_completions import ChoicePart, StreamReader, UsageFields, stream_options
 from agentflow.backends.apis.conversation import ApiContext
 from agentflow.backends.apis.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.sampling_fields import SamplingFields
@@ -75,13 +75,9 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
-class _Choice(msgspec.Struct):
-    index: int = 0
+class _Choice(ChoicePart):
     text: str | None = None
-    finish_reason: str | None = None
     logprobs: _Logprobs | None = None
-    stop_reason: int | str | None = None
-    matched_stop: int | str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -105,8 +101,7 @@ class TextReader(StreamReader):
         if choice.text:
             self.answer.add_text(choice.text)
         if choice.finish_reason is not None:
-            stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
-            self.end(choice.finish_reason, stop)
+            self.end(choice.finish_reason, choice.stop)
 
     def _read_logprobs(self, found: _Logprobs) -> None:
         tops = found.top_logprobs or [None] * len(found.tokens or ())

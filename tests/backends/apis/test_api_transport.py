@@ -115,6 +115,7 @@ async def test_failures_before_anything_is_visible_are_repeated(name: str) -> No
         (Answer(b"{}", 401), NotAuthorized),
         (Answer(b"{}", 400), AgentflowError),
         (Answer(b"{}", 429, {"retry-after": "3600"}), RateLimited),
+        (Answer(b"{}", 503, {"x-should-retry": "false"}), Overloaded),
         (Answer(b'{"error": {"code": "insufficient_quota"}}', 429), NotAuthorized),
         (Answer(b"", 302, {"location": "http://127.0.0.1:1"}), BadArgument),
         (Answer(b"<html>", content_type="text/html"), ProtocolError),

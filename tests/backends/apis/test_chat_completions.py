@@ -675,3 +675,35 @@ async def test_reasoning_can_be_turned_off() -> None:
             await s["y"]
     assert caught.value.param == "temperature"
     assert len(server.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "stop"),  # the server does not say
+        ({"stop_reason": None}, "eos"),
+        ({"stop_reason": "x"}, "stop"),
+        ({"matched_stop": 151645}, "eos"),
+        ({"matched_stop": 7}, "stop"),
+    ],
+)
+async def test_a_server_that_says_what_ended_the_text(fields: dict[str, Any], reason: str) -> None:
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", **fields}]}
+    script = [answers.stream(answers.text_chunks("a"), answers.event(end))]
+    async with compatible(script) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", stop="x", stop_token_ids=[7]))
+        await s["x"]
+        assert s["x"].finish_reason == reason
+
+
+async def test_contents_in_parts() -> None:
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hmm."}]},
+        {"type": "text", "text": "Yes"},
+        {"type": "unknown"},
+    ]
+    delta = {"choices": [{"index": 0, "delta": {"content": parts, "reasoning": {"effort": 1}}}]}
+    script = [answers.stream(answers.event(delta), answers.ending())]
+    async with compatible(script) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x"))
+        assert (await s["x"], s["x"].reasoning) == ("Yes", "Hmm.")
