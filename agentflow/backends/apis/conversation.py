@@ -190,10 +190,13 @@ class ApiContext:
             nodes.append(MessageNode(self.last, self.open_message(), self.native))
         return nodes
 
-    def forked(self) -> ApiContext:
-        """A context that continues from here and shares the messages."""
+    def share(self) -> None:
+        """Notes that several states of the program continue from here."""
         if self.last is not None and self.last.gate is None:
             self.last.gate = PrefixGate()
+
+    def forked(self) -> ApiContext:
+        """A context that continues from here and shares the messages."""
         parts = [self.open_text] if self.parts else []
         return replace(self, parts=parts, trace="", upcoming=(), ahead=None)
 

@@ -213,6 +213,7 @@ class ApiGenerator:
 
     async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
         """Contexts that share the messages, and at temperature 0 the text of a call that went on."""
+        context.share()
         forks = [context.forked() for _ in range(count)]
         ahead = context.ahead
         if ahead is not None and ahead.is_greedy:

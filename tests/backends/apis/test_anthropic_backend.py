@@ -629,6 +629,22 @@ async def test_short_prompts_and_single_questions_are_not_cached() -> None:
     assert [marks(request.json) for request in server.received] == [[], []]
 
 
+async def test_a_state_that_was_not_forked_shares_no_prefix() -> None:
+    """Copies of it, for an answer that is checked and for one that several gens take, are no forks."""
+    async with (
+        opened([answers.text_stream("12")], on_unsupported="retry") as (flow, server),
+        flow.state() as s,
+    ):
+        s += af.user(LONG) + af.assistant(af.gen("x", regex="[0-9]+"))
+        assert await s["x"] == "12"
+    assert marks(server.last.json) == []
+    async with opened([answers.text_stream("A: 1. B: 2.")], NEW) as (flow, server), flow.state() as s:
+        s += af.user(LONG)
+        s += af.assistant("A: " + af.gen("a", stop_regex=r"\.") + ". B: " + af.gen("b", stop_regex=r"\."))
+        assert (await s["a"], await s["b"]) == ("1", "2")
+    assert marks(server.last.json) == []
+
+
 async def test_a_long_system_prompt_and_a_growing_conversation_are_cached() -> None:
     async with opened([HELLO, HELLO]) as (flow, server), flow.state() as s:
         s += af.system(LONG) + af.user("Hi") + af.assistant(af.gen("x"))
