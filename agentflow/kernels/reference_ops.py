@@ -76,17 +76,12 @@ def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:
     _, _, num_kv_heads, head_dim = kv_layer.shape
-    half = head_dim // 2
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    rotated = qkv.clone()
-    for row in range(qkv.shape[0]):
-        for head in range(num_heads + num_kv_heads):
-            first, second = qkv[row, head, :half], qkv[row, head, half:]
-            c, s = cos[row, 0], sin[row, 0]
-            rotated[row, head, :half] = first * c[:half] + second * s[:half]
-            rotated[row, head, half:] = second * c[half:] + first * s[half:]
-        kv_layer[write_slots[row], 0] = rotated[row, num_heads : num_heads + num_kv_heads]
-        kv_layer[write_slots[row], 1] = rotated[row, num_heads + num_kv_heads :]
+    turned, values = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    rotated = turned * cos + turned.roll(head_dim // 2, -1) * sin
+    for row, slot in enumerate(write_slots.tolist()):
+        kv_layer[slot, 0] = rotated[row, num_heads:]
+        kv_layer[slot, 1] = values[row]
     return rotated[:, :num_heads]
 
 
@@ -103,8 +98,9 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
     row = 0
     for req_row, query_len, kv_len in zip(plan.req_rows, plan.query_lens, plan.kv_lens, strict=True):
         slots = torch.from_numpy(plan.req_to_token[req_row, :kv_len].copy()).to(q.device)
+        seen = kv_layer[slots]
         for num_seen in range(int(kv_len - query_len) + 1, int(kv_len) + 1):
-            out[row] = _attend(q[row], kv_layer[slots[:num_seen]], scale)
+            out[row] = _attend(q[row], seen[:num_seen], scale)
             row += 1
     if plan.trees is not None:
         _attend_trees(out[row:], q[row:], kv_layer, plan.req_to_token, plan.trees, scale)

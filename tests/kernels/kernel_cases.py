@@ -6,12 +6,14 @@ import ctypes
 import hashlib
 import math
 import os
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -73,6 +75,8 @@ NATIVE_PARAMS = [
 NATIVE_KERNELS = pytest.mark.parametrize("kernels", NATIVE_PARAMS)
 IN_ORDER = pytest.mark.parametrize("kernels", [made for made in NATIVE_PARAMS if "amx" not in str(made.id)])
 """Those whose sums have the same order whatever a batch has. AMX's tiles have another one for many rows."""
+SAME_EXAMPLES = seed(0 if settings.default.derandomize else random.SystemRandom().getrandbits(32))
+"""Gives all parameters of a test the same examples, so that they share what is expected of them."""
 QUICK_KERNELS = pytest.mark.parametrize("kernels", [pytest.param(torch_ops, id="torch"), *NATIVE_PARAMS])
 
 

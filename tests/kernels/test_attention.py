@@ -15,6 +15,7 @@ from kernel_cases import (
     FOREIGN,
     IN_ORDER,
     QUICK_KERNELS,
+    SAME_EXAMPLES,
     SCALE,
     Case,
     Rows,
@@ -90,6 +91,7 @@ def test_the_reference_equals_float64(batch: Batch, seed: int) -> None:
 
 @QUICK_KERNELS
 @DTYPES
+@SAME_EXAMPLES
 @given(batches(), STRETCHES, st.integers(0, 1000), POISONS, st.booleans(), LIMITS)
 def test_attention_equals_float64(
     kernels: Kernels,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import IN_ORDER, NATIVE_KERNELS, Shape, make_case
+from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_case
 
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.forward.fused_decoder import LlamaModel
@@ -211,7 +211,7 @@ DRAWN = st.builds(
 )
 
 
-@functools.lru_cache(100)  # every level of instructions gets the same examples
+@functools.lru_cache(100)
 def expected_of(drawn: Drawn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The hidden states and the pool, kernel by kernel on the reference."""
     return drawn.step(dtype).run(model_of(drawn.sizes, reference_ops, dtype), reference_ops)
@@ -219,6 +219,7 @@ def expected_of(drawn: Drawn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 @NATIVE_KERNELS
 @DTYPES
+@SAME_EXAMPLES
 @given(DRAWN)
 def test_a_whole_model_gives_what_the_reference_gives(
     kernels: Kernels, dtype: torch.dtype, drawn: Drawn

@@ -59,9 +59,8 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm())
 
 
-@DTYPES
-@settings(max_examples=8)
-@given(batches(), st.integers(0, 1000), st.sampled_from(HEADS))
+@settings(max_examples=12)
+@given(st.sampled_from([*RELATIVE_ERROR]), batches(), st.integers(0, 1000), st.sampled_from(HEADS))
 def test_f42a_attention_equals_float64(
     dtype: torch.dtype, batch: tuple[list[Shape], list[Tree]], seed: int, heads: tuple[int, int, int]
 ) -> None:
@@ -142,8 +141,8 @@ def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
     assert sum(int(unit[4] - unit[3]) for unit in tiles) == 256
 
 
-@settings(max_examples=10)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 200), st.integers(0, 1000))
+@settings(max_examples=6)
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(0, 100), st.integers(0, 1000))
 def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) -> None:
     """One batch after another, with rows that round the number up: nothing of an earlier batch remains."""
     plans = triton_ops.static_plans((2, 8), 4_000, 4, 2, DEVICE)

@@ -292,7 +292,8 @@ def placed_subschemas(schema: Any, place: Path = (), depth: int = 0) -> Iterator
         raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
     yield place, schema
     for key in HOLD_A_SCHEMA:
-        yield from placed_subschemas(schema.get(key), (*place, key), depth + 1)
+        if (one := schema.get(key)) is not None:
+            yield from placed_subschemas(one, (*place, key), depth + 1)
     for key in HOLD_A_LIST:
         if isinstance(listed := schema.get(key), list):
             for number, one in enumerate(listed):

@@ -303,11 +303,12 @@ def optional_members(number: int, value: object, name: str = "member") -> dict[s
 def test_f39b_objects_of_many_optional_members_can_be_written(number, value):
     schema = optional_members(number, VALUES[value])
     constraint = compiled("schema", json.dumps(schema))
+    checker = jsonschema.Draft202012Validator(schema)
     for prefix in (f'{{"member_{number // 2}', f'{{"member_{number - 1}'):
         text = walk(text_under(constraint), random.Random(0), prefix.encode())
         assert text is not None
         assert text.startswith(prefix.encode())
-        jsonschema.validate(json.loads(text), schema)
+        checker.validate(json.loads(text))
 
 
 def test_f39c_many_optional_arguments_of_a_tool_can_be_written():
