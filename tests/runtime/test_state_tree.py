@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from agentflow.errors import EngineFailed, Overloaded
+from agentflow.errors import Cancelled, EngineFailed, Overloaded, RunFailed
 from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime import state_tree
 from agentflow.runtime.limits import Budget, MemoryBudget, Reservation, text_bytes
@@ -99,6 +99,15 @@ class Contexts:
         state.begin(f"context {number}", Reservation(self.memory, 0))
         return state
 
+    def fork(self, parent: StateRecord[str], *numbers: int) -> list[StateRecord[str]]:
+        """States that have not begun."""
+        adding = self.tree.adding_children(parent, numbers)
+        while True:
+            try:
+                next(adding)
+            except StopIteration as end:
+                return [*end.value]
+
 
 @pytest.mark.anyio
 async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch):
@@ -158,3 +167,14 @@ def test_a_state_waits_for_its_fork_until_it_begins_fails_or_is_gone():
     assert [*map(at.tree.waits_for_fork, (begun, failed, gone, waits))] == [False, False, False, True]
     at.tree.add_root(3)  # the number is used again
     assert not at.tree.waits_for_fork(gone)
+
+
+def test_a_group_fails_with_a_branch_that_failed_before_it_was_one():
+    at = Contexts()
+    parent = at.root(1)
+    branches = at.fork(parent, 2, 3, 4)
+    at.tree.end(branches[1], EngineFailed("broken"))
+    assert parent.error is None
+    at.tree.couple(parent, (2, 3, 4))
+    errors = [type(state.error) for state in (parent, *branches)]
+    assert errors == [RunFailed, Cancelled, EngineFailed, Cancelled]

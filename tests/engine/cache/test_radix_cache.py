@@ -115,6 +115,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.patch.undo()
 
     def report(self, report):
+        assert report.digests
         if isinstance(report, BlocksRemoved):
             for digest in report.digests:
                 del self.stored[digest]
