@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import anyio
 import pytest
 from msgspec.structs import replace
 
@@ -13,6 +14,8 @@ from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime import state_tree
 from agentflow.runtime.limits import Budget, MemoryBudget, Reservation, text_bytes
 from agentflow.runtime.state_tree import EventCursor, StateRecord, StateTree, VariableRecord
+
+pytestmark = pytest.mark.anyio
 
 
 def value_of(text: str) -> Value:
@@ -67,13 +70,28 @@ def test_after_a_rewind_reasoning_is_sent_again():
     assert variables.cursor.drain() == [Delta(1, 2, "cause", "why", 0)]
 
 
-def test_an_end_is_sent_once():
+@pytest.mark.parametrize("end", [value_of("so"), EngineFailed("broken")], ids=["value", "failure"])
+def test_an_end_is_sent_once(end):
     variables = Variables()
     variable = variables.make()
-    variable.fail(EngineFailed("broken"))
-    assert [type(event) for event in variables.cursor.drain()] == [VarFailed]
+    if isinstance(end, Value):
+        variable.complete(end)
+    else:
+        variable.fail(end)
+    assert [type(event) for event in variables.cursor.drain()] in ([Value], [VarFailed])
     variable.extend("late")
     assert variables.cursor.drain() == []
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_DRAINED_CHARS", 5), ("MAX_DRAINED_RECORDS", 2)])
+async def test_a_drain_is_bounded_and_the_rest_is_there_at_once(limit, most, monkeypatch):
+    monkeypatch.setattr(state_tree, limit, most)
+    variables = Variables()
+    for text in ("first", "2", "3"):
+        variables.make().extend(text)
+    assert variables.cursor.drain() == [Delta(1, 0, "first"), Delta(1, 0, "2")]
+    with anyio.fail_after(10):
+        assert await variables.cursor.next() == [Delta(1, 0, "3")]
 
 
 class Contexts:
@@ -109,7 +127,6 @@ class Contexts:
                 return [*end.value]
 
 
-@pytest.mark.anyio
 async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch):
     monkeypatch.setattr(state_tree, "MAX_LIMITS", 3)
     at = Contexts()
