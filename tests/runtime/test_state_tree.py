@@ -195,3 +195,27 @@ def test_a_group_fails_with_a_branch_that_failed_before_it_was_one():
     at.tree.couple(parent, (2, 3, 4))
     errors = [type(state.error) for state in (parent, *branches)]
     assert errors == [RunFailed, Cancelled, EngineFailed, Cancelled]
+
+
+def test_the_oldest_sealed_contexts_are_dropped(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_SEALED_BYTES", 20)
+    at = Contexts()
+    for number in range(30):
+        at.tree.forget(at.root(number))  # without a sealed context
+    at.freed.clear()
+    states = [at.root(number) for number in range(1, 5)]
+    num_bytes = at.memory.num_bytes
+    for state in states:
+        assert state.context_reservation is not None
+        state.context_reservation.add(8)
+        for _ in range(2):  # it may be repeated
+            at.tree.seal(state)
+    assert [state.sealed for state in states] == [None, None, "context 3", "context 4"]
+    assert at.memory.num_bytes == num_bytes + 16
+    assert at.freed == ["context 1", "context 2", "context 3", "context 4"]
+    at.tree.forget(states[2])
+    fifth = at.root(5)
+    assert fifth.context_reservation is not None
+    fifth.context_reservation.add(8)
+    at.tree.seal(fifth)
+    assert states[3].sealed == "context 4"
