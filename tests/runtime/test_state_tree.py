@@ -141,6 +141,18 @@ async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch):
         at.tree.forget(state)
 
 
+async def test_a_limit_of_the_session_is_one_of_each_state():
+    at = Contexts()
+    first = at.root(1)
+    [branch] = at.fork(first, 2)
+    session, own = Budget(), Budget()
+    at.tree.restrict(None, session)
+    at.tree.restrict(first, own)
+    [late] = at.fork(branch, 3)
+    budgets = [state.budgets for state in (first, branch, late, at.root(4))]
+    assert budgets == [(session, own), (session, own), (session, own), (session,)]
+
+
 def test_the_text_of_a_context_takes_memory_until_it_is_freed():
     at = Contexts()
     state = at.root(1)
