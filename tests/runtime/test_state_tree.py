@@ -9,11 +9,19 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from agentflow.errors import Cancelled, EngineFailed, Overloaded, RunFailed
+from agentflow.errors import (
+    BudgetExceeded,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    Overloaded,
+    PromptTooLong,
+    RunFailed,
+)
 from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime import state_tree
 from agentflow.runtime.limits import Budget, MemoryBudget, Reservation, text_bytes
-from agentflow.runtime.state_tree import EventCursor, StateRecord, StateTree, VariableRecord
+from agentflow.runtime.state_tree import EventCursor, StateRecord, StateTree, VariableRecord, derived_error
 
 pytestmark = pytest.mark.anyio
 
@@ -231,3 +239,25 @@ def test_the_oldest_sealed_contexts_are_dropped(monkeypatch):
     fifth.context_reservation.add(8)
     at.tree.seal(fifth)
     assert states[3].sealed == "context 4"
+
+
+@pytest.mark.parametrize(
+    ("cause", "own", "of_other"),
+    [
+        (EngineFailed("broken"), RunFailed, RunFailed),
+        (Cancelled("left"), Cancelled, Cancelled),
+        (PromptTooLong("long"), PromptTooLong, RunFailed),
+        (BudgetExceeded("spent"), BudgetExceeded, BudgetExceeded),
+        (DeadlineExceeded("late"), RunFailed, RunFailed),  # which this state has not exceeded
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_a_derived_error_has_the_kind_and_the_root_of_its_cause(cause, own, of_other):
+    state = Contexts().root(1)
+    state.restrict(Budget(deadline_s=60.0, output_tokens=0))
+    errors = [derived_error("no value", cause, state), derived_error("no value", cause, state, of_other=True)]
+    assert [type(error) for error in errors] == [own, of_other]
+    for error in errors:
+        assert error.__cause__ is cause
+        again = derived_error("and none here", error, state)
+        assert again.__cause__ is cause
