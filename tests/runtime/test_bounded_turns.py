@@ -197,7 +197,7 @@ def run(steps: Generator[None, None, int]) -> tuple[int, int]:
     return result, num_steps
 
 
-@given(value=JSON, copies=st.integers(1, 300), step=st.integers(1, 9), size=st.integers(1, 9))
+@given(value=JSON, copies=st.integers(1, 150), step=st.integers(1, 9), size=st.integers(1, 9))
 def test_sizes_are_measured_in_steps_as_at_once(value: Any, copies: int, step: int, size: int) -> None:
     kept = [value, [value] * copies, list(range(copies))]
     expected = sized(*kept)
