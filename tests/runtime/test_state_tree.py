@@ -20,7 +20,14 @@ from agentflow.errors import (
 )
 from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime import state_tree
-from agentflow.runtime.limits import Budget, MemoryBudget, Reservation, text_bytes
+from agentflow.runtime.limits import (
+    Budget,
+    MemoryBudget,
+    Reservation,
+    error_bytes,
+    text_bytes,
+    value_bytes,
+)
 from agentflow.runtime.state_tree import EventCursor, StateRecord, StateTree, VariableRecord, derived_error
 
 pytestmark = pytest.mark.anyio
@@ -35,10 +42,11 @@ class Variables:
 
     def __init__(self) -> None:
         self.cursor = EventCursor()
+        self.memory = MemoryBudget()
         self.later: list[Callable[[], object]] = []
 
     def make(self, **options: bool) -> VariableRecord:
-        reservation = Reservation(MemoryBudget(), 0)
+        reservation = Reservation(self.memory, 0)
         return VariableRecord(1, "x", self.cursor, reservation, self.later.append, **options)
 
 
@@ -79,13 +87,17 @@ def test_after_a_rewind_reasoning_is_sent_again():
 
 
 @pytest.mark.parametrize("end", [value_of("so"), EngineFailed("broken")], ids=["value", "failure"])
-def test_an_end_is_sent_once(end):
+def test_an_end_is_counted_and_sent_once(end):
     variables = Variables()
     variable = variables.make()
+    variable.extend("so")
+    variables.cursor.drain()
     if isinstance(end, Value):
         variable.complete(end)
+        assert variables.memory.num_bytes == value_bytes(end) > 0
     else:
         variable.fail(end)
+        assert variables.memory.num_bytes == error_bytes(end, "so") > 0
     assert [type(event) for event in variables.cursor.drain()] in ([Value], [VarFailed])
     variable.extend("late")
     assert variables.cursor.drain() == []
