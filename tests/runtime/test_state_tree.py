@@ -177,14 +177,15 @@ def test_the_text_of_a_context_takes_memory_until_it_is_freed():
     at = Contexts()
     state = at.root(1)
     assert state.num_chars == 0
+    state.begin("context 1", Reservation(at.memory, 0), num_chars=10)
     num_bytes = at.memory.num_bytes
     state.reserve_text("text", num_chars=3)
     assert at.memory.num_bytes - num_bytes == text_bytes("text", 3) > 0
-    assert state.num_chars == 7
+    assert state.num_chars == 17
     at.tree.free(state)
     assert at.memory.num_bytes == num_bytes
     state.reserve_text("more")
-    assert (at.memory.num_bytes, state.num_chars) == (num_bytes, 7)
+    assert (at.memory.num_bytes, state.num_chars) == (num_bytes, 17)
     assert at.freed == ["context 1"]
 
 
