@@ -31,11 +31,10 @@ KEY = {"x-key": "secret"}
 def _forking() -> Iterator[None]:
     """The process whose forks are the servers."""
     command = [sys.executable, "-P", str(SUPPORT / "mcp_server.py"), "forks", SOCKET]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         yield
-        process.kill()
     os.unlink(SOCKET)
 
 

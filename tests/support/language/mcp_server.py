@@ -5,11 +5,12 @@ Then it prints its port and requires a header. With ``legacy`` it knows the hand
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
@@ -135,14 +136,14 @@ def serve_http(port: int, is_legacy: bool) -> None:
         uvicorn.Server(uvicorn.Config(guarded, log_level="critical")).run(sockets=[listener])
 
 
-def serve_forks(path: str) -> NoReturn:
+def serve_forks(path: str) -> None:
     """Listens at a path for ``mcp_start.py``. A fork serves each connection and ends with it: the import of
-    the package takes much longer than anything that a test does with a server."""
+    the package takes much longer than anything that a test does with a server. Ends when stdin does."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         print("ready", flush=True)
-        while True:
+        while select.select([sys.stdin, listener], [], [])[0] == [listener]:
             connection, _ = listener.accept()
             arguments, files, _, _ = socket.recv_fds(connection, 1000, 2)
             if os.fork() == 0:
