@@ -121,7 +121,8 @@ export class FakeServer {
       return text ? [{ event: "delta", var: number, at, text }] : [];
     }
     variable.hasEnded = true;
-    const usage = { prompt_tokens: 1, cached_tokens: 0, output_tokens: 1, forced_tokens: 0, reasoning_tokens: 0 };
+    const tokens = { prompt_tokens: 1, cached_tokens: 0, output_tokens: 1, forced_tokens: 0, reasoning_tokens: 0 };
+    const usage = { ...tokens, written_tokens: 0, cost: 0, saved_calls: 0, saved_tokens: 0 };
     return [{ event: "value", var: number, at, text, finish_reason: "eos", usage }, ...this.#reach(variable.state)];
   }
 
