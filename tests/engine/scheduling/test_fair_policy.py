@@ -526,6 +526,33 @@ def test_cached_tokens_make_a_request_short():
     assert policy.next(prompts, free).id == 2
 
 
+def test_the_nodes_of_a_select_make_it_long():
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    policy.add(request(0, 20, 12, choices=[[*range(40)], [*range(1, 40)]]))
+    policy.add(request(1, 20, 5))
+    assert order_of(policy) == [1, 0]
+
+
+@pytest.mark.parametrize(("num_shared", "first"), [(0, 1), (95, 0)])
+def test_a_long_prompt_is_long_until_it_is_computed(num_shared, first):
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    [prompt] = running(policy, request(0, 100))
+    prompt.num_computed, prompt.num_shared = 95, num_shared
+    policy.add(request(1, 10))
+    policy.start_step()
+    assert policy.next([prompt], free).id == first
+
+
+def test_while_higher_priorities_are_blocked_the_first_deadline_of_a_lower_one_goes_first():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    policy.add(request(0, 30, 1, priority=1))
+    policy.add(request(1, 30, 20))
+    policy.add(request(2, 30, 0, deadline=5.0))
+    chosen = next_of(policy, lambda made, match: made.id == 0)
+    assert chosen is not None
+    assert chosen.id == 2
+
+
 def test_no_request_passes_an_overdue_one_that_waits_for_memory(monkeypatch):
     monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 0)
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
