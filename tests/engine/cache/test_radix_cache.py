@@ -479,3 +479,16 @@ def test_the_nodes_that_were_used_last_are_known(monkeypatch):
     assert [node.run for node in cache.recent] == [as_run([1]), as_run([2])]
     cache.match(None, as_run([1]))
     assert [node.run for node in cache.recent] == [as_run([2]), as_run([1])]
+
+
+def test_nodes_have_numbers_and_owners_have_accounts():
+    cache = RadixCache(owner_of=lambda key: key)
+    for owner, sequence, slots in (("a", [1, 2], [0, 1]), ("b", [1], [2]), ("a", [1, 3], [0, 3])):
+        insert(cache, owner, sequence, slots)
+    nodes = [*cache.nodes()]
+    assert len({node.number for node in nodes} - {0}) == len(nodes) == 4
+    assert {node.parent.number for node in nodes if node.start == 0} == {0}
+    accounts = {account.owner: account for account in cache.accounts()}
+    assert {owner: account.num_cached for owner, account in accounts.items()} == {"a": 3, "b": 1}
+    assert cache.find_account("a") is accounts["a"]
+    assert cache.find_account("c") is None
