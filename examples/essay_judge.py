@@ -145,8 +145,9 @@ def show_stats(
         "generated tokens": f"{generated:,}",
         "tokens per second": f"{generated / elapsed_s:.1f}",
         "first answer after": f"{first_text_s:.2f} s",
-        "peak memory": f"{(after.peak_resident_bytes or 0) / 1e9:.2f} GB",
     }
+    if after.peak_resident_bytes is not None:  # a model behind an API reports none
+        rows["peak memory"] = f"{after.peak_resident_bytes / 1e9:.2f} GB"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(Text(name, style="dim"), Text(value, justify="right"))
