@@ -73,6 +73,7 @@ class Answer:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
+        self._is_call_open = False  # the latest call may get more arguments
         self._tokens: list[TokenInfo] = []
         self._writer = ReplyWriter()
         self._notation: list[str] = []
@@ -136,18 +137,20 @@ class Answer:
             self._on_reasoning(delta)
 
     def begin_call(self, call_id: str, name: str) -> None:
-        """A tool call begins."""
+        """A tool call begins. ``ProtocolError`` if the model may call none."""
+        if not self._is_reply:
+            raise ProtocolError(f"the model called {name!r:.200}, but this gen may call no tools")
         self._flush()
-        if self._calls and not self._calls[-1].arguments:
-            self.add_arguments("{}")
+        self._end_call()
+        self._is_call_open = True
         call = _Call(call_id or f"call_{secrets.token_hex(12)}", name)
         self._calls.append(call)
         self._write(CallBegun(call.id, name))
 
     def add_arguments(self, delta: str) -> None:
-        """More of the arguments of the latest call."""
-        if not self._calls:
-            raise ProtocolError("arguments of a tool call came before the call")
+        """More of the arguments of the latest call. ``ProtocolError`` if text has come since."""
+        if not self._is_call_open:
+            raise ProtocolError("arguments of a tool call came without the call")
         self.num_deltas += 1
         self._calls[-1].arguments.append(delta)
         self._write(Arguments(delta))
@@ -180,6 +183,7 @@ class Answer:
         """The complete answer. One that was held becomes visible. ``NotSupported`` if log-probabilities are
         missing."""
         if self._is_held:
+            self._end_call()
             self._is_held = False
             if self._reasoning and self._on_reasoning is not None:
                 self._on_reasoning(self.reasoning)
@@ -188,8 +192,8 @@ class Answer:
             for call in calls:
                 self._calls.append(call)
                 self._write(CallBegun(call.id, call.name), Arguments(call.text))
-        elif self._calls and not self._calls[-1].arguments:
-            self.add_arguments("{}")
+        else:
+            self._end_call()
         text = "".join(self._notation) + self._writer.finish() if self._is_reply else self.text
         generated = Generated(text, self.finish_reason, self.usage, reasoning=self.reasoning or None)
         return self._with_logprobs(generated) if self._params.wants_logprobs else generated
@@ -209,9 +213,16 @@ class Answer:
     def _flush(self) -> None:
         self._show(self._filter.finish())
 
+    def _end_call(self) -> None:
+        """Ends the open call, whose arguments are an object even if none came."""
+        if self._is_call_open and not self._calls[-1].arguments:
+            self.add_arguments("{}")
+        self._is_call_open = False
+
     def _show(self, text: str) -> None:
         if not text:
             return
+        self._end_call()
         self._texts.append(text)
         if self._is_reply:
             self._write(TextPiece(text))

@@ -224,9 +224,22 @@ async def test_spellings_of_tool_calls(parts: list[bytes]) -> None:
     assert all(call.id for call in reply.tool_calls)
 
 
-async def test_mixed_parts_of_tool_calls_are_an_error() -> None:
-    parts = [_call(0, "f", "{", "c1"), _call(1, "g", "{", "c2"), _call(0, None, "}")]
-    await failure(answers.stream(*parts, answers.ending("tool_calls")), expected=ProtocolError)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [_call(0, "f", "{", "c1"), _call(1, "g", "{", "c2"), _call(0, None, "}")],
+        [_call(0, "f", "{", "c1"), *map(answers.event, answers.text_chunks("a")), _call(0, None, "}")],
+    ],
+)
+async def test_mixed_parts_of_tool_calls_are_an_error(parts: list[bytes]) -> None:
+    async with opened([answers.stream(*parts, answers.ending("tool_calls"))]) as (flow, _), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.reply("x", tools=[weather]))
+        with pytest.raises(ProtocolError):
+            await s["x"]
+
+
+async def test_a_call_where_none_is_allowed_is_an_error() -> None:
+    await failure(answers.call_stream(("c1", "weather", ["{}"])), expected=ProtocolError)
 
 
 class Report(BaseModel):

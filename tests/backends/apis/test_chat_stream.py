@@ -1,0 +1,95 @@
+"""The readers of OpenAI's streams give an answer or an error of agentflow, whatever a server sends."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.api_errors import ErrorMapping
+from agentflow.backends.apis.chat_completions import ChatReader, StreamReader
+from agentflow.backends.apis.completions import TextReader
+from agentflow.backends.apis.event_stream import ServerEvent
+from agentflow.errors import AgentflowError
+from agentflow.protocol.chat import read_reply
+from agentflow.protocol.sampling import GenParams
+
+_KEYS = st.sampled_from(
+    [
+        "choices", "usage", "error", "object", "index", "delta", "finish_reason", "logprobs", "stop_reason",
+        "content", "text", "reasoning", "refusal", "tool_calls", "id", "function", "name", "arguments",
+        "prompt_tokens", "completion_tokens", "prompt_tokens_details", "tokens", "token", "logprob", "bytes",
+        "token_logprobs", "top_logprobs", "code", "message", "status", "unknown",
+    ]
+)  # fmt: skip
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 600),
+    st.floats(-3, 3),
+    st.sampled_from(["", "a", "{}", "stop", "length", "tool_calls", "content_filter", "error", "thinking"]),
+)
+_VALUES = st.recursive(
+    _LEAVES,
+    lambda parts: st.lists(parts, max_size=2) | st.dictionaries(_KEYS, parts, max_size=4),
+    max_leaves=12,
+)
+_CALL = st.fixed_dictionaries(
+    {
+        "function": st.fixed_dictionaries(
+            {}, optional={"name": st.sampled_from(["f", "g"]), "arguments": _LEAVES}
+        )
+    },
+    optional={"index": st.sampled_from([0, 1, None]), "id": st.sampled_from(["c1", "c2", ""])},
+)
+_DELTA = st.fixed_dictionaries(
+    {},
+    optional={
+        "content": st.sampled_from(["a", "b!", "", None]),
+        "reasoning": _LEAVES,
+        "tool_calls": st.lists(_CALL, max_size=2),
+    },
+)
+_CHOICE = st.fixed_dictionaries(
+    {"index": st.just(0), "delta": _DELTA},
+    optional={
+        "text": st.sampled_from(["a", "b!"]),
+        "finish_reason": st.sampled_from(["stop", "length", None]),
+    },
+)
+_CHUNK = st.fixed_dictionaries({"choices": st.lists(_CHOICE, max_size=2)}, optional={"usage": _VALUES})
+
+
+@pytest.mark.parametrize("kind", [ChatReader, TextReader])
+@given(
+    st.lists(st.one_of(_CHUNK, _CHUNK, st.dictionaries(_KEYS, _VALUES, max_size=4), _VALUES), max_size=8),
+    st.booleans(),
+)
+def test_any_events_give_an_answer_or_an_error(
+    kind: type[StreamReader], chunks: list[Any], is_reply: bool
+) -> None:
+    shown: list[str] = []
+    answer = Answer(GenParams(stop=("!",)), shown.append, is_reply=is_reply)
+    reader = kind(answer, ErrorMapping("server", "m"), 100)
+    try:
+        for chunk in chunks:
+            reader.event(ServerEvent("", json.dumps(chunk).encode()))
+            if reader.is_left:
+                break
+        else:
+            reader.event(ServerEvent("", b"[DONE]"))
+    except AgentflowError:
+        return
+    generated = answer.deliver()
+    assert generated.finish_reason in ("eos", "stop", "length")
+    assert "!" not in answer.text
+    if is_reply:
+        reply = read_reply(generated.text)
+        assert (reply.text, reply.tool_calls) == (answer.text, answer.calls)
+        assert generated.text.startswith("".join(shown))
+    else:
+        assert generated.text == answer.text == "".join(shown)
