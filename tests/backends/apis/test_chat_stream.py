@@ -68,12 +68,13 @@ _CHUNK = st.fixed_dictionaries({"choices": st.lists(_CHOICE, max_size=2)}, optio
 @given(
     st.lists(st.one_of(_CHUNK, _CHUNK, st.dictionaries(_KEYS, _VALUES, max_size=4), _VALUES), max_size=8),
     st.booleans(),
+    st.booleans(),
 )
 def test_any_events_give_an_answer_or_an_error(
-    kind: type[StreamReader], chunks: list[Any], is_reply: bool
+    kind: type[StreamReader], chunks: list[Any], is_reply: bool, is_held: bool
 ) -> None:
     shown: list[str] = []
-    answer = Answer(GenParams(stop=("!",)), shown.append, is_reply=is_reply)
+    answer = Answer(GenParams(stop=("!",)), shown.append, is_reply=is_reply, is_held=is_held)
     reader = kind(answer, ErrorMapping("server", "m"), 100)
     try:
         for chunk in chunks:
@@ -84,6 +85,7 @@ def test_any_events_give_an_answer_or_an_error(
             reader.event(ServerEvent("", b"[DONE]"))
     except AgentflowError:
         return
+    assert not (is_held and shown)
     generated = answer.deliver()
     assert generated.finish_reason in ("eos", "stop", "length")
     assert "!" not in answer.text
