@@ -231,6 +231,7 @@ class _Choice(ChoicePart):
 
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
 
 
 class _CompletionDetails(msgspec.Struct):
@@ -244,6 +245,11 @@ class UsageFields(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
     completion_tokens_details: _CompletionDetails | None = None
+
+    @property
+    def written_tokens(self) -> int:
+        """The tokens of the prompt that were written to the provider's cache."""
+        return (self.prompt_tokens_details and self.prompt_tokens_details.cache_write_tokens) or 0
 
     def usage(self) -> Usage:
         """The usage."""
@@ -307,6 +313,7 @@ class StreamReader:
             raise self.errors.of_event(event_error(event.data))
         if chunk.usage is not None:
             self._usage = chunk.usage.usage()
+            self.answer.written_tokens = chunk.usage.written_tokens
         for choice in chunk.choices or ():
             self.read(choice)
         if self.answer.is_stopped and not self._has_ended:
