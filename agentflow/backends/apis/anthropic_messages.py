@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -131,7 +130,7 @@ class AnthropicMessages:
         if not messages:
             raise NotSupported(f"{self._model} answers a user: begin with af.user(…)")
         if prompt.continues:
-            messages[-1] = replace(messages[-1], is_open=True)
+            messages[-1] = messages[-1]._replace(is_open=True)
         marked = marked_parts([*tools, *system, *messages])
         written = [self._head]
         for name, parts in ((b"tools", tools), (b"system", system), (b"messages", messages)):

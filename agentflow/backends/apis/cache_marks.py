@@ -9,7 +9,7 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_MARKS = 4
 """The most marks that the API accepts."""
@@ -19,8 +19,7 @@ MARK = b',"cache_control":{"type":"ephemeral"}'
 _REASONING = (b'{"type":"thinking"', b'{"type":"redacted_thinking"')
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A tool, a block of the system prompt, or a message, in the order of the prompt.
 
     Attributes:
@@ -68,11 +67,12 @@ def _marked(parts: Sequence[Part]) -> set[int]:
     last = max((number for number, part in enumerate(parts) if not part.is_open), default=-1)
     for number, part in enumerate(parts):
         num_bytes += len(part.encoded)
-        goes_on |= not part.is_head and not part.is_constant
-        if num_bytes < MIN_BYTES or not part.is_markable:
+        goes_on = goes_on or not (part.is_head or part.is_constant)
+        if num_bytes < MIN_BYTES:
             continue
         ends_head = part.is_head and number + 1 < len(parts) and not parts[number + 1].is_head
         is_long = part.is_constant and number < last and len(part.encoded) >= MIN_BYTES
-        if part.is_shared or ends_head or is_long or (number == last and goes_on):
+        is_boundary = part.is_shared or ends_head or is_long or (number == last and goes_on)
+        if is_boundary and part.is_markable:
             found.append(number)
     return set(found[-MAX_MARKS:])

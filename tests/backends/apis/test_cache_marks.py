@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -59,7 +57,7 @@ def test_forks_are_marked() -> None:
 
 def test_a_message_that_is_continued_is_not_marked() -> None:
     parts = message(LONG), message(SHORT, constant=False), message(SHORT), message(SHORT, constant=False)
-    assert marked(*parts[:3], replace(parts[3], is_open=True)) == [0, 2]
+    assert marked(*parts[:3], parts[3]._replace(is_open=True)) == [0, 2]
 
 
 @pytest.mark.parametrize("kind", ["thinking", "redacted_thinking"])
