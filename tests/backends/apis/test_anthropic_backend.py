@@ -111,6 +111,7 @@ async def test_a_conversation_is_sent_and_its_answer_streamed() -> None:
         assert (s["x"].finish_reason, s["x"].usage.prompt_tokens, s["x"].usage.output_tokens) == ("eos", 9, 3)
         usage = s["y"].usage
         assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (28, 16, 1)
+        assert usage.written_tokens == 8
         stats = await flow.stats()
     first, last = server.received
     assert first.path == "/v1/messages"
