@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,9 +223,11 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
 
 
 @pytest.fixture(scope="module")
-def eager_and_sdpa(model_folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+def eager_and_sdpa(transformers_model: PreTrainedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
     """transformers' logits of the beginnings of all prompts in bfloat16, with either kind of attention."""
-    model = gguf_references.transformers_model(model_folder, dtype=torch.bfloat16).eval()
+    model = copy.deepcopy(transformers_model)
+    for weight in model.parameters():  # and no buffer: the frequencies stay in float32
+        weight.data = weight.data.bfloat16()
     found = []
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -29,9 +31,27 @@ def transformers_model(folder: Path, **options: Any) -> PreTrainedModel:
     return model
 
 
-# transformers parses the whole vocabulary twice, and makes this map again for each module, which takes more
-# than half of the time.
-_reader = functools.lru_cache(maxsize=1)(gguf.GGUFReader)
+class _Reader(gguf.GGUFReader):
+    """Skips long arrays, which are the vocabulary: no model needs it, and it takes most of the time."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        data = memoryview(self.data)
+        kind, length = struct.unpack_from("<IQ", data, orig_offs)
+        if length < 1000:
+            return super()._get_field_parts(orig_offs, raw_type)
+        end = int(orig_offs) + 12
+        if kind == gguf.GGUFValueType.STRING:
+            for _ in range(length):
+                end += 8 + struct.unpack_from("<Q", data, end)[0]
+        else:
+            end += length * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize
+        return end - int(orig_offs), [], [], [gguf.GGUFValueType.ARRAY]
+
+
+# transformers reads the file twice, and makes this map again for each module.
+_reader = functools.lru_cache(maxsize=1)(_Reader)
 _tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 
