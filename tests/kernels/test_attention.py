@@ -136,7 +136,7 @@ def test_all_shapes_of_heads(
     [
         [Shape(-1, 0, 3000, 1)],
         [Shape(-1, 0, 600, 1), *[Shape(0, 600, 600, 1)] * 39],
-        [Shape(-1, 0, 300, 700)],
+        [Shape(-1, 0, 300, 300)],
     ],
     ids=["one long request", "40 over one prefix", "a chunk in several blocks"],
 )

@@ -25,6 +25,7 @@ from support.engine.embedding_models import (
 from support.engine.gguf_models import write_gguf, write_vocabulary
 from support.engine.random_model import write_random_model
 from support.faults import has_param
+from support.server.http_clients import only_asyncio
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import open_engine, open_generator
@@ -36,6 +37,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import EmbeddingOptions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+anyio_backend = pytest.fixture(only_asyncio)
 RNG = np.random.default_rng(3)
 LENGTHS = [1, 5, 17, 3, 60, 60, 33, 100, 2, 18, 40, 1]
 PROMPTS = [[int(i) for i in RNG.integers(4, VOCAB, n)] for n in LENGTHS]
