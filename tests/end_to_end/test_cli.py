@@ -2,16 +2,17 @@
 
 import logging
 import socket
-import struct
 import subprocess
 import sys
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 
 import anyio
 import pytest
 from support.commands import call_cli, run_cli, served
+from support.engine.gguf_models import write_gguf, write_vocabulary
 
 import agentflow as af
 from agentflow.server.log import LOGGER
@@ -63,15 +64,12 @@ def test_an_occupied_port_is_an_error_before_a_model_is_loaded(model_folder):
     assert str(port) in only_line(result.stderr)
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(model_folder, tmp_path):
-    (file,) = model_folder.glob("*.gguf")
-    content = bytearray(file.read_bytes())
-    key = b"llama.block_count"
-    struct.pack_into("<I", content, content.index(key) + len(key) + 4, 31)  # behind its type
-    (tmp_path / file.name).write_bytes(content)
-    result = run_cli("serve", "--port", "0", "--model", str(tmp_path), "--kv-tokens", "2000")
+def test_a_model_that_cannot_be_loaded_is_one_line(tiny, tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(tiny, file, vocabulary=partial(write_vocabulary, tiny), changes={"llama.block_count": 3})
+    result = run_cli("serve", "--port", "0", "--model", str(file), "--kv-tokens", "2000")
     assert (result.returncode, result.stdout) == (1, "")
-    assert "model.layers.30." in only_line(result.stderr)
+    assert "model.layers.2." in only_line(result.stderr)
 
 
 def test_served_requests_are_measured_recorded_and_replayed(tiny, tmp_path):
