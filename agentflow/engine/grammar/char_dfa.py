@@ -291,8 +291,11 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
             low = members & -members
             masks[low.bit_length() - 1] |= 1 << index
             members ^= low
-    written = [index for index, ranges in enumerate(class_ranges) if without_surrogates(tuple(ranges))]
-    return CharClasses(masks, class_ranges, sum([1 << index for index in written]))
+    written = 0  # the classes that have more than surrogates, which UTF-8 text cannot contain
+    for index, ranges in enumerate(class_ranges):
+        if any(first < 0xD800 or last > 0xDFFF for first, last in ranges):
+            written |= 1 << index
+    return CharClasses(masks, class_ranges, written)
 
 
 def determinised(

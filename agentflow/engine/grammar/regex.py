@@ -153,6 +153,9 @@ def without_surrogates(ranges: Ranges) -> Ranges:
     """
     kept: list[tuple[int, int]] = []
     for first, last in ranges:
+        if last < 0xD800 or first > 0xDFFF:
+            kept.append((first, last))
+            continue
         below, above = (first, min(last, 0xD7FF)), (max(first, 0xE000), last)
         kept += [part for part in (below, above) if part[0] <= part[1]]
     return tuple(kept)

@@ -159,26 +159,16 @@ def fp8(weight: Tensor, block: tuple[int, int], scale_name: str) -> Packed:
 
 
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks, scales and values of matrices [count, out, in], one by one."""
-    count, num_out, num_in = weight.shape
-    blocks = torch.zeros(count, num_out, num_in // 32, 16, dtype=torch.uint8)
-    scales = torch.zeros(count, num_out, num_in // 32, dtype=torch.uint8)
-    values = torch.empty(weight.shape)
+    """Blocks, scales and values of matrices [count, out, in]."""
     grid = torch.tensor(E2M1)
-    groups = weight.reshape(count, num_out, -1, 32)
+    groups = weight.reshape(*weight.shape[:2], -1, 32)
     exponents = torch.floor(torch.log2(groups.abs().amax(-1) / 4))
-    near = (groups / 2.0 ** exponents.unsqueeze(-1)).unsqueeze(-1).abs().sub(grid).abs().argmin(-1)
-    codes = (near + 8 * (groups < 0)).tolist()
-    for e in range(count):
-        for n in range(num_out):
-            for g in range(num_in // 32):
-                power = int(exponents[e, n, g])
-                scales[e, n, g] = power + 127
-                row = codes[e][n][g]
-                for k, code in enumerate(row):
-                    values[e, n, g * 32 + k] = (-1) ** (code >> 3) * E2M1[code & 7] * 2.0**power
-                blocks[e, n, g] = torch.tensor([row[2 * b] | row[2 * b + 1] << 4 for b in range(16)])
-    return blocks, scales, values
+    powers = 2.0 ** exponents.unsqueeze(-1)
+    near = (groups / powers).unsqueeze(-1).abs().sub(grid).abs().argmin(-1)
+    codes = (near + 8 * (groups < 0)).to(torch.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    values = torch.where(groups < 0, -1.0, 1.0) * grid[near] * powers
+    return blocks, (exponents + 127).to(torch.uint8), values.reshape(weight.shape)
 
 
 def _packed_config(bits: int, group_size: int, *, is_symmetric: bool, act_order: bool) -> Mapping[str, Any]:
