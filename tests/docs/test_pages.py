@@ -12,6 +12,8 @@ import anyio
 import pytest
 from openai import OpenAI
 from support.api_server import MODEL, api_server
+from support.apis.fake_server import fake_server
+from support.docs import page_apis
 from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block, with_packages
 from support.docs.page_model import ESSAY, SCRIPT
 from support.fake_engine import embedding_engine
@@ -37,9 +39,11 @@ async def test_the_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     monkeypatch.chdir(tmp_path)  # some write files
     with anyio.fail_after(60):
-        async with af.session(seed=7) as flow:
+        async with fake_server(page_apis.answer) as apis, af.session(seed=7) as flow:
+            page_apis.use(apis, monkeypatch)
             namespace: dict[str, Any] = {"af": af, "essay": ESSAY}
             for block in blocks_of(page):
+                block = block._replace(source=page_apis.on_servers(block.source, apis))
                 if not isinstance(namespace.get("flow"), af.OpenSession):
                     namespace["flow"] = flow  # the page's own sessions end with their blocks
                 if block.runs:

@@ -38,6 +38,11 @@ SCRIPT: dict[str, str | af.Reply] = {
     "only Europe is covered</tool><assistant>": "I cannot tell.",
     "first paragraph: ": "Leaves catch light.",
     "second paragraph: ": "Roots bring water.",
+    # concepts/models.md
+    "Write one sentence on leaves.</user><assistant>": "Leaves catch light.",
+    "Is that true? Leaves catch light.</user><assistant>": "yes",
+    "Write it again, better.</user><assistant>": "Leaves catch light and make sugar.",
+    "Who was Ada Lovelace? Answer as Name and Job.</user><assistant>": "Name: Ada\nJob: mathematician",
     # guides/coming-from.md and the README
     "its clarity in one sentence.</user><assistant>": "The sentences are short.",
     "its evidence in one sentence.</user><assistant>": "It names no source.",
