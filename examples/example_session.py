@@ -7,7 +7,7 @@ This file is not an example. Without ``--url`` the model runs in this process; w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 from rich.console import Console
@@ -24,22 +24,27 @@ def example_parser(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_example(main: Main, options: argparse.Namespace) -> int:
+def run_example(main: Main, options: argparse.Namespace, models: Mapping[str, str] | None = None) -> int:
     """Runs ``main`` in a session and returns the exit status. The seed is fixed, so every run samples the
-    same text."""
+    same text. ``models``: several models, instead of the one at ``options.url``."""
+    session: af.SessionOptions = {
+        "seed": 1,
+        "models": models,
+        "embed_model": getattr(options, "embed_model", None),
+    }
     console = Console()
     try:
-        anyio.run(_run, main, options.url, getattr(options, "embed_model", None), console)
+        anyio.run(_run, main, None if models else options.url, session, console)
     except af.AgentflowError as error:
         console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 1
     return 0
 
 
-async def _run(main: Main, url: str | None, embed_model: str | None, console: Console) -> None:
+async def _run(main: Main, url: str | None, options: af.SessionOptions, console: Console) -> None:
     doing = "Loading the model …" if url is None else f"Connecting to {url} …"
     with console.status(doing) as status:
-        async with af.session(url, embed_model=embed_model, seed=1) as flow:
+        async with af.session(url, **options) as flow:
             status.stop()
             before = await flow.stats()
             await main(flow, console)
