@@ -23,7 +23,13 @@ from agentflow.backends.apis.conversation import ApiContext
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.selection import exact_scores, may_be_tokens, written_scores
-from agentflow.backends.apis.speculation import Ahead, call_params, disagreement, is_useful
+from agentflow.backends.apis.speculation import (
+    Ahead,
+    call_params,
+    disagreement,
+    is_useful,
+    sampled_otherwise,
+)
 from agentflow.backends.apis.transport import ApiTransport
 from agentflow.backends.apis.verification import OnUnsupported, fault_of, requirement
 from agentflow.backends.apis.visible_text import StopFilter
@@ -317,7 +323,7 @@ class ApiGenerator:
         asked.trace, context.trace = context.trace, ""
         call = Call(call_params("" if continues else turn, upcoming, params))
         request = self._api.request(asked, call)
-        ahead = context.ahead = Ahead(turn if continues else "", is_greedy=params.temperature == 0)
+        ahead = context.ahead = Ahead(turn if continues else "", params)
         self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
 
     async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: Request, call: Call) -> None:
@@ -345,12 +351,16 @@ class ApiGenerator:
         ahead, turn = context.ahead, context.open_text
         assert ahead is not None
         is_first = ahead.num_served == 0
+        if not ahead.is_sampled_as(params):
+            if not self.capabilities.continuation:
+                raise sampled_otherwise(self.capabilities.model)
+            return None
         agrees = await ahead.agrees(turn)
         if ahead.error is not None and (is_first or not agrees):
             if is_first:
                 raise ahead.error
             return None
-        if not agrees or params.wants_logprobs or (not is_first and await ahead.is_used_up(len(turn))):
+        if not agrees or (not is_first and await ahead.is_used_up(len(turn))):
             self._num_failed_speculations += 1
             if not self.capabilities.continuation and turn:
                 raise disagreement(self.capabilities.model, turn, ahead.text)

@@ -34,13 +34,12 @@ class Ahead:
 
     Args:
         before: The beginning of the turn that was part of the prompt.
-        is_greedy: Whether forks may take the same text: at a higher temperature it would be one draw where
-            the program asks for several.
+        params: The parameters of the generation that made the call.
     """
 
-    def __init__(self, before: str, *, is_greedy: bool) -> None:
+    def __init__(self, before: str, params: GenParams) -> None:
         self.text = before
-        self.is_greedy = is_greedy
+        self.params = params
         self.reasoning = ""
         self.answer: Answer | None = None  # complete
         self.error: AgentflowError | None = None
@@ -50,6 +49,16 @@ class Ahead:
         self._ends: list[int] = [len(before)]  # where the deltas end
         self._charged = Usage()
         self._changed = anyio.Event()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether forks may take the same text: at a higher temperature it would be one draw where the
+        program asks for several."""
+        return self.params.temperature == 0
+
+    def is_sampled_as(self, params: GenParams) -> bool:
+        """Whether a generation with ``params`` samples its tokens as the call does."""
+        return _of_tokens(params) == _of_tokens(self.params)
 
     @property
     def is_over(self) -> bool:
@@ -146,6 +155,28 @@ def disagreement(model: str, turn: str, written: str) -> NotSupported:
     return NotSupported(
         f"{model} cannot continue a turn that it has begun, and the text that it writes ({written[:200]!r}) "
         f"does not begin with the turn so far ({turn[-200:]!r}): put each gen into its own af.assistant(…)"
+    )
+
+
+def _of_tokens(params: GenParams) -> GenParams:
+    """The parameters by which tokens are sampled."""
+    return msgspec.structs.replace(
+        params,
+        max_tokens=None,
+        min_tokens=None,
+        stop=(),
+        stop_regex=None,
+        seed=None,
+        max_reasoning_tokens=None,
+        stream_reasoning=False,
+    )
+
+
+def sampled_otherwise(model: str) -> NotSupported:
+    """The error of a gen whose parameters differ from those of the first gen in its turn."""
+    return NotSupported(
+        f"{model} cannot continue a turn that it has begun, so the gens of one turn have the same sampling "
+        "parameters: put this gen into a separate af.assistant(…)"
     )
 
 

@@ -138,6 +138,25 @@ async def test_one_gen_without_text_before_it_is_an_ordinary_call() -> None:
         assert server.last.json["stop"] == ["\n"]
 
 
+@pytest.mark.parametrize("continues", [False, True])
+async def test_a_gen_that_samples_otherwise_takes_no_text_of_the_call(continues: bool) -> None:
+    async with (
+        session(PERSON, continues=continues, speculate=True) as (flow, server),
+        flow.state() as s,
+    ):
+        s += af.user("Who?")
+        s += af.assistant(
+            "Name: ", af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n", temperature=0.7)
+        )
+        assert await s["name"] == "Ada"
+        if continues:
+            assert await s["job"] == "engineer"
+            assert [request.json.get("temperature") for request in server.received] == [None, 0.7]
+        else:
+            with pytest.raises(NotSupported):
+                await s["job"]
+
+
 async def test_a_later_value_must_satisfy_its_constraint() -> None:
     def turn(kind: type) -> Any:
         return af.assistant(
