@@ -292,8 +292,8 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
             masks[low.bit_length() - 1] |= 1 << index
             members ^= low
     written = 0  # the classes that have more than surrogates, which UTF-8 text cannot contain
-    for index, of_class in enumerate(class_ranges):
-        if any(first < 0xD800 or last > 0xDFFF for first, last in of_class):
+    for index, own_ranges in enumerate(class_ranges):
+        if any(first < 0xD800 or last > 0xDFFF for first, last in own_ranges):
             written |= 1 << index
     return CharClasses(masks, class_ranges, written)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,14 +31,9 @@ class Rounded:
     group_of: list[int]
 
     def values(self) -> Tensor:
-        """float32 [out, in], one by one."""
-        out = torch.empty(self.codes.shape)
-        codes, zeros, scales = self.codes.tolist(), self.zeros.tolist(), self.scales.double().tolist()
-        for n, row in enumerate(codes):
-            for k, code in enumerate(row):
-                g = self.group_of[k]
-                out[n, k] = float(np.float32((code - zeros[n][g]) * scales[n][g]))
-        return out
+        """float32 [out, in]."""
+        zeros, scales = self.zeros.double()[:, self.group_of], self.scales.double()[:, self.group_of]
+        return ((self.codes - zeros) * scales).float()
 
 
 def rounded(
