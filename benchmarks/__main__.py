@@ -35,6 +35,7 @@ NAMES = {
         "JSON Schema's test suite: accepted schemas, rejected ones, and valid instances",
     ),
     "constrained": ("constrained.suite", "masks, jump-forward, select in one pass, hostile constraints"),
+    "apis": ("apis.suite", "models behind APIs: saved calls and tokens, the client's cost, stalls, prefixes"),
     "servers": ("peers.servers", "loads over the OpenAI API against vLLM's server"),
     "adapters": ("peers.adapters", "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache"),
     "ui": (

@@ -24,6 +24,7 @@ TITLES = {
     "radix": "The radix cache",
     "scheduler": "The scheduler",
     "frontend": "The cost of a client",
+    "apis": "Models behind APIs",
     "constrained": "Constrained decoding and select",
     "server": "Serving over HTTP",
     "ui": "The page of the server",
@@ -57,6 +58,14 @@ REMARKS = {
     "frontend": (
         "CPU time of the client's process. The server is another process with a scripted generator. A "
         "round trip is a burst of ops that depend on the answer to the burst before."
+    ),
+    "apis": (
+        "The server of the API is another process, with models that are functions of their prompts. Overhead "
+        "is CPU time of the client's process above a loop that reads the same streams with httpx2. "
+        "Speculation reads several fields of a turn from one call: the model also writes "
+        "the text between them, so the share of output tokens depends on the length of the values. The "
+        "branches of the fork run on `agentflow serve` with the default model; the first one computes the "
+        "prefix."
     ),
     "constrained": (
         "A record has ten fields; 32 records are generated at once. Under plain masked decoding the model"
