@@ -57,7 +57,8 @@ class SessionOptions(TypedDict, total=False):
         chat_template: A Jinja file that replaces the model's chat template.
         device: ``cpu`` or ``cuda``.
         kv_tokens: The size of the KV pool in tokens.
-        api_key: Default: the environment variable AGENTFLOW_API_KEY.
+        api_key: Default: for a server the environment variable AGENTFLOW_API_KEY, for a vendor the variable
+            of its client (``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY``).
         backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
             model.
         seed: Makes sampling reproducible, except for gens with a seed.
@@ -162,6 +163,13 @@ def _several(
     if not isinstance(models, Mapping) or not all(isinstance(name, str) and name for name in models):
         raise BadArgument(
             f"session: models must be a dict of names to models, not {short_repr(models)}", param="models"
+        )
+    addresses = [name for name, model in models.items() if isinstance(model, str) and _is_address(model)]
+    if options.get("api_key") is not None and len(addresses) != 1:
+        raise BadArgument(
+            "session: api_key is for one address: give the others as backends with their keys, such as "
+            "af.OpenAI(…, api_key=…)",
+            param="api_key",
         )
     from agentflow.backends.several import Several
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -336,7 +335,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Jinja file that replaces the model's chat template, without a server",
     )
-    add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
+    add("--api-key", metavar="KEY", help=f"key (default: {API_KEY_VARIABLE}, or the vendor's variable)")
     add("--system", metavar="TEXT", help="the system message")
     add(
         "--temperature",
@@ -362,7 +361,7 @@ def _run(options: argparse.Namespace) -> int:
         options.url,
         model=options.model,
         chat_template=options.chat_template,
-        api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
+        api_key=options.api_key,  # without it, the session reads the variable of the address
         seed=options.seed,
     )
     _edit_lines()

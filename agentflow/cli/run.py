@@ -187,7 +187,7 @@ class Batch:
         flow_of = session(
             options.url,
             model=options.model,
-            api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
+            api_key=options.api_key,  # without it, the session reads the variable of the address
             seed=options.seed,
         )
         async with flow_of as flow:
@@ -283,7 +283,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a model's name, folder or GGUF file (default: smollm2-135m)",
     )
-    add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
+    add("--api-key", metavar="KEY", help=f"key (default: {API_KEY_VARIABLE}, or the vendor's variable)")
     add(
         "--concurrency",
         type=count,

@@ -209,3 +209,19 @@ def test_ctrl_c_says_how_to_continue():
     assert "--resume" in child.stderr
     assert "Traceback" not in child.stderr
     assert results() == ["a", "b"]
+
+
+def test_a_vendor_gets_its_own_key_and_not_the_servers(monkeypatch):
+    keys: list[object] = []
+
+    def connect(self: af.OpenAI, *args):
+        keys.append(self._settings.api_key)
+        return af.Scripted(answer).connect(*args)
+
+    monkeypatch.setattr(af.OpenAI, "connect", connect)
+    monkeypatch.setenv("AGENTFLOW_API_KEY", "of the server")
+    monkeypatch.setenv("OPENAI_API_KEY", "of the vendor")
+    command = ["run", "judge.py:judge", "in.jsonl", "-q", "--url", "openai:gpt-4o"]
+    assert main(command) == 0
+    assert main([*command, "--api-key", "given"]) == 0
+    assert keys == ["of the vendor", "given"]

@@ -13,10 +13,10 @@ import msgspec
 from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, for_display, generating
-from agentflow.backends.apis.verification import OnUnsupported
+from agentflow.backends.apis.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.errors import BadArgument, NotAuthorized, NotSupported
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.constraint import CONSTRAINT_KINDS, ConstraintKind
+from agentflow.protocol.constraint import ConstraintKind
 from agentflow.protocol.events import Capabilities
 
 BASE_URL = "https://api.anthropic.com"
@@ -163,12 +163,13 @@ class Anthropic:
         enforced: tuple[ConstraintKind, ...] = self._facts.constraints
         if "schema" in enforced:
             enforced = (*enforced, "choices")  # an enum in a schema
-        constraints = CONSTRAINT_KINDS if self._settings.on_unsupported == "retry" else enforced
+        if self._settings.on_unsupported == "retry":
+            enforced = tuple(dict.fromkeys((*enforced, *CHECKED_KINDS)))
         found = capabilities(self._facts, self.model, self._reasoning)
         return msgspec.structs.replace(
             found,
             sampling=(*(found.sampling or ()), "stop_regex"),
-            constraints=constraints,
-            select="choices" in constraints,
+            constraints=enforced,
+            select="choices" in enforced,
             images=False,  # the generator sends none yet
         )
