@@ -8,7 +8,7 @@ import pytest
 from support.docs.page_blocks import DOCS
 
 from agentflow.backends.apis.capability_table import VENDORS, Vendor, model_facts
-from agentflow.backends.apis.flavours import FLAVOURS, OPENAI
+from agentflow.backends.apis.chat.flavours import FLAVOURS, OPENAI
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.sampling import GenParams
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import msgspec
 
+from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, for_display, generating
-from agentflow.backends.apis.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.errors import BadArgument, NotAuthorized, NotSupported
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import ConstraintKind
@@ -129,9 +129,9 @@ class Anthropic:
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the pool of connections. Nothing is sent before the first call. For the session."""
         try:
-            from agentflow.backends.apis.anthropic_messages import AnthropicMessages
-            from agentflow.backends.apis.anthropic_stream import AnthropicErrors
-            from agentflow.backends.apis.transport import ApiTransport, open_http
+            from agentflow.backends.apis.http.transport import ApiTransport, open_http
+            from agentflow.backends.apis.messages.anthropic_messages import AnthropicMessages
+            from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors
         except ImportError as error:
             raise NotSupported(
                 f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import Unwrap
-from agentflow.backends.apis.transport import EventSink
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
 

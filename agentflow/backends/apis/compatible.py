@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from agentflow.backends.apis.flavours import FLAVOURS, FlavourName
+from agentflow.backends.apis.answers.verification import OnUnsupported
+from agentflow.backends.apis.chat.flavours import FLAVOURS, FlavourName
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, connected, for_display, transport_of
-from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.errors import BadArgument
 from agentflow.protocol.backend import Connection, Deliver, Lost
 

@@ -16,13 +16,16 @@ from typing import Any, NoReturn
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
+from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of, requirement
+from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
-from agentflow.backends.apis.completions import MAX_TOP_LOGPROBS
+from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.prices import FREE, Billing
-from agentflow.backends.apis.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.speculation import (
     Ahead,
     call_params,
@@ -30,9 +33,6 @@ from agentflow.backends.apis.speculation import (
     is_useful,
     sampled_otherwise,
 )
-from agentflow.backends.apis.transport import ApiTransport
-from agentflow.backends.apis.verification import OnUnsupported, fault_of, requirement
-from agentflow.backends.apis.visible_text import StopFilter
 from agentflow.errors import (
     AgentflowError,
     EngineFailed,

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
-from agentflow.backends.apis.flavours import OPENAI
+from agentflow.backends.apis.answers.verification import OnUnsupported
+from agentflow.backends.apis.chat.flavours import OPENAI
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiSettings, connected, for_display
-from agentflow.backends.apis.verification import OnUnsupported
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.backend import Connection, Deliver, Lost
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
-from agentflow.backends.apis.flavours import Flavour, flavour_of
+from agentflow.backends.apis.chat.flavours import Flavour, flavour_of
+from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.prices import NO_COSTS, Billing, Costs
-from agentflow.backends.apis.sampling_fields import KEPT_HERE
-from agentflow.backends.apis.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
     AgentflowError,
@@ -33,7 +33,7 @@ from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # they import httpx2
     from agentflow.backends.apis.api_format import ApiFormat
-    from agentflow.backends.apis.transport import ApiTransport
+    from agentflow.backends.apis.http.transport import ApiTransport
 
 # Valid in a header without escaping.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
@@ -126,8 +126,8 @@ async def transport_of(
 ) -> AsyncIterator[ApiTransport]:
     """Opens the pool of connections. ``model`` and ``params``: for errors, as in ``ErrorMapping``."""
     try:
-        from agentflow.backends.apis.api_errors import ErrorMapping
-        from agentflow.backends.apis.transport import ApiTransport, open_http
+        from agentflow.backends.apis.http.api_errors import ErrorMapping
+        from agentflow.backends.apis.http.transport import ApiTransport, open_http
     except ImportError as error:
         raise NotSupported(
             f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"
@@ -170,8 +170,8 @@ async def connected(
     params = {place: name for name, place in flavour.params.items()}
     params["max_completion_tokens"] = "max_tokens"
     async with transport_of(settings, model, params) as transport:
-        from agentflow.backends.apis.chat_completions import ChatCompletions
-        from agentflow.backends.apis.completions import TextCompletions
+        from agentflow.backends.apis.chat.chat_completions import ChatCompletions
+        from agentflow.backends.apis.chat.completions import TextCompletions
 
         errors = transport.errors
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None

@@ -19,7 +19,7 @@ from itertools import pairwise
 import anyio
 import msgspec
 
-from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.answers.answer import Answer
 from agentflow.errors import AgentflowError, NotSupported
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams

@@ -9,7 +9,7 @@ import pytest
 from anthropic.lib._parse._transform import transform_schema
 from pydantic import BaseModel, Field
 
-from agentflow.backends.apis.anthropic_schema import is_enforced, output_schema
+from agentflow.backends.apis.messages.anthropic_schema import is_enforced, output_schema
 from agentflow.errors import NotSupported
 
 

@@ -13,10 +13,10 @@ from support.apis.fake_server import AnyAnswer, Hold, fake_server
 from support.apis.hostile_answers import hostile, slow, written
 
 import agentflow as af
-from agentflow.backends.apis.answer import Answer
+from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.anthropic import Anthropic
-from agentflow.backends.apis.anthropic_stream import AnthropicErrors, MessagesReader
-from agentflow.backends.apis.event_stream import EventReader
+from agentflow.backends.apis.http.event_stream import EventReader
+from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader
 from agentflow.errors import AgentflowError, ProtocolError, ServerLost
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.sampling import GenParams

@@ -22,9 +22,9 @@ from support.apis.fake_server import (
 )
 from support.apis.hostile_answers import hostile
 
-from agentflow.backends.apis.api_errors import ErrorMapping
-from agentflow.backends.apis.event_stream import ServerEvent
-from agentflow.backends.apis.transport import ApiTransport, open_http
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import ServerEvent
+from agentflow.backends.apis.http.transport import ApiTransport, open_http
 from agentflow.errors import (
     AgentflowError,
     BadArgument,

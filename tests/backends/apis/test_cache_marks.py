@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.cache_marks import MARK, MAX_MARKS, MIN_BYTES, Part, marked_parts
+from agentflow.backends.apis.messages.cache_marks import MARK, MAX_MARKS, MIN_BYTES, Part, marked_parts
 
 
 def head(size: int) -> Part:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.answer import Answer
-from agentflow.backends.apis.api_errors import ErrorMapping
-from agentflow.backends.apis.chat_completions import ChatReader, StreamReader
-from agentflow.backends.apis.completions import TextReader
-from agentflow.backends.apis.event_stream import ServerEvent
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.chat.chat_completions import ChatReader, StreamReader
+from agentflow.backends.apis.chat.completions import TextReader
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import AgentflowError
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.sampling import GenParams

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.event_stream import EventReader, ServerEvent
+from agentflow.backends.apis.http.event_stream import EventReader, ServerEvent
 from agentflow.errors import ProtocolError
 
 

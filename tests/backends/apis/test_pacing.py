@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from agentflow.backends.apis.pacing import Pace, reset_s
+from agentflow.backends.apis.http.pacing import Pace, reset_s
 
 pytestmark = pytest.mark.anyio
 

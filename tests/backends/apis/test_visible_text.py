@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.visible_text import StopFilter
+from agentflow.backends.apis.answers.visible_text import StopFilter
 
 
 def visible(pieces: list[str], stops: list[str], stop_regex: str | None = None) -> tuple[str, bool]:

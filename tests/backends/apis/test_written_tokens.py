@@ -8,11 +8,11 @@ import pytest
 from support.apis import anthropic_answers, openai_answers
 from support.apis.fake_server import Answer as Response
 
-from agentflow.backends.apis.answer import Answer
-from agentflow.backends.apis.anthropic_stream import AnthropicErrors, MessagesReader
-from agentflow.backends.apis.api_errors import ErrorMapping
-from agentflow.backends.apis.chat_completions import ChatReader
-from agentflow.backends.apis.event_stream import EventReader
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.chat.chat_completions import ChatReader
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import EventReader
+from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader
 from agentflow.protocol.sampling import GenParams
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from agentflow.backends.apis.visible_text import StopFilter
+from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.errors import NotSupported, ProtocolError
 from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, ReplyWriter, TextPiece
 from agentflow.protocol.events import TokenLogprob, Usage

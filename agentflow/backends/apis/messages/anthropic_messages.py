@@ -12,8 +12,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from agentflow.backends.apis.answer import Answer
-from agentflow.backends.apis.anthropic_schema import (
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.api_format import Call, Request
+from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.conversation import ApiContext, MessageNode
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.messages.anthropic_schema import (
     MAX_STRICT_TOOLS,
     MAX_TOOL_UNIONS,
     MAX_UNIONS,
@@ -21,12 +25,8 @@ from agentflow.backends.apis.anthropic_schema import (
     num_unions,
     output_schema,
 )
-from agentflow.backends.apis.anthropic_stream import MessagesReader, call_block
-from agentflow.backends.apis.api_errors import ErrorMapping
-from agentflow.backends.apis.api_format import Call, Request
-from agentflow.backends.apis.cache_marks import MIN_BYTES, Part, marked_parts
-from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.conversation import ApiContext, MessageNode
+from agentflow.backends.apis.messages.anthropic_stream import MessagesReader, call_block
+from agentflow.backends.apis.messages.cache_marks import MIN_BYTES, Part, marked_parts
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import StrictSchema, Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from agentflow.backends.apis.api_format import Call
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.flavours import Flavour
+from agentflow.backends.apis.chat.flavours import Flavour
 from agentflow.errors import NotSupported
 
 KEPT_HERE: Final = ("stop", "stop_regex")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentflow.backends.apis.answer import TokenInfo
+from agentflow.backends.apis.answers.answer import TokenInfo
 
 MAX_CHOICE_CHARS = 20
 """The length of a choice that may be one token."""

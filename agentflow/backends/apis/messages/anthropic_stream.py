@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.backends.apis.answer import Answer
-from agentflow.backends.apis.api_errors import ErrorMapping
-from agentflow.backends.apis.event_stream import ServerEvent
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import (
     AgentflowError,
     EngineFailed,

@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from agentflow.backends.apis.answer import NO_TOKEN_ID, Answer, TokenInfo
-from agentflow.backends.apis.api_errors import ErrorMapping
+from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, Answer, TokenInfo
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
+from agentflow.backends.apis.chat.sampling_fields import SamplingFields
 from agentflow.backends.apis.conversation import ApiContext, MessageNode, prefix_key
-from agentflow.backends.apis.event_stream import ServerEvent
-from agentflow.backends.apis.flavours import Flavour, constraint_fields
-from agentflow.backends.apis.sampling_fields import SamplingFields
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import ServerEvent
+from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
-from agentflow.backends.apis.transport import EventSink
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage

@@ -18,9 +18,9 @@ import anyio
 import httpx2
 import msgspec
 
-from agentflow.backends.apis.api_errors import ErrorMapping, is_transient
-from agentflow.backends.apis.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
-from agentflow.backends.apis.pacing import Pace
+from agentflow.backends.apis.http.api_errors import ErrorMapping, is_transient
+from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
+from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s
 

@@ -1,0 +1,5 @@
+"""The answer of a model behind an API.
+
+``answer`` collects it while it is streamed, ``visible_text`` applies the stops, ``verification`` checks it
+against a constraint, and ``selection`` scores choices.
+"""
