@@ -13,7 +13,7 @@ state, under the numbers of the session. Three things cross places:
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from agentflow.protocol.events import (
     ErrorInfo,
     Event,
     StateFailed,
+    StatsReply,
     Value,
     VarFailed,
 )
@@ -107,6 +108,7 @@ class _State:
     is_closed: bool = False
     is_sealed: bool = False
     lost: ErrorInfo | None = None  # why its place does not know it any more
+    error: ErrorInfo | None = None  # with which it has failed, as its place reported it
     cancelled: ErrorInfo | None = None  # why its task group has cancelled it
     children: list[_State] = field(default_factory=list)
     group: list[_State] = field(default_factory=list)
@@ -172,6 +174,7 @@ class SeveralConnection:
         self._numbers = itertools.count(-1, -1)
         self._token_limits: list[_TokenLimit] = []
         self._deadlines: list[tuple[_State | None, float]] = []
+        self._asked: set[int] = set()  # tickets of ops.GetStats without an answer
 
     def add(self, place: _Place) -> None:
         """Adds a place that is open."""
@@ -235,7 +238,7 @@ class SeveralConnection:
             case ops.Cancel() if (state := self._known(op.state)) is not None:
                 yield state.place, op
                 for fork in state.with_forks():
-                    if fork.is_import:
+                    if fork.is_import and fork.lost is None:
                         yield fork.place, ops.Cancel(fork.number)
             case ops.Close() if op.state in self._states:
                 state = self._states[op.state]
@@ -246,7 +249,10 @@ class SeveralConnection:
                 yield from self._limit(op)
             case ops.Provide() if (variable := self._variables.get(op.var)) is not None:
                 yield variable.state.place, op
-            case ops.GetStats() | ops.Watch() | ops.Unwatch() | ops.Peek():
+            case ops.GetStats():
+                yield self._place(""), op
+                self._asked.add(op.ticket)
+            case ops.Watch() | ops.Unwatch() | ops.Peek():
                 yield self._default, op
             case _ if (state := self._states.get(getattr(op, "state", 0))) is not None:
                 if state.lost is None:
@@ -313,8 +319,11 @@ class SeveralConnection:
         yield state.place, op
 
     def _crosses(self, number: int, reader: _State) -> bool:
+        """Whether the reader's place does not know the variable, or not any more."""
         variable = self._variables.get(number)
-        return variable is not None and variable.state.place is not reader.place
+        if variable is None:
+            return False
+        return variable.state.place is not reader.place or variable.state.lost is not None
 
     def _import(self, state: _State, source: int, number: int) -> Iterator[tuple[_Place, ops.Op]]:
         """Declares an import of variable ``source`` in the state."""
@@ -350,6 +359,8 @@ class SeveralConnection:
             member.group = members
         if near := tuple([member.number for member in members if not member.is_import]):
             yield state.place, ops.TaskGroup(op.state, near)
+        for member in members:  # it may have failed before it became a member
+            yield from self._fail_group(member)
 
     # Limits.
 
@@ -377,13 +388,18 @@ class SeveralConnection:
 
     def _inherited_limits(self, child: _State) -> Iterator[tuple[_Place, ops.Op]]:
         """The limits of the states above a root of another place."""
-        above = set(child.with_parents())
+        yield from self._left(set(child.with_parents()), child.place, child.number)
+
+    def _left(
+        self, roots: Container[_State | None], place: _Place, number: int
+    ) -> Iterator[tuple[_Place, ops.Op]]:
+        """What is left of the limits of ``roots``, as a limit of state ``number`` (0: all states)."""
         now = anyio.current_time()
-        left_s = [deadline - now for root, deadline in self._deadlines if root in above]
-        tokens = [limit.left for limit in self._token_limits if limit.root in above]
+        left_s = [deadline - now for root, deadline in self._deadlines if root in roots]
+        tokens = [limit.left for limit in self._token_limits if limit.root in roots]
         if left_s or tokens:
             deadline_s = max(0.0, min(left_s)) if left_s else None
-            yield child.place, ops.Limit(child.number, deadline_s, max(0, min(tokens)) if tokens else None)
+            yield place, ops.Limit(number, deadline_s, max(0, min(tokens)) if tokens else None)
 
     def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_Place, ops.Op]]:
         """Charges tokens that one place has counted. What all places have used up ends in each."""
@@ -409,6 +425,9 @@ class SeveralConnection:
                 case StateFailed():
                     outgoing += self._failed(event)
                     delivered.append(self._renumbered(event))
+                case StatsReply():
+                    self._asked.discard(event.ticket)
+                    delivered.append(event)
                 case _:
                     delivered.append(event)
         if delivered:
@@ -459,13 +478,19 @@ class SeveralConnection:
         return msgspec.structs.replace(error, cause=cause, op=op, state=error.state if op else None)
 
     def _failed(self, event: StateFailed) -> Iterator[tuple[_Place, ops.Op]]:
-        """The failure of a branch of a task group that spans places: cancels the others, and fails the
-        parent."""
+        """The failure of a state."""
         state = self._states.get(event.state)
-        if state is None or not state.group or event.error.code == Cancelled.code:
+        if state is not None:
+            state.error = event.error
+            yield from self._fail_group(state)
+
+    def _fail_group(self, state: _State) -> Iterator[tuple[_Place, ops.Op]]:
+        """If the state is a failed branch of a task group that spans places: cancels the others, and fails
+        the parent."""
+        if not state.group or state.error is None or state.error.code == Cancelled.code:
             return
         group, parent = state.group, state.parent
-        origin = self._renumbered_error(event.error.origin)
+        origin = self._renumbered_error(state.error.origin)
         message = f"branch {group.index(state)} of its fork failed: {origin.message}"
         for member in group:
             member.group = []
@@ -476,7 +501,7 @@ class SeveralConnection:
             return  # the place of the parent has failed it already
         number = next(self._numbers)
         message = f"branch {group.index(state)} of a fork failed: {origin.message}"
-        error = ErrorInfo(RunFailed.code, message, origin)
+        error = ErrorInfo(RunFailed.code, message, state.error.origin)  # renumbered on delivery
         yield parent.place, ops.Expect(parent.number, number, "a branch of the fork")
         yield parent.place, ops.Text(parent.number, (ops.Ref(number),))
         yield parent.place, ops.Provide(number, error=error)
@@ -499,7 +524,11 @@ class SeveralConnection:
         for state in self._states.values():
             if state.place is place and state.lost is None:
                 state.lost = info
+        if place is self._default:
+            failures += [StatsReply(ticket, None, info) for ticket in self._asked]
         self.receive(place, failures)
+        if not is_final:  # the limits of the session are lost as well
+            self._react(self._left((None,), place, 0))
 
     def _forget(self, state: _State) -> None:
         state.is_closed = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,7 +27,9 @@ from agentflow.errors import (
     ServerLost,
     UnknownModel,
 )
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.op_table import declared, numbers, opened
 from agentflow.server.models.models import Models, OneGenerator
 from agentflow.server.serve import running_server
 
@@ -254,6 +256,37 @@ async def test_a_task_group_on_several_models_fails_as_one(flow: af.Session) -> 
             await branches[0]["y"]
 
 
+async def test_a_branch_that_has_failed_fails_its_task_group(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.user("Hello")
+        branches = s.fork(2, model="large")
+        branches[0] += af.user(HANG) + af.gen("y")
+        branches[1] += af.user("fail") + af.gen("y")
+        with pytest.raises(EngineFailed):
+            await branches[1]["y"]
+        async with branches:
+            pass
+        with pytest.raises(af.Cancelled):
+            await branches[0]["y"]
+        with pytest.raises(RunFailed):
+            await s
+
+
+async def test_the_cause_of_a_failed_task_group_has_the_place_of_its_op(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.user("Hello")
+        async with s.fork(2, model="large") as branches:
+            branches[1] += af.user("fail")
+            branches[1] += af.gen("y")
+        with pytest.raises(EngineFailed) as failed:
+            await branches[1]["y"]
+        with pytest.raises(RunFailed) as raised:
+            await s
+        cause = raised.value.__cause__
+        assert isinstance(cause, EngineFailed)
+        assert cause.place == failed.value.place is not None
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_limits_hold_on_all_models(flow: af.Session, when: str) -> None:
     async with flow.state() as s:
@@ -334,6 +367,94 @@ async def test_a_backend_that_is_lost_takes_only_its_states_with_it() -> None:
         small += af.user("Hello") + af.gen("x")
         assert await small["x"] == said("small", "<user>Hello</user><assistant>")
         assert flow.is_alive
+
+
+class SilentStats(ScriptedGenerator):
+    """Never answers a request for counters."""
+
+    async def stats(self) -> af.Stats:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_counters_of_a_backend_that_is_lost_are_an_error(when: str) -> None:
+    lost, other = Place(SilentStats("")), Place(generator_of("large"))
+    async with af.session(models={"small": lost, "large": other}) as flow:
+
+        async def lose() -> None:
+            assert lost.lost is not None
+            lost.lost(ServerLost("gone"))
+
+        async with anyio.create_task_group() as tasks:
+            if when == "before":
+                await lose()
+            else:
+                tasks.start_soon(lose)
+            with pytest.raises(ServerLost):
+                await flow.stats()
+
+
+class Follower:
+    """A connection of a server, which knows the states and variables that were sent to it since the server
+    began."""
+
+    is_connected = True
+
+    def __init__(self, connection: Connection) -> None:
+        self.models = connection.models
+        self.connection = connection
+        self.sent: list[ops.Op] = []
+
+    def send(self, sent: Sequence[ops.Op]) -> None:
+        self.sent += sent
+        self.connection.send(sent)
+
+    def end(self, error: BaseException | None) -> None:
+        self.connection.end(error)
+
+    def unknown(self) -> list[ops.Op]:
+        """The ops that name a state or a variable that the server does not know. It ignores their values."""
+        known: set[int] = set()
+        found: list[ops.Op] = []
+        for op in self.sent:
+            known |= {*opened(op), *[number for number, _ in declared(op)]}
+            if not isinstance(op, ops.Provide | ops.Limit) and not known.issuperset(numbers(op)):
+                found.append(op)
+        return found
+
+
+class FollowedPlace(Place):
+    """A backend that sees what is sent."""
+
+    follower: Follower
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with super().connect(deliver, lost) as connection:
+            self.follower = Follower(connection)
+            yield self.follower
+
+
+async def test_a_server_that_has_begun_again_gets_nothing_of_before() -> None:
+    place = FollowedPlace(generator_of("large"))
+    async with af.session(models={"small": Place(generator_of("small")), "large": place}) as flow:
+        flow.limit(output_tokens=6)
+        async with flow.state() as s, flow.state(model="large") as before:
+            before += af.user("Hello") + af.gen("x")
+            text = await before["x"]
+            await s.copy(model="large")
+            assert place.follower.unknown() == []
+            assert place.lost is not None
+            place.follower.sent.clear()
+            place.lost(ServerLost("gone"), is_final=False)
+            (limit,) = [op for op in place.follower.sent if isinstance(op, ops.Limit)]
+            assert (limit.state, limit.output_tokens) == (0, 4)  # each answer has two words
+            s.cancel()
+            async with flow.state(model="large") as after:
+                after += af.user("See ", before["x"]) + af.gen("x")
+                assert await after["x"] == said("large", f"<user>See {text}</user><assistant>")
+            assert place.follower.unknown() == []
 
 
 @pytest.mark.parametrize(
