@@ -85,6 +85,7 @@ class ApiContext:
     speculates: bool | None = None  # whether a call may go on for later gens; None: the backend decides
     upcoming: Sequence[Upcoming] = ()  # what follows the next gen in its turn
     ahead: Ahead | None = None  # the text of a call that went on
+    is_ahead_inherited: bool = False  # it is the call of the state that was forked
 
     @property
     def is_plain(self) -> bool:

@@ -145,6 +145,8 @@ class ApiGenerator:
         """Generates the rest of the assistant's turn, or of a plain text."""
         context.open_answer()
         upcoming, context.upcoming = context.upcoming, ()
+        if context.is_ahead_inherited and params.temperature != 0:
+            self._leave_ahead(context)  # each branch is a separate draw
         if context.ahead is None and self._may_speculate(context, params, constraint, upcoming):
             self._begin_ahead(context, params, upcoming)
         if context.ahead is not None:
@@ -224,7 +226,7 @@ class ApiGenerator:
         ahead = context.ahead
         if ahead is not None and ahead.is_greedy:
             for fork in forks:
-                fork.ahead = ahead
+                fork.ahead, fork.is_ahead_inherited = ahead, True
             ahead.num_users += count
         return forks
 
@@ -324,6 +326,7 @@ class ApiGenerator:
         call = Call(call_params("" if continues else turn, upcoming, params))
         request = self._api.request(asked, call)
         ahead = context.ahead = Ahead(turn if continues else "", params)
+        context.is_ahead_inherited = False
         self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
 
     async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: Request, call: Call) -> None:
@@ -360,7 +363,10 @@ class ApiGenerator:
             if is_first:
                 raise ahead.error
             return None
-        if not agrees or (not is_first and await ahead.is_used_up(len(turn))):
+        is_used_up = not is_first and await ahead.is_used_up(len(turn))
+        if is_used_up and not self.capabilities.continuation:
+            is_used_up = not ahead.has_ended  # the model wrote an empty value
+        if not agrees or is_used_up:
             self._num_failed_speculations += 1
             if not self.capabilities.continuation and turn:
                 raise disagreement(self.capabilities.model, turn, ahead.text)
@@ -373,6 +379,8 @@ class ApiGenerator:
         reason, num_tokens = await ahead.read(len(turn), params.max_tokens, answer)
         if reason == "length" and not is_first and (params.max_tokens or math.inf) > num_tokens:
             reason = ""  # the call ended here, not this generation
+        if constraint is not None:
+            answer.finish(reason)  # with the text that was held back; nothing is visible yet
         wrong = constraint is not None and (
             reason in ("", "length") or fault_of(constraint, answer.text) is not None
         )

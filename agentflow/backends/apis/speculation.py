@@ -65,6 +65,11 @@ class Ahead:
         """Whether no more text comes."""
         return self.answer is not None or self.error is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the model has ended the text."""
+        return self.answer is not None and self.answer.finish_reason == "eos"
+
     def extend(self, delta: str) -> None:
         """More text."""
         self.text += delta
@@ -144,10 +149,6 @@ class Ahead:
         self._charged += usage
         self.num_served += 1
         return usage
-
-    def uncharged(self) -> Usage:
-        """The usage of the call that no value has."""
-        return Usage() if self.answer is None else self.answer.usage - self._charged
 
 
 def disagreement(model: str, turn: str, written: str) -> NotSupported:

@@ -190,6 +190,40 @@ async def test_forks_share_the_text_of_a_call_only_where_it_is_no_draw(temperatu
         assert len(server.received) == (1 if temperature == 0 else 3)
 
 
+@pytest.mark.parametrize("continues", [False, True])
+async def test_a_fork_that_draws_takes_no_text_of_a_call_at_temperature_0(continues: bool) -> None:
+    async with session(PERSON, continues=continues, speculate=True) as (flow, server), flow.state() as s:
+        s += af.user("Who?")
+        async with s.assistant():
+            s += "Name: "
+            s += af.gen("name", stop="\n", temperature=0.0) + "\nJob: "
+            s += af.gen("job", stop="\n", temperature=0.0)
+            await s["job"]
+            branches = s.fork(2)
+            for branch in branches:
+                branch += "\nAge: " + af.gen("age", stop="\n", temperature=1.0)
+            assert await branches.gather("age") == ["36", "36"]
+        drawn = [request for request in server.received if request.json["temperature"] == 1]
+        assert len(drawn) == 2
+
+
+async def test_a_later_value_may_be_empty() -> None:
+    async with session("Name: Ada\nNote: ") as (flow, server), flow.state() as s:
+        s += af.user("Who?")
+        s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nNote: ", af.gen("note"))
+        assert (await s["name"], await s["note"]) == ("Ada", "")
+        assert len(server.received) == 1
+        assert (await flow.stats()).failed_speculations == 0
+
+
+async def test_the_end_of_a_constrained_value_may_begin_like_the_text_after_it() -> None:
+    async with session("Name: Ada\nGrade: ab", on_unsupported="retry") as (flow, _), flow.state() as s:
+        grade = af.gen("grade", regex="ab|b")
+        s += af.user("Who?")
+        s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nGrade: ", grade, "b!")
+        assert await s["grade"] == "ab"
+
+
 async def test_the_first_value_is_visible_before_the_call_has_ended() -> None:
     hold = Hold()
     chunks = answers.text_chunks("Ada", "\n", "Job: ", "engineer")
