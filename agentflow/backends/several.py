@@ -98,7 +98,7 @@ class _Place:
 class _State:
     """An open state. ``root``: the op that opened the root of its tree. ``is_import``: it is the root of
     another place, forked from ``parent``, and its first op is not the program's. ``group``: its task group,
-    if that spans places."""
+    if that spans places. ``graph``: the forks of the graph whose root it is."""
 
     number: int
     place: _Place
@@ -106,12 +106,12 @@ class _State:
     root: ops.Open
     is_import: bool = False
     is_closed: bool = False
-    is_sealed: bool = False
     lost: ErrorInfo | None = None  # why its place does not know it any more
     error: ErrorInfo | None = None  # with which it has failed, as its place reported it
     cancelled: ErrorInfo | None = None  # why its task group has cancelled it
     children: list[_State] = field(default_factory=list)
     group: list[_State] = field(default_factory=list)
+    graph: list[_State] = field(default_factory=list)
     variables: list[int] = field(default_factory=list)
     imports: dict[int, int] = field(default_factory=dict)  # of variables of other places, by their numbers
 
@@ -244,7 +244,8 @@ class SeveralConnection:
                 state = self._states[op.state]
                 if state.lost is None:
                     yield state.place, op
-                self._forget(state)
+                for one in (state, *state.graph):
+                    self._forget(one)
             case ops.Limit():
                 yield from self._limit(op)
             case ops.Provide() if (variable := self._variables.get(op.var)) is not None:
@@ -289,10 +290,12 @@ class SeveralConnection:
         if not isinstance(first, ops.Open) or any(isinstance(part, ops.Fork) and part.model for part in rest):
             raise NotSupported("a graph runs on one model: leave out the model of its forks")
         place = self._open(op.state, first)
+        root = self._states[op.state]
         for part in expanded(op):
             if isinstance(part, ops.Fork):
                 self._add(part.children, place, self._states[part.state])
-        self._declare(self._states[op.state], op)
+                root.graph += [self._states[child] for child in part.children]
+        self._declare(root, op)
         yield place, msgspec.structs.replace(op, ops=(msgspec.structs.replace(first, model=""), *rest))
 
     def _declare(self, state: _State, op: ops.Op) -> None:
@@ -313,8 +316,6 @@ class SeveralConnection:
                 else:
                     parts.append(part)
             op = msgspec.structs.replace(op, parts=tuple(parts))
-        elif isinstance(op, ops.Seal):
-            state.is_sealed = True
         self._declare(state, op)
         yield state.place, op
 
@@ -497,13 +498,14 @@ class SeveralConnection:
             if member is not state and member.lost is None:
                 member.cancelled = ErrorInfo(Cancelled.code, message, origin)
                 yield member.place, ops.Cancel(member.number)
-        if parent is None or parent.lost is not None or parent.is_sealed or not state.is_import:
+        if parent is None or parent.lost is not None or not state.is_import:
             return  # the place of the parent has failed it already
         number = next(self._numbers)
         message = f"branch {group.index(state)} of a fork failed: {origin.message}"
         error = ErrorInfo(RunFailed.code, message, state.error.origin)  # renumbered on delivery
         yield parent.place, ops.Expect(parent.number, number, "a branch of the fork")
-        yield parent.place, ops.Text(parent.number, (ops.Ref(number),))
+        # The parent may be sealed, which refuses text.
+        yield parent.place, ops.Set(parent.number, next(self._numbers), "the fork", (ops.Ref(number),))
         yield parent.place, ops.Provide(number, error=error)
 
     def lose(self, place: _Place, error: Exception, *, is_final: bool = True) -> None:

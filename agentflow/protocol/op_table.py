@@ -268,9 +268,8 @@ class StateModels:
             case ops.Fork(state=state, children=children, model=model):
                 if inherited := model or self._of_state.get(state, ""):
                     self._of_state |= dict.fromkeys(children, inherited)
-            case ops.SubmitGraph():
-                for part in op.ops:
-                    self.follow(moved(part, op.state - ROOT))
+            case ops.SubmitGraph():  # nothing can be appended to its other states
+                self.follow(moved(op.ops[0], op.state - ROOT))
             case ops.Close(state=state):
                 self._of_state.pop(state, None)
             case _:

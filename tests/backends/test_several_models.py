@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -272,6 +273,22 @@ async def test_a_branch_that_has_failed_fails_its_task_group(flow: af.Session) -
             await s
 
 
+async def test_a_failed_task_group_fails_the_group_around_it(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += af.user("Hello")
+        async with s.fork(2, model="large") as outer:
+            async with outer[0].fork(2, model="small") as inner:
+                inner[0] += af.user("fail") + af.gen("y")
+                inner[1] += af.user(HANG) + af.gen("y")
+            outer[1] += af.user(HANG) + af.gen("y")
+        for branch in (inner[1], outer[1]):
+            with pytest.raises(af.Cancelled):
+                await branch["y"]
+        for state in (outer[0], s):
+            with pytest.raises(RunFailed):
+                await state
+
+
 async def test_the_cause_of_a_failed_task_group_has_the_place_of_its_op(flow: af.Session) -> None:
     async with flow.state() as s:
         s += af.user("Hello")
@@ -393,6 +410,29 @@ async def test_counters_of_a_backend_that_is_lost_are_an_error(when: str) -> Non
                 tasks.start_soon(lose)
             with pytest.raises(ServerLost):
                 await flow.stats()
+
+
+async def test_nothing_of_a_graph_is_kept_after_its_end() -> None:
+    @af.program
+    def program(s: af.State) -> Any:
+        s += af.user("Hello")
+        branches = s.fork(3)
+        for branch in branches:
+            branch += af.user("Go on.") + af.gen("x")
+        return branches[2]["x"]
+
+    def num_kept() -> int:
+        gc.collect()
+        return sum(type(kept).__module__ == "agentflow.backends.several" for kept in gc.get_objects())
+
+    places = {name: Place(generator_of(name)) for name in NAMES}
+    async with af.session(models=places) as flow:
+        graph = program.trace()
+        await flow.submit(graph)
+        num_before = num_kept()
+        for _ in range(3):
+            await flow.submit(graph)
+        assert num_kept() == num_before
 
 
 class Follower:
