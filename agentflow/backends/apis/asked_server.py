@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.backends.apis.chat.flavours import listed_fields
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.remote import Remote
 from agentflow.errors import AgentflowError, BadArgument, NotAuthorized, ServerUnreachable
@@ -76,6 +77,4 @@ async def _is_other(api: OpenAICompatible) -> bool:
         raise
     except AgentflowError:  # without the package for APIs, or no API at all: the session explains it
         return False
-    rows = found.get("data") if isinstance(found, dict) else None
-    owners = {row.get("owned_by") for row in rows or () if isinstance(row, dict)}
-    return bool(owners) and OWNER not in owners
+    return bool(listed_fields(found, "id")) and OWNER not in listed_fields(found, "owned_by")

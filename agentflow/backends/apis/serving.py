@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
-from agentflow.backends.apis.chat.flavours import Flavour, flavour_of
+from agentflow.backends.apis.chat.flavours import Flavour, flavour_of, listed_fields
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.prices import NO_COSTS, Billing, Costs
 from agentflow.backends.local import interpreted
@@ -222,10 +222,9 @@ async def generating(
 
 
 def _only_model(found: Any, server: str) -> str:
-    rows = found.get("data") if isinstance(found, dict) else None
-    names = [row["id"] for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)]
+    names = listed_fields(found, "id")
     if len(names) == 1:
-        return str(names[0])
+        return names[0]
     if not names:
         raise UnknownModel(f"{server} lists no models: give model=", param="model")
     raise UnknownModel(f"{server} has several models ({listed(names)}): give one as model=", param="model")

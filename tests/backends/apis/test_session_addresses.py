@@ -96,6 +96,17 @@ async def test_the_key_is_sent_to_a_server(monkeypatch: pytest.MonkeyPatch) -> N
         assert "authorization" not in server.last.headers
 
 
+@pytest.mark.parametrize("path", ["/v1", ""])
+@pytest.mark.parametrize(
+    "answer", ['{"data":5}', '{"data":[{"id":7,"owned_by":["x"]},3]}', '{"data":{"id":"m"}}', "[1]", "null"]
+)
+async def test_a_server_whose_list_of_models_is_none(path: str, answer: str) -> None:
+    async with fake_server(lambda request: Answer(answer.encode())) as server:
+        with pytest.raises((UnknownModel, ServerUnreachable)):
+            async with af.session(f"{server.url}{path}"):
+                raise AssertionError
+
+
 async def test_no_server_at_an_address() -> None:
     for path in ("", "/v1"):
         with pytest.raises(ServerUnreachable):

@@ -128,14 +128,24 @@ _OWNERS: Final = {
 }
 
 
+def listed_fields(found: Any, field: str) -> list[str]:
+    """The texts of a field in the rows of a server's answer to ``GET /models``, whatever else is in it.
+
+    >>> listed_fields({"data": [{"id": "Qwen/Qwen3-8B", "owned_by": "vllm"}, {"id": 3}, None]}, "id")
+    ['Qwen/Qwen3-8B']
+    """
+    rows = found.get("data") if isinstance(found, dict) else None
+    values = [row.get(field) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [value for value in values if isinstance(value, str)]
+
+
 def flavour_of(models: Any) -> Flavour:
     """The flavour of the server that answers ``GET /models`` with ``models``.
 
     >>> flavour_of({"data": [{"id": "Qwen/Qwen3-8B", "owned_by": "vllm"}]}).name
     'vllm'
     """
-    rows = models.get("data") if isinstance(models, dict) else None
-    owners = [row.get("owned_by") for row in rows or () if isinstance(row, dict)]
+    owners = listed_fields(models, "owned_by")
     return FLAVOURS[next((_OWNERS[owner] for owner in owners if owner in _OWNERS), "generic")]
 
 
