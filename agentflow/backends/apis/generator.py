@@ -479,7 +479,7 @@ class ApiGenerator:
                 try:
                     await self._transport.stream(request.path, request.body, new_sink, headers)
                 except AgentflowError:
-                    if not (answers and answers[-1].is_visible):
+                    if not (answers and answers[-1].num_deltas):
                         charged(Usage())  # refused, or lost before the answer began
                     raise
                 finally:

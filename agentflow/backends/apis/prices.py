@@ -11,6 +11,7 @@ before the call is sent, so that concurrent calls together stay below it. Amount
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_number
 
 _MILLION = 1_000_000
+_HIGHEST_PRICE = 1e9  # the cost of a call stays a finite number
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,8 +41,14 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Returns itself, or raises ``BadArgument`` if a price is negative or no number."""
         for name in ("input", "output", "cached", "written"):
             value = getattr(self, name)
-            if not is_number(0 if value is None else value, 0, float("inf")):
+            if not is_number(0 if value is None else value, 0, _HIGHEST_PRICE):
                 raise BadArgument(f"Price: {name} must be a number of dollars, not {value!r}", param=name)
+        if not _are_longer(self.longer):
+            raise BadArgument(
+                "Price: longer must be pairs of a number of tokens, in ascending order, and a Price, not "
+                f"{self.longer!r:.200}",
+                param="longer",
+            )
         for _, price in self.longer:
             price.check()
         return self
@@ -48,6 +56,16 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def of_prompt(self, prompt_tokens: int) -> Price:
         """The prices that apply to a call with this prompt."""
         return next((price for above, price in reversed(self.longer) if prompt_tokens > above), self)
+
+
+def _are_longer(pairs: object) -> bool:
+    if not isinstance(pairs, tuple | list):
+        return False
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        return False
+    starts = [start for start, _ in pairs]
+    are_typed = all(isinstance(price, Price) and is_number(start, 0, math.inf) for start, price in pairs)
+    return are_typed and starts == sorted(starts)
 
 
 Prices = Mapping[str, Price]

@@ -108,6 +108,23 @@ async def test_a_refused_call_costs_nothing() -> None:
             assert await s["x"] == "Hi"
 
 
+async def test_an_answer_that_is_lost_before_it_is_shown_may_cost_the_most() -> None:
+    cut = answers.stream(answers.text_chunks("a"), done=False)
+    async with fake_server([cut, answers.text_stream("a")]) as server:
+        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
+        url = f"{server.url}/v1"
+        backend = af.OpenAI("m", base_url=url, api_key="k", max_retries=0, on_unsupported="retry")
+        async with af.session(backend=backend, **options) as flow, flow.state() as s:
+            s += af.user("Hi")
+            branch = s.copy()
+            branch += af.gen("x", regex="a|b", max_tokens=10_000)
+            with pytest.raises(af.errors.ServerLost):
+                await branch["x"]
+            s += af.gen("x", max_tokens=10_000)
+            with pytest.raises(BudgetExceeded):
+                await s["x"]
+
+
 async def test_a_cap_needs_the_price_of_the_model() -> None:
     unknown = af.OpenAICompatible("http://127.0.0.1:9/v1", "no-such-model", flavour="generic")
     with pytest.raises(NotSupported) as raised:
@@ -125,13 +142,17 @@ async def test_a_cap_needs_the_price_of_the_model() -> None:
         {"max_cost": "5"},
         {"prices": {"m": 3.0}},
         {"prices": {"m": af.Price(input=-1, output=1)}},
+        {"prices": {"m": af.Price(input=float("inf"), output=1)}},
+        {"prices": {"m": af.Price(input=1, output=1, longer=((9, PRICE), (5, PRICE)))}},
+        {"prices": {"m": af.Price(input=1, output=1, longer=(("5", PRICE),))}},  # type: ignore[arg-type]
+        {"prices": {"m": af.Price(input=1, output=1, longer=(5,))}},  # type: ignore[arg-type]
         {"prices": [PRICE]},
     ],
 )
 def test_a_cap_or_price_that_is_none_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadArgument) as raised:
         af.session(backend=model("http://127.0.0.1:9"), **options)
-    assert raised.value.param in (*options, "input")
+    assert raised.value.param in (*options, "input", "longer")
 
 
 def test_a_session_without_an_api_has_no_costs() -> None:
