@@ -58,7 +58,8 @@ class SessionOptions(TypedDict, total=False):
         device: ``cpu`` or ``cuda``.
         kv_tokens: The size of the KV pool in tokens.
         api_key: Default: for a server the environment variable AGENTFLOW_API_KEY, for a vendor the variable
-            of its client (``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY``).
+            of its client (``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY``). It is for one server: where ``models``
+            has several, give each as a backend with its key.
         backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
             model.
         seed: Makes sampling reproducible, except for gens with a seed.
@@ -164,11 +165,11 @@ def _several(
         raise BadArgument(
             f"session: models must be a dict of names to models, not {short_repr(models)}", param="models"
         )
-    addresses = [name for name, model in models.items() if isinstance(model, str) and _is_address(model)]
-    if options.get("api_key") is not None and len(addresses) != 1:
+    addresses = [model for model in models.values() if isinstance(model, str) and _is_address(model)]
+    if options.get("api_key") is not None and len({_server_of(address) for address in addresses}) != 1:
         raise BadArgument(
-            "session: api_key is for one address: give the others as backends with their keys, such as "
-            "af.OpenAI(…, api_key=…)",
+            "session: api_key is for the models of one server, and models has others: give backends with "
+            "their keys, such as af.OpenAI(…, api_key=…)",
             param="api_key",
         )
     from agentflow.backends.several import Several
@@ -261,6 +262,12 @@ _VENDORS: Final = ("openai:", "anthropic:")
 
 def _is_address(text: str) -> bool:
     return "://" in text or text.startswith(_VENDORS)
+
+
+def _server_of(address: str) -> str:
+    """The vendor, or the host with its port."""
+    _, is_url, rest = address.partition("://")
+    return rest.partition("/")[0] if is_url else address.partition(":")[0]
 
 
 def _vendor_backend(url: str, options: SessionOptions) -> Backend:

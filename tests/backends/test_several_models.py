@@ -507,11 +507,18 @@ async def test_a_server_that_has_begun_again_gets_nothing_of_before() -> None:
         {"models": {"a": af.Scripted("x")}, "model": "b"},
         {"models": {"a": af.Scripted("x")}, "backend": af.Scripted("x")},
         {"models": {"a": af.Scripted("x")}, "url": "ws://127.0.0.1:1"},
+        {"models": {"a": "ws://127.0.0.1:1", "b": "http://127.0.0.1:2/v1"}, "api_key": "k"},
+        {"models": {"a": "openai:gpt-4o", "b": "ws://127.0.0.1:1"}, "api_key": "k"},
     ],
 )
 def test_models_that_make_no_session_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(af.errors.BadArgument):
         af.session(**options)
+
+
+def test_models_of_one_server_share_a_key() -> None:
+    models: dict[str, Any] = {"a": "openai:gpt-4o", "b": "openai:gpt-4.1", "c": af.Scripted("x")}
+    af.session(models=models, api_key="k")
 
 
 async def test_a_recording_of_several_models_is_replayed(tmp_path: Any) -> None:
