@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.chat.flavours import listed_fields
+from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.remote import Remote
 from agentflow.errors import AgentflowError, BadArgument, NotAuthorized, ServerUnreachable
