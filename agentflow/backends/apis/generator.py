@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -481,6 +482,11 @@ class ApiGenerator:
                 except AgentflowError:
                     if not (answers and answers[-1].num_deltas):
                         charged(Usage())  # refused, or lost before the answer began
+                    raise
+                except anyio.get_cancelled_exc_class():
+                    # The provider stops when the connection ends, and charges what it has read and written.
+                    num_deltas = answers[-1].num_deltas if answers else 0
+                    self._total += charged(Usage(len(request.body) // CHARS_PER_TOKEN, 0, num_deltas))
                     raise
                 finally:
                     self._num_running -= 1

@@ -125,6 +125,24 @@ async def test_an_answer_that_is_lost_before_it_is_shown_may_cost_the_most() -> 
                 await s["x"]
 
 
+async def test_a_call_that_is_left_costs_about_what_was_written() -> None:
+    hold = Hold()
+    left = answers.stream(answers.text_chunks("a", "b"), hold)
+    async with fake_server([left, answers.text_stream("a")]) as server:
+        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
+        async with af.session(backend=model(server.url), **options) as flow, flow.state() as s:
+            s += af.user("Hi")
+            branch = s.copy()
+            branch += af.gen("x", max_tokens=10_000)  # at most $0.1
+            async for _ in branch["x"]:
+                break
+            branch.cancel()
+            await server.wait_until_gone()
+            s += af.gen("x", max_tokens=10_000)
+            assert await s["x"] == "a"
+            assert 0 < (await flow.stats()).cost < 0.01
+
+
 async def test_a_cap_needs_the_price_of_the_model() -> None:
     unknown = af.OpenAICompatible("http://127.0.0.1:9/v1", "no-such-model", flavour="generic")
     with pytest.raises(NotSupported) as raised:

@@ -145,10 +145,3 @@ async def test_one_session_has_models_of_several_vendors(monkeypatch: pytest.Mon
                     s += af.user("Hi") + af.gen("x")
                     said.append(await s["x"])
             assert said == ["gpt-4o", "m", "Hm"]
-
-
-def test_one_key_is_not_sent_to_several_addresses() -> None:
-    models: Any = {"one": "openai:gpt-4o", "other": "anthropic:claude-sonnet-4-5"}
-    with pytest.raises(BadArgument) as raised:
-        af.session(models=models, api_key="k")
-    assert raised.value.param == "api_key"
