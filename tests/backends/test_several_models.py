@@ -209,6 +209,17 @@ async def test_a_conversation_with_tool_calls_stays_on_its_model(flow: af.Sessio
             s.fork(2, model="large")
 
 
+async def test_content_that_is_gone_is_missed_before_the_fork(flow: af.Session) -> None:
+    source = flow.state()
+    source += af.user(HANG) + af.gen("x")
+    async with flow.state() as s:
+        s += af.user("Read ", source["x"])
+        source.close()
+        with pytest.raises(af.AgentflowError):
+            s.fork(2, model="large")
+        assert s._node.children == []
+
+
 async def test_a_failed_prefix_fails_the_branches_on_another_model(flow: af.Session) -> None:
     async with flow.state() as s:
         s += af.user("fail") + af.gen("x")

@@ -92,6 +92,13 @@ class Recorder:
             attempts.adopt(num_before + index + 1)
             state.link.start_soon(attempts.run)
 
+    def check_repeatable(self, content: Transcript) -> None:
+        """Raises the error that ``repeat`` would raise in a fork of this state."""
+        content.check_portable()
+        for entry in content.all():
+            if isinstance(entry, Reference):
+                self._part(entry)
+
     def repeat(self, content: Transcript) -> None:
         """Sends the entries that the state has from its parent, for a model that begins empty."""
         if content.offer is not None:

@@ -319,7 +319,7 @@ class State:
         if model is None or self._node.runs_on(model):
             return Branches(self, [State(node) for node in self._node.fork(count)])
         content = self._node.transcript
-        content.check_portable()
+        Recorder(self._node).check_repeatable(content)
         children = self._node.fork(count, model)
         for child in children:
             Recorder(child).repeat(content)
