@@ -30,6 +30,10 @@ SHOWN_USAGE = {
     "output_tokens": 1,
     "forced_tokens": 0,
     "reasoning_tokens": 0,
+    "written_tokens": 0,
+    "cost": 0.0,
+    "saved_calls": 0,
+    "saved_tokens": 0,
 }
 SHOWN_CALL = {"name": "weather", "arguments": {"city": "Oslo"}, "id": "call_1"}
 RECORDS = [

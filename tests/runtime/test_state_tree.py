@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -121,12 +123,12 @@ class Contexts:
         self.cursor = EventCursor()
         self.memory = MemoryBudget()
         self.freed: list[str] = []
+        self.generator: Any = SimpleNamespace(free=self.freed.append)
         self.kicked: list[int] = []
         self.later: list[Callable[[], object]] = []
         self.tree: StateTree[str] = StateTree(
             self.cursor,
             self.memory,
-            free=self.freed.append,
             kick=lambda state: self.kicked.append(state.id),
             later=self.later.append,
         )
@@ -134,8 +136,12 @@ class Contexts:
     def root(self, number: int) -> StateRecord[str]:
         """A state that has begun."""
         state = self.tree.add_root(number)
-        state.begin(f"context {number}", Reservation(self.memory, 0))
+        self.begin(state, f"context {number}")
         return state
+
+    def begin(self, state: StateRecord[str], context: str, num_chars: int = 0) -> None:
+        """Gives the state a context of a generator that notes which ones are freed."""
+        state.begin(self.generator, context, Reservation(self.memory, 0), num_chars)
 
     def fork(self, parent: StateRecord[str], *numbers: int) -> list[StateRecord[str]]:
         """States that have not begun."""
@@ -177,7 +183,7 @@ def test_the_text_of_a_context_takes_memory_until_it_is_freed():
     at = Contexts()
     state = at.root(1)
     assert state.num_chars == 0
-    state.begin("context 1", Reservation(at.memory, 0), num_chars=10)
+    at.begin(state, "context 1", 10)
     num_bytes = at.memory.num_bytes
     state.reserve_text("text", num_chars=3)
     assert at.memory.num_bytes - num_bytes == text_bytes("text", 3) > 0
@@ -211,7 +217,7 @@ def test_a_state_waits_for_its_fork_until_it_begins_fails_or_is_gone():
     at = Contexts()
     begun, failed, gone, waits = [at.tree.add_root(number) for number in range(1, 5)]
     assert all(map(at.tree.waits_for_fork, (begun, failed, gone, waits)))
-    begun.begin("context", Reservation(at.memory, 0))
+    at.begin(begun, "context")
     at.tree.stop(failed, EngineFailed("broken"))
     at.tree.forget(gone)
     assert [*map(at.tree.waits_for_fork, (begun, failed, gone, waits))] == [False, False, False, True]

@@ -57,7 +57,7 @@ class Anthropic:
         BadArgument: An argument is invalid.
         NotAuthorized: There is no API key.
 
-    >>> af.Anthropic("claude-opus-5-5", api_key="sk-ant-…")
+    >>> af.Anthropic("claude-opus-5-5", api_key="sk-ant-...")
     Anthropic('claude-opus-5-5')
     """
 

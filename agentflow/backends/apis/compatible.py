@@ -83,7 +83,7 @@ class OpenAICompatible:
         return f"OpenAICompatible({shown}{'' if self.flavour is None else f', flavour={self.flavour!r}'})"
 
     async def listed_models(self) -> Any:
-        """The answer of the server to ``GET /models``."""
+        """The answer of the server to ``GET /models``. For the backend that asks a server."""
         async with transport_of(self._settings, "the model", {}) as transport:
             return await transport.get("models")
 

@@ -48,7 +48,7 @@ class OpenAI:
         BadArgument: An argument is invalid.
         NotAuthorized: There is no API key.
 
-    >>> af.OpenAI("gpt-4.1-mini", api_key="sk-…")
+    >>> af.OpenAI("gpt-4.1-mini", api_key="sk-...")
     OpenAI('gpt-4.1-mini')
     """
 

@@ -28,7 +28,12 @@ _HIGHEST_PRICE = 1e9  # the cost of a call stays a finite number
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model costs, in US dollars for a million tokens."""
+    """What a model costs, in US dollars for a million tokens.
+
+    >>> price = af.Price(input=0.4, output=1.6, cached=0.1)
+    >>> backend = af.OpenAI("my-model", base_url="http://127.0.0.1:8000/v1", api_key="sk-...")
+    >>> flow = af.session(backend=backend, prices={"my-model": price}, max_cost=5.0)
+    """
 
     input: float  # tokens of the prompt
     output: float  # tokens of the output, with those of reasoning
@@ -38,7 +43,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     longer: tuple[tuple[int, Price], ...] = ()
 
     def check(self) -> Price:
-        """Returns itself, or raises ``BadArgument`` if a price is negative or no number."""
+        """Returns itself, or raises ``BadArgument`` if a price is negative or no number. For the session."""
         for name in ("input", "output", "cached", "written"):
             value = getattr(self, name)
             if not is_number(0 if value is None else value, 0, _HIGHEST_PRICE):
@@ -54,7 +59,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self
 
     def of_prompt(self, prompt_tokens: int) -> Price:
-        """The prices that apply to a call with this prompt."""
+        """The prices that apply to a call with this prompt. For the backends."""
         return next((price for above, price in reversed(self.longer) if prompt_tokens > above), self)
 
 
