@@ -69,9 +69,9 @@ function problemOf(file: File, reader: RecordingReader, isCut: boolean, isRecord
   if (header === null) {
     return `${file.name} has no header, so its beginning is missing: below is what could be read.`;
   }
-  if (header.recording !== FORMAT_VERSION) {
+  if (header.recording < 1 || header.recording > FORMAT_VERSION) {
     return (
-      `${file.name} has version ${header.recording} of the format, and this page reads version ${FORMAT_VERSION}: ` +
+      `${file.name} has version ${header.recording} of the format, and this page reads versions 1 to ${FORMAT_VERSION}: ` +
       "below is what could be read."
     );
   }

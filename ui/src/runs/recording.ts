@@ -3,7 +3,7 @@
 // `RecordingReader` takes the lines of docs/guides/recording.md one by one, of a file or of this page's session. A
 // line that contradicts earlier ones, or that this version does not know, is counted and left out.
 
-export const FORMAT_VERSION = 1;
+export const FORMAT_VERSION = 2;
 
 export interface Usage {
   readonly prompt_tokens: number;
