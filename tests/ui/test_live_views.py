@@ -288,7 +288,7 @@ def test_a_recording_opens_and_a_truncated_one_is_a_sentence(
         "other.jsonl is not a recording of agentflow: none of its lines could be read."
     )
     newer = tmp_path / "newer.jsonl"
-    newer.write_text("".join([lines[0].replace('"recording":1', '"recording":99'), *lines[1:]]))
+    newer.write_text("".join([lines[0].replace('"recording":2', '"recording":99'), *lines[1:]]))
     screen.at("recording-file").set_input_files(newer)
     expect(problem).to_contain_text("version 99")
     expect(timeline).to_be_visible()
