@@ -4,7 +4,7 @@ Each backend is a *place* with a separate interpreter. ``SeveralConnection`` sen
 state, under the numbers of the session. Three things cross places:
 
 - A variable that a state of another place refers to. There the state gets an *import*: a variable that the
-  client provides, here with the value as soon as it is known. Imports have negative numbers.
+  client provides: the session sends its value when it is complete. Imports have negative numbers.
 - A fork onto another model. The branches are roots in their place, which first wait for an import of the
   parent's progress, so that they begin and fail as branches do.
 - Cancellations, limits and task groups of such forks, which no place sees as a whole.
@@ -206,8 +206,8 @@ class SeveralConnection:
                 place.connection.send([op for _, op in run])
 
     def _react(self, outgoing: Iterable[tuple[_Place, ops.Op]]) -> None:
-        """Sends the ops that follow from events, where no program can be told of an error: an import whose
-        text its place does not accept fails with that error."""
+        """Sends the ops that follow from events. No program waits for their errors: an import whose text its
+        place does not accept fails with that error."""
         for place, op in outgoing:
             if place.error is not None:
                 continue

@@ -86,7 +86,7 @@ class UpcomingGen(NamedTuple):
 
 
 Upcoming = str | UpcomingGen
-"""What follows in the turn of a gen: fixed text, or another gen."""
+"""An item that follows in the turn of a gen: fixed text, or another gen."""
 
 
 class SnapshotNode(NamedTuple):

@@ -95,7 +95,7 @@ logger = logging.getLogger(__name__)
 # Twice the number of ops that the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
 MAX_UPCOMING = 64
-"""The ops behind a gen that its generator is told of."""
+"""The most ops behind a gen that its generator receives."""
 SKIPS_PER_LOOK = 64
 """Ops of a failed state that are skipped between two checks of the clock."""
 VARIABLES_PER_LOOK = 64

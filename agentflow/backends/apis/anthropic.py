@@ -6,15 +6,14 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import msgspec
 
 from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
-from agentflow.backends.apis.prices import Costs
-from agentflow.backends.apis.serving import ApiSettings, for_display, generating
-from agentflow.errors import BadArgument, NotAuthorized, NotSupported
+from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors
+from agentflow.backends.apis.serving import ApiBackend, ApiSettings, for_display, generating, transport_of
+from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import ConstraintKind
 from agentflow.protocol.events import Capabilities
@@ -29,7 +28,7 @@ _PARAMS = {"stop_sequences": "stop", "thinking": "max_reasoning_tokens", "output
 """The parameters of gens by the fields in which the API receives them."""
 
 
-class Anthropic:
+class Anthropic(ApiBackend):
     """A model of Anthropic, over its API.
 
     The defaults of the address and the key are the environment variables that Anthropic's own client reads:
@@ -104,6 +103,7 @@ class Anthropic:
             stall_timeout_s=stall_timeout_s,
             ssl_context=ssl_context,
             proxy=proxy,
+            error_kind=AnthropicErrors,
         ).check("Anthropic")
         if like is not None and not is_known("anthropic", like):
             raise BadArgument(f"Anthropic: like={like!r:.100} is no model of Anthropic", param="like")
@@ -121,36 +121,14 @@ class Anthropic:
     def __repr__(self) -> str:
         return f"Anthropic({self.model!r})"
 
-    def take_costs(self, costs: Costs) -> None:
-        """Takes the prices and the cap of the session. For the session."""
-        self._settings = replace(self._settings, costs=costs)
-
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the pool of connections. Nothing is sent before the first call. For the session."""
-        try:
-            from agentflow.backends.apis.http.transport import ApiTransport, open_http
-            from agentflow.backends.apis.messages.anthropic_messages import AnthropicMessages
-            from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors
-        except ImportError as error:
-            raise NotSupported(
-                f"models behind an API need the package {error.name!r}: pip install 'agentflow-lm[api]'"
-            ) from error
         settings = self._settings
-        errors = AnthropicErrors(
-            settings.server, self.model, settings.key_source, settings.api_key, params=_PARAMS
-        )
-        headers = {**settings.headers, "Authorization": f"Bearer {settings.api_key}"}
-        async with open_http(
-            settings.url, headers, ssl_context=settings.ssl_context, proxy=settings.proxy
-        ) as http:
-            transport = ApiTransport(
-                http,
-                errors,
-                max_retries=settings.max_retries,
-                timeout_s=settings.timeout_s,
-                stall_timeout_s=settings.stall_timeout_s,
-            )
+        errors = settings.errors(self.model, _PARAMS)
+        async with transport_of(settings, errors) as transport:
+            from agentflow.backends.apis.messages.anthropic_messages import AnthropicMessages
+
             messages = AnthropicMessages(
                 self.model, self._facts, errors, reasoning=self._reasoning, effort=self._effort
             )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from agentflow.backends.apis.answers.verification import OnUnsupported
 from agentflow.backends.apis.chat.flavours import FLAVOURS, FlavourName
-from agentflow.backends.apis.prices import Costs
-from agentflow.backends.apis.serving import ApiSettings, connected, for_display, transport_of
+from agentflow.backends.apis.serving import ApiBackend, ApiSettings, connected, for_display, transport_of
 from agentflow.errors import BadArgument
 from agentflow.protocol.backend import Connection, Deliver, Lost
 
 
-class OpenAICompatible:
+class OpenAICompatible(ApiBackend):
     """A model on a server that speaks OpenAI's API.
 
     Args:
@@ -84,12 +82,8 @@ class OpenAICompatible:
 
     async def listed_models(self) -> Any:
         """The answer of the server to ``GET /models``. For the backend that asks a server."""
-        async with transport_of(self._settings, "the model", {}) as transport:
+        async with transport_of(self._settings, self._settings.errors("the model")) as transport:
             return await transport.get("models")
-
-    def take_costs(self, costs: Costs) -> None:
-        """Takes the prices and the cap of the session. For the session."""
-        self._settings = replace(self._settings, costs=costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -137,7 +137,7 @@ class ApiContext:
         self.role, self.is_implied, self.parts, self.calls = None, False, [], ()
 
     def open_message(self) -> Message:
-        """The open turn as it is."""
+        """The open turn so far."""
         assert self.role is not None
         return Message(
             self.role, self.open_text, self.has_generated, self.calls, *self.answered, self.reasoning

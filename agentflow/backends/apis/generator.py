@@ -17,7 +17,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of, requirement
 from agentflow.backends.apis.answers.visible_text import StopFilter
@@ -58,7 +58,6 @@ from agentflow.runtime.generator import (
 
 logger = logging.getLogger(__name__)
 
-CHARS_PER_TOKEN = 4
 MAX_ANSWERS = 3
 """The answers that are asked for until one satisfies a constraint."""
 MAX_CHAT_TOP_LOGPROBS = 20

@@ -6,20 +6,18 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Literal
 
 from agentflow.backends.apis.answers.verification import OnUnsupported
 from agentflow.backends.apis.chat.flavours import OPENAI
-from agentflow.backends.apis.prices import Costs
-from agentflow.backends.apis.serving import ApiSettings, connected, for_display
+from agentflow.backends.apis.serving import ApiBackend, ApiSettings, connected, for_display
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.backend import Connection, Deliver, Lost
 
 BASE_URL = "https://api.openai.com/v1"
 
 
-class OpenAI:
+class OpenAI(ApiBackend):
     """A model of OpenAI, over its API.
 
     The defaults of the address, the key, the organization and the project are the environment variables that
@@ -102,10 +100,6 @@ class OpenAI:
 
     def __repr__(self) -> str:
         return f"OpenAI({self.model!r})"
-
-    def take_costs(self, costs: Costs) -> None:
-        """Takes the prices and the cap of the session. For the session."""
-        self._settings = replace(self._settings, costs=costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -268,7 +268,7 @@ NO_COSTS = Costs(UNCAPPED)
 
 @functools.lru_cache(maxsize=256)
 def _known_price(vendor: str, model: str, base_url: str | None) -> Price | None:
-    """The price in ``genai-prices``, as it is now."""
+    """The current price in ``genai-prices``."""
     if base_url is None and vendor not in ("openai", "anthropic"):
         return None
     try:

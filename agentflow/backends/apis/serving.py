@@ -7,7 +7,7 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -15,6 +15,7 @@ from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupp
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
 from agentflow.backends.apis.chat.flavours import Flavour, flavour_of, listed_fields
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
+from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.prices import NO_COSTS, Billing, Costs
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
@@ -58,6 +59,11 @@ class ApiSettings:
     proxy: str | None = field(default=None, repr=False)  # it may have a password
     is_vendors_own: bool = False  # the address is the vendor's
     costs: Costs = NO_COSTS
+    error_kind: type[ErrorMapping] = ErrorMapping
+
+    def errors(self, model: str, params: Mapping[str, str] | None = None) -> ErrorMapping:
+        """Makes the errors of requests to ``model``. ``params``: as in ``ErrorMapping``."""
+        return self.error_kind(self.server, model, self.key_source, self.api_key, params=params or {})
 
     def billing(self, vendor: str, model: str, longest_output: int | None) -> Billing:
         """The billing of the model. ``NotSupported`` if the session has a cap and the price is unknown."""
@@ -98,6 +104,16 @@ class ApiSettings:
         return self
 
 
+class ApiBackend:
+    """The part that the backends behind an API share: their settings."""
+
+    _settings: ApiSettings
+
+    def take_costs(self, costs: Costs) -> None:
+        """Takes the prices and the cap of the session. For the session."""
+        self._settings = replace(self._settings, costs=costs)
+
+
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -121,12 +137,9 @@ def for_display(url: str) -> str:
 
 
 @asynccontextmanager
-async def transport_of(
-    settings: ApiSettings, model: str, params: Mapping[str, str]
-) -> AsyncIterator[ApiTransport]:
-    """Opens the pool of connections. ``model`` and ``params``: for errors, as in ``ErrorMapping``."""
+async def transport_of(settings: ApiSettings, errors: ErrorMapping) -> AsyncIterator[ApiTransport]:
+    """Opens the pool of connections. ``errors`` makes the errors of its requests."""
     try:
-        from agentflow.backends.apis.http.api_errors import ErrorMapping
         from agentflow.backends.apis.http.transport import ApiTransport, open_http
     except ImportError as error:
         raise NotSupported(
@@ -139,7 +152,6 @@ async def transport_of(
     elif parts.username:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-    errors = ErrorMapping(settings.server, model, settings.key_source, settings.api_key, params=params)
     async with open_http(
         for_display(settings.url), headers, ssl_context=settings.ssl_context, proxy=settings.proxy
     ) as http:
@@ -160,7 +172,7 @@ async def connected(
     ``UnknownModel`` if no model was given and the server has none, or several."""
     model = settings.model
     if model is None or flavour is None:
-        async with transport_of(settings, model or "the model", {}) as transport:
+        async with transport_of(settings, settings.errors(model or "the model")) as transport:
             found = await _listed(transport, is_needed=model is None)
         model = _only_model(found, settings.server) if model is None else model
         flavour = flavour or flavour_of(found)
@@ -169,7 +181,7 @@ async def connected(
         raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
     params = {place: name for name, place in flavour.params.items()}
     params["max_completion_tokens"] = "max_tokens"
-    async with transport_of(settings, model, params) as transport:
+    async with transport_of(settings, settings.errors(model, params)) as transport:
         from agentflow.backends.apis.chat.chat_completions import ChatCompletions
         from agentflow.backends.apis.chat.completions import TextCompletions
 

@@ -20,6 +20,8 @@ from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
 
+CHARS_PER_TOKEN = 4
+"""To estimate tokens that no server has counted."""
 NO_TOKEN_ID = -1
 """The id of a token in an API that reports only its text."""
 

@@ -7,11 +7,12 @@ ids of tool calls, null in place of lists, a stream without ``[DONE]``), and str
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
@@ -27,8 +28,7 @@ from agentflow.protocol.events import TokenLogprob, Usage
 
 DONE = b"[DONE]"
 Stop: TypeAlias = int | str | msgspec.UnsetType | None
-CHARS_PER_TOKEN = 4
-"""To estimate the prompt of an answer that was left before its usage came."""
+
 
 _encode = msgspec.json.Encoder().encode
 
@@ -270,7 +270,7 @@ class _Chunk(msgspec.Struct):
 _FINISHED = {"stop": "eos", "tool_calls": "eos", "function_call": "eos", "eos": "eos", "length": "length"}
 
 
-class StreamReader:
+class StreamReader(ABC):
     """The parts that the streams of chat completions and completions share: the ends of a stream, its errors
     and its usage.
 
@@ -321,9 +321,9 @@ class StreamReader:
             self.answer.finish("stop")
             self._set_usage()
 
+    @abstractmethod
     def read(self, choice: Any) -> None:
         """Reads a part of the answer."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """The stream ended. ``ServerLost`` if the answer is not complete."""

@@ -40,7 +40,7 @@ _OF_ENGINES: Final = (
 
 @dataclass(frozen=True)
 class Flavour:
-    """How one kind of server is told what ``ModelFacts`` says it can do.
+    """The fields by which requests to one kind of server use the features in ``ModelFacts``.
 
     Attributes:
         name: Its name in messages and in ``OpenAICompatible``.
@@ -164,7 +164,7 @@ def constraint_fields(
     *,
     is_plain: bool = False,
 ) -> ConstraintFields:
-    """How the server is told of a constraint. ``NotSupported`` if its kind is not ``enforced``.
+    """The fields of a request that express a constraint. ``NotSupported`` if its kind is not ``enforced``.
 
     Args:
         flavour: The kind of server.
@@ -247,7 +247,7 @@ def _literal(text: str) -> str:
 
 
 def _text_of_string(text: str) -> str:
-    """The text of a JSON string. One that is not complete is returned as it is, which is no choice."""
+    """The text of a JSON string. An incomplete string is returned unchanged, which is no choice."""
     try:
         return msgspec.json.decode(text, type=str)
     except (msgspec.DecodeError, UnicodeError):

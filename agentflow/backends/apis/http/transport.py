@@ -190,7 +190,7 @@ class ApiTransport:
     def _pause_s(self, error: AgentflowError, num_failed: int) -> float:
         pause_s = doubled_s(self._first_pause_s, MAX_PAUSE_S, num_failed) * random.uniform(0.5, 1.0)
         asked_s = error.retry_after_s if isinstance(error, Overloaded) else None
-        # Clients that were told the same time do not all come back in the same moment.
+        # Spreads the clients that received the same time.
         return pause_s if asked_s is None else asked_s * random.uniform(1.0, 1.1)
 
     async def _attempt(

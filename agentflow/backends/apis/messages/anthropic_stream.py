@@ -69,7 +69,7 @@ class AnthropicErrors(ErrorMapping):
 
 
 class _UsageFields(msgspec.Struct):
-    """The counts of an answer, each as far as it is known."""
+    """The known counts of an answer."""
 
     input_tokens: int | None = None
     output_tokens: int | None = None
