@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -448,3 +449,9 @@ def test_importing_the_frontend_and_the_core_loads_nothing_heavy() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (child.stdout, child.stderr) == ("[]\n", "")
+
+
+def test_names_of_test_modules_are_unique() -> None:
+    """pytest imports test modules by their base name: with two of a name, it collects neither of the folders."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
