@@ -45,6 +45,7 @@ from agentflow.language.session import Session
 from agentflow.language.states.event_stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.states.state import Branches, State
 from agentflow.language.states.variable import Transformed, Variable
+from agentflow.language.typed.decisions import Decision, question
 from agentflow.language.typed.replies import Message, Reply
 from agentflow.language.typed.tags import Tag, Tagged
 from agentflow.language.typed.tools import ToolCall, tool
@@ -76,6 +77,7 @@ __all__ = [
     "BudgetExceeded",
     "Cancelled",
     "DeadlineExceeded",
+    "Decision",
     "Embedded",
     "Graph",
     "InvalidValue",
@@ -125,6 +127,7 @@ __all__ = [
     "mcp",
     "open_session",
     "program",
+    "question",
     "race",
     "reply",
     "run",

@@ -47,6 +47,7 @@ ROOMS = {
         "schema_walk",
         "chat",
         "transform",
+        "decisions",
         "ops",
         "backend",
         "json_bounds",
@@ -63,9 +64,9 @@ ROOMS = {
         "state_tree",
         "observation",
         "turns",
+        "task_group",
         "interpreter",
         "locked_file",
-        "task_group",
         "telemetry",
         "word_embedding",
     ),
@@ -452,6 +453,7 @@ def test_importing_the_frontend_and_the_core_loads_nothing_heavy() -> None:
 
 
 def test_names_of_test_modules_are_unique() -> None:
-    """pytest imports test modules by their base name: with two of a name, it collects neither of the folders."""
+    """pytest imports test modules by their base name: with two of a name, it collects neither of the
+    folders."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

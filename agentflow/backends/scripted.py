@@ -22,7 +22,15 @@ import anyio.lowlevel
 import msgspec
 
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted_answers import Answer, check_satisfied, for_name, reply_of, stopped, text_of
+from agentflow.backends.scripted_answers import (
+    Answer,
+    check_satisfied,
+    for_name,
+    reply_of,
+    scripted_probabilities,
+    stopped,
+    text_of,
+)
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
 from agentflow.language.typed.replies import Message, calls_of, message_of
 from agentflow.language.typed.tools import ToolCall
@@ -39,10 +47,19 @@ from agentflow.protocol.chat import (
     ToolSpec,
 )
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import GenParams, SamplingParams
-from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import (
+    Decided,
+    EmbeddingOptions,
+    Embeddings,
+    Generated,
+    OnText,
+    Scored,
+    StateHint,
+)
 from agentflow.runtime.word_embedding import word_embedding
 
 MAX_CALLS = 10_000
@@ -54,12 +71,13 @@ class ScriptedCall(str):
 
     Attributes:
         name: The name of the variable.
-        kind: ``gen``, ``reply`` or ``select``.
+        kind: ``gen``, ``reply``, ``select`` or ``decide``.
         messages: The turns of the prompt, as ``s.messages()`` gives them, with the open one if it has text.
         tools: The tools of the conversation.
         params: The sampling parameters of a gen or a reply, as they were sent.
         constraint: The constraint of a gen or a reply, as it was sent.
         choices: The choices of a select.
+        questions: The questions of a decide.
         answer: The script's answer, before stops and limits truncated it; None until then.
 
     >>> backend = af.Scripted(lambda call: f"{call.name}, {call.params.max_tokens} tokens")
@@ -72,13 +90,14 @@ class ScriptedCall(str):
     """
 
     name: str
-    kind: Literal["gen", "reply", "select"]
+    kind: Literal["gen", "reply", "select", "decide"]
     sent: _SentGen
     messages: list[dict[str, Any]]
     tools: tuple[ToolSpec, ...]
     params: SamplingParams
     constraint: Constraint | None
     choices: tuple[str, ...]
+    questions: tuple[Question, ...]
     answer: Any
 
     def __repr__(self) -> str:
@@ -326,6 +345,15 @@ class ScriptedGenerator:
         scores = tuple(0.0 if choice == answer else -10.0 for choice in choices)
         return Scored(choices.index(answer), scores, usage)
 
+    async def decide(self, context: ScriptedContext, questions: Sequence[Question]) -> Decided:
+        """The script's answers. ``ScriptMismatch`` if they are not those of the questions."""
+        call = self._call(context, "decide", questions=tuple(questions))
+        await anyio.lowlevel.checkpoint()
+        found = scripted_probabilities(questions, self._answer(call), call.name)
+        usage = Usage(len(context.text.split()), 0, 0)
+        self._count(usage)
+        return Decided(found, usage)
+
     async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
         """Copies of the text."""
         self.num_open += count
@@ -402,10 +430,11 @@ class ScriptedGenerator:
     def _call(
         self,
         context: ScriptedContext,
-        kind: Literal["gen", "reply", "select"],
+        kind: Literal["gen", "reply", "select", "decide"],
         params: SamplingParams | None = None,
         constraint: Constraint | None = None,
         choices: tuple[str, ...] = (),
+        questions: tuple[Question, ...] = (),
     ) -> ScriptedCall:
         """The next generation of this context."""
         sent = context.sent.popleft() if context.sent else self.sent_gen("")
@@ -415,7 +444,7 @@ class ScriptedGenerator:
         turn = [context.open_message()] if context.open_roles else []
         messages = (*context.messages, *[message for message in turn if message.content])
         call.messages = [message.as_dict() for message in messages]
-        call.tools, call.choices = context.tools, choices
+        call.tools, call.choices, call.questions = context.tools, choices, questions
         call.params, call.constraint = params or SamplingParams(), constraint
         call.answer = None
         self.calls[sent.number] = call
@@ -487,7 +516,7 @@ class _ScriptedConnection:
                 branches: list[_Queue] = [deque() for _ in op.children]
                 self._queues |= zip(op.children, branches, strict=True)
                 self._queues[op.state].append(branches)
-            case ops.Gen() | ops.Select():
+            case ops.Gen() | ops.Select() | ops.Decide():
                 self._queues[op.state].append(self._generator.sent_gen(op.name))
             case ops.SubmitGraph():
                 for part in expanded(op):
@@ -508,8 +537,9 @@ class Scripted:
 
     An answer is a text; or a value (a dataclass, a pydantic model, a dict, a number), which is written as
     JSON; or for ``af.reply`` an ``af.Reply``, an ``af.ToolCall`` or a tuple of these; or an exception, which
-    is raised. (For a variable, a value that is a list stands in another list.) An answer that violates the
-    constraint or the choices of its op raises ``ScriptMismatch``.
+    is raised. (For a variable, a value that is a list stands in another list.) The answer to a decide is a
+    mapping of its questions to their answers, or to a mapping of all answers to their probabilities. An
+    answer that violates the constraint or the choices of its op raises ``ScriptMismatch``.
 
     >>> backend = af.Scripted({"judgment": ["It is clear.", "It has no sources."], "grade": "B"})
     >>> async with af.session(backend=backend) as flow:

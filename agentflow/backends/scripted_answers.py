@@ -6,6 +6,7 @@ A text ends where the parameters of the gen end it, and must satisfy the constra
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from agentflow.errors import BadArgument, ScriptMismatch
@@ -14,6 +15,7 @@ from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import matches_whole, split_at_tags
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.stop_pattern import StopPattern
 
@@ -75,6 +77,32 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
             if begins:
                 return min(begins)
     return None
+
+
+def scripted_probabilities(
+    questions: Sequence[Question], answers: Answer, name: str
+) -> tuple[tuple[float, ...], ...]:
+    """The probabilities of the possible answers to each question. ``ScriptMismatch`` for other answers."""
+    if not isinstance(answers, Mapping) or set(answers) != {question.name for question in questions}:
+        asked = ", ".join([repr(question.name) for question in questions])
+        raise ScriptMismatch(
+            f"the script answers {answers!r}{for_name(name)}, and not the questions {asked} by name"
+        )
+    return tuple([_probabilities(question, answers[question.name]) for question in questions])
+
+
+def _probabilities(question: Question, answer: Answer) -> tuple[float, ...]:
+    given = answer if isinstance(answer, Mapping) else {answer: 1.0}
+    by_text = {_answer_text(one): float(probability) for one, probability in given.items()}
+    if not set(by_text) <= set(question.answers):
+        raise ScriptMismatch(
+            f"the script answers {answer!r} to {question.name!r}, which is none of {list(question.answers)}"
+        )
+    return tuple([by_text.get(text, 0.0) for text in question.answers])
+
+
+def _answer_text(answer: object) -> str:
+    return ("no", "yes")[answer] if isinstance(answer, bool) else str(answer)
 
 
 def check_satisfied(constraint: Constraint, answer: str, name: str) -> None:

@@ -205,11 +205,20 @@ class EngineClient:
         return await self._call(message, None)
 
     async def score_choices(
-        self, token_ids: list[int], choices: Sequence[Sequence[int]], *, origin: Origin = _NOWHERE
+        self,
+        token_ids: list[int],
+        choices: Sequence[Sequence[int]],
+        *,
+        heads: Sequence[Sequence[int]] = (),
+        head_of: Sequence[int] = (),
+        origin: Origin = _NOWHERE,
     ) -> Finished:
-        """Log-probabilities of each choice's tokens after ``token_ids``, all computed together. Shared
-        prefixes are computed once. ``BadArgument`` for a choice without tokens."""
-        message = Submit(next(self._ids), token_ids, None, origin=origin, choices=choices)
+        """Log-probabilities of each choice's tokens after ``token_ids``, or after ``token_ids`` and the head
+        of the choice, all computed together. Shared prefixes are computed once. ``BadArgument`` for a choice
+        without tokens."""
+        message = Submit(
+            next(self._ids), token_ids, None, origin=origin, choices=choices, heads=heads, head_of=head_of
+        )
         return await self._call(message, None)
 
     async def embed(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:

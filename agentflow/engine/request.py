@@ -147,7 +147,7 @@ class Request:
             seed=submit.seed,
             score_from=score_from,
             wants_scores=score_from > 0 or params.wants_logprobs,
-            tree=token_tree(submit.choices) if submit.choices else None,
+            tree=token_tree(submit.choices, submit.heads, submit.head_of) if submit.choices else None,
             embeds=submit.embeds,
             end_ids=end_ids,
             media=media,

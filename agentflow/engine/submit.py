@@ -61,8 +61,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``. Without ``params``, computes
-    the tokens only, scores the tokens from ``score_from`` on, scores each of ``choices`` as a continuation,
-    or makes an embedding.
+    the tokens only, scores the tokens from ``score_from`` on, scores each of ``choices`` as a continuation
+    (with ``heads``: of one of these, which follow the prompt), or makes an embedding.
 
     A request that continues after its engine died has the output that the engine had sent as ``Progress`` in
     the fields ``generated_…``. The text is not sent again, even if the ids now end before it."""
@@ -88,3 +88,5 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     # The identity of the adapter that had the name ``origin.adapter`` when the request was sent. The request
     # keeps this adapter until it ends.
     adapter: str = ""
+    heads: Sequence[Sequence[int]] = ()
+    head_of: Sequence[int] = ()  # the head of each choice

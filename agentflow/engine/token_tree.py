@@ -3,6 +3,9 @@
 The tree hangs below the prompt. The log-probability of a token comes from the logits of the token before it,
 so only *nodes* are computed: tokens that some choice continues after. The last token of a choice is only a
 *target*.
+
+The choices of several questions about one prompt make one tree, too. Each question is a *head*: nodes that
+its choices continue after, and that are no targets.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ class TokenTree:
 
     ``targets`` [M]: the tokens whose log-probabilities are wanted, by the row whose logits give them. Row 0
     is the prompt's last token and row 1 + n is node n; row r gives ``targets[first_targets[r] :
-    first_targets[r + 1]]``, at least one. ``choice_targets``: for each choice the targets of its tokens.
-    ``longest``: length of the longest choice in tokens.
+    first_targets[r + 1]]``. ``scored_rows`` [R]: the rows with targets, ascending; the other rows belong to
+    heads. ``choice_targets``: for each choice the targets of its tokens. ``longest``: length of the longest
+    choice with its head, in tokens.
     """
 
     token_ids: Numbers
@@ -37,6 +41,7 @@ class TokenTree:
     depths: Numbers
     targets: Numbers
     first_targets: Numbers
+    scored_rows: Numbers
     choice_targets: list[list[int]]
     longest: int
 
@@ -55,16 +60,33 @@ class TokenTree:
             paths[:, depth] = current
         return paths
 
+    def scored_between(self, first: int, end: int) -> Numbers:
+        """The rows from ``first`` up to ``end`` that have targets."""
+        low, high = np.searchsorted(self.scored_rows, (first, end))
+        return self.scored_rows[low:high]
+
     def by_choice(self, logprobs: Sequence[float]) -> list[list[float]]:
         """The log-probabilities of each choice's tokens, from those of the targets."""
         return [[logprobs[target] for target in targets] for targets in self.choice_targets]
 
 
-def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
+def token_tree(
+    choices: Sequence[Sequence[int]], heads: Sequence[Sequence[int]] = (), head_of: Sequence[int] = ()
+) -> TokenTree:
     """The tree of ``choices``, which may share prefixes, be prefixes of each other, or be equal.
-    ``BadArgument`` as of ``check_choices``."""
-    check_choices(choices)
+
+    Args:
+        choices: The tokens of each choice.
+        heads: The tokens of each head, perhaps none; without heads, all choices follow the prompt.
+        head_of: The head of each choice, if there are heads.
+
+    Raises:
+        BadArgument: As of ``check_choices``.
+    """
+    check_choices(choices, heads)
     growth = _Growth(choices)
+    if heads:
+        growth.add_heads(heads, head_of)
     going_on = list(range(len(choices)))
     depth = 0
     while going_on:
@@ -77,16 +99,17 @@ def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
         np.array(growth.depths, dtype=np.int64),
         np.array(growth.targets, dtype=np.int64),
         first_targets.astype(np.int64),
+        np.flatnonzero(np.diff(first_targets)).astype(np.int64),
         growth.choice_targets,
-        depth,
+        growth.longest,
     )
 
 
-def check_choices(choices: Sequence[Sequence[int]]) -> None:
-    """``BadArgument`` if one has no token, or if they have more than ``MAX_CHOICE_TOKENS`` together."""
+def check_choices(choices: Sequence[Sequence[int]], heads: Sequence[Sequence[int]] = ()) -> None:
+    """``BadArgument`` if a choice has no token, or if all have more than ``MAX_CHOICE_TOKENS`` together."""
     if not choices or not all(choices):
         raise BadArgument("a choice needs at least one token to be scored", param="choices")
-    num_tokens = sum([len(choice) for choice in choices])
+    num_tokens = sum(map(len, choices)) + sum(map(len, heads))
     if num_tokens > MAX_CHOICE_TOKENS:
         raise BadArgument(
             f"the choices of a select have {num_tokens} tokens in total; the limit is {MAX_CHOICE_TOKENS}: "
@@ -105,8 +128,29 @@ class _Growth:
         self.targets: list[int] = []
         self.rows: list[int] = []
         self.choice_targets: list[list[int]] = [[] for _ in choices]
+        self.longest = 0
         self._choices = choices
         self._row_of = [0] * len(choices)  # the row that each choice continues after
+
+    def add_heads(self, heads: Sequence[Sequence[int]], head_of: Sequence[int]) -> None:
+        """Adds the tokens of all heads, before any level of choices."""
+        row_of = [0] * len(heads)
+        for depth in range(max(map(len, heads))):
+            nodes: dict[tuple[int, int], list[int]] = {}
+            for number, head in enumerate(heads):
+                if len(head) > depth:
+                    nodes.setdefault((row_of[number], head[depth]), []).append(number)
+            for (row, token), members in nodes.items():
+                self._add_node(row, token, members, row_of)
+        self._row_of = [row_of[number] for number in head_of]
+
+    def _add_node(self, row: int, token: int, members: Sequence[int], row_of: list[int]) -> None:
+        """Adds a node after ``row``, which the ``members`` continue after."""
+        self.token_ids.append(token)
+        self.parents.append(row - 1)
+        self.depths.append(0 if row == 0 else self.depths[row - 1] + 1)
+        for member in members:
+            row_of[member] = len(self.token_ids)
 
     def add_level(self, going_on: list[int], depth: int) -> list[int]:
         """Adds the tokens at ``depth`` of the choices ``going_on``. Returns the choices that are longer."""
@@ -120,12 +164,9 @@ class _Growth:
                 self.choice_targets[choice].append(len(self.targets))
             self.targets.append(token)
             self.rows.append(row)
+            self.longest = max(self.longest, 1 if row == 0 else self.depths[row - 1] + 2)
             below = [choice for choice in members if len(self._choices[choice]) > depth + 1]
             if below:
-                self.token_ids.append(token)
-                self.parents.append(row - 1)
-                self.depths.append(depth)
-                for choice in below:
-                    self._row_of[choice] = len(self.token_ids)
+                self._add_node(row, token, below, self._row_of)
                 longer += below
         return longer

@@ -61,6 +61,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     default_max_tokens: int | None = None  # of a gen without ``max_tokens``; None: the model's own limit
     continuation: bool = True  # a gen may follow text in the assistant's turn
     plain_text: bool = True  # a gen may stand outside turns
+    decisions: bool = True  # questions may be decided
 
     def accepts(self, name: str) -> bool:
         """Whether a gen may give the sampling parameter ``name``."""
@@ -298,6 +299,12 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit
     """Common configuration: one JSON object with an ``event`` field, defaults left out."""
 
 
+DecidedBy = Literal["logprobs", "endpoint", "text"]
+"""How a choice was decided: by the log-probabilities of all choices, by the provider's endpoint for
+decisions, or by the text that the model wrote under a constraint, which says nothing about the other
+choices."""
+
+
 class Delta(_Event, frozen=True):
     """Variable ``var`` continues with ``text`` at character ``at``, and the reasoning before the text with
     ``reasoning`` at character ``reasoning_at``. After a broken connection, the reasoning may be sent again
@@ -326,6 +333,7 @@ class Value(_Event, frozen=True):
     forced: tuple[tuple[int, int], ...] | None = None
     reasoning: str | None = None  # before the text
     tokens: tuple[str, ...] | None = None  # the text of each token in ``logprobs``
+    decided_by: DecidedBy | None = None  # of a select or a decide
 
 
 class VarFailed(_Event, frozen=True):

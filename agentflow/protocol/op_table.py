@@ -31,6 +31,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
+from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.transform import check_transforms, check_written
 
@@ -112,6 +113,16 @@ def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
         raise NotSupported(f"{capabilities.model} cannot select: it does not score choices")
 
 
+def _check_decide(op: ops.Decide) -> None:
+    check_questions(op.questions)
+    _check_trace(op.trace)
+
+
+def _require_decide(op: ops.Decide, capabilities: Capabilities) -> None:
+    if not capabilities.decisions:
+        raise NotSupported(f"{capabilities.model} cannot decide: it does not score answers")
+
+
 def _require_read(op: ops.Read, capabilities: Capabilities) -> None:
     if op.what != "text" and not capabilities.token_ids:
         raise NotSupported(f"{capabilities.model} does not report tokens")
@@ -175,6 +186,12 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         require=_require_select,
         label=lambda op, names: f"select {op.name}: {' | '.join(op.choices)}",
         box=("{{", "}}"),
+    ),
+    ops.Decide: _step(
+        outcome="decided",
+        check=_check_decide,
+        require=_require_decide,
+        label=lambda op, names: f"decide {', '.join([question.name for question in op.questions])}",
     ),
     ops.Set: _step(
         check=_check_parts,

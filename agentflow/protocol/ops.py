@@ -19,6 +19,7 @@ import msgspec
 from agentflow.errors import AgentflowError, BadArgument, ProtocolError, faults_of
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import MAX_INT, GenParams, is_number, is_whole
 from agentflow.protocol.transform import Transform
@@ -162,6 +163,17 @@ class Select(_Op, frozen=True):
     name: str
     choices: tuple[str, ...]
     method: SelectMethod = "token_length_normalized"
+    trace: str = ""
+
+
+class Decide(_Op, frozen=True):
+    """Answers ``questions`` about the state's content at this point, each by itself, and sets variable
+    ``var`` to the answers (``decisions.answers_text``). Appends nothing. ``trace``: as in a ``Gen``."""
+
+    state: int
+    var: int
+    name: str
+    questions: tuple[Question, ...]
     trace: str = ""
 
 
@@ -339,7 +351,7 @@ class Peek(_Op, frozen=True):
     node: int
 
 
-Declaring = Gen | Select | Set | Read | Embed | Done | Expect
+Declaring = Gen | Select | Decide | Set | Read | Embed | Done | Expect
 """Ops that declare a variable."""
 Op = (
     Open

@@ -15,8 +15,10 @@ import msgspec
 
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import (
     Capabilities,
+    DecidedBy,
     Stats,
     StepRecord,
     TopLogprobs,
@@ -50,6 +52,15 @@ class Scored(msgspec.Struct, frozen=True):
     index: int
     scores: tuple[float, ...]
     usage: Usage
+    decided_by: DecidedBy = "logprobs"
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """The answers to questions: for each the probabilities of its ``answers``, or None if it was refused."""
+
+    probabilities: tuple[tuple[float, ...] | None, ...]
+    usage: Usage
+    decided_by: DecidedBy = "logprobs"
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
@@ -211,6 +222,10 @@ class Generator(Embedder, Protocol[ContextT]):
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""
+
+    async def decide(self, context: ContextT, questions: Sequence[Question]) -> Decided:
+        """Answers questions about the context, each by itself, and appends nothing. Called only if
+        ``capabilities.decisions``. ``BadArgument`` within the assistant's turn."""
 
     async def fork(self, context: ContextT, count: int) -> list[ContextT]:
         """``count`` contexts that continue from here and share the prefix."""

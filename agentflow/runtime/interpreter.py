@@ -41,6 +41,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
+from agentflow.protocol.decisions import answers_text
 from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
@@ -88,6 +89,7 @@ from agentflow.runtime.state_tree import (
     root_cause,
     with_place,
 )
+from agentflow.runtime.task_group import first_of
 from agentflow.runtime.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -383,10 +385,11 @@ class Interpreter(Generic[ContextT]):
             if pending.number is not None and deadline != math.inf and deadline <= anyio.current_time():
                 raise deadline_exceeded()
             await self._execute(state, pending)
-        except AgentflowError as error:
-            self._fail(state, pending, error)
         except Exception as error:
-            self._fail(state, pending, self._fault(kind_of(pending.op), error))
+            first = first_of(error)  # a generator may run several requests for one op
+            if not isinstance(first, AgentflowError):
+                first = self._fault(kind_of(pending.op), error)
+            self._fail(state, pending, first)
 
     def _fault(self, name: str, error: Exception) -> EngineFailed:
         """The error of an op that failed because of a fault of the backend."""
@@ -599,7 +602,7 @@ class _OpExecution(Generic[ContextT]):
     ) -> None:
         """Runs an op that uses the state's context."""
         op = pending.op
-        if isinstance(op, ops.Gen | ops.Select) and op.trace:
+        if isinstance(op, ops.Gen | ops.Select | ops.Decide) and op.trace:
             generator.hint(context, StateHint(trace=op.trace))
         match op:
             case ops.Text():
@@ -624,7 +627,14 @@ class _OpExecution(Generic[ContextT]):
                 choice = op.choices[scored.index]
                 scores = dict(zip(op.choices, scored.scores, strict=True))
                 state.reserve_text(choice)
-                variable.complete(Value(op.var, 0, choice, "choice", scored.usage, choices=scores))
+                value = Value(op.var, 0, choice, "choice", scored.usage, choices=scores)
+                variable.complete(msgspec.structs.replace(value, decided_by=scored.decided_by))
+            case ops.Decide():
+                variable = self._variables[op.var]
+                decided = await generator.decide(context, op.questions)
+                text = answers_text(op.questions, decided.probabilities)
+                value = Value(op.var, 0, text, "decided", decided.usage, decided_by=decided.decided_by)
+                variable.complete(value)
             case ops.Fork():
                 await self._fork(state, generator, context, op.model, pending.children)
             case ops.Image():

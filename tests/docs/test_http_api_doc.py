@@ -12,6 +12,7 @@ from agentflow.engine.submit import MAX_PRIORITY
 from agentflow.server.compatible.fields import MAX_MESSAGES
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.completions import TextRequest
+from agentflow.server.openai.decisions import DecisionRequest
 from agentflow.server.openai.embeddings import EmbeddingsRequest
 from agentflow.server.openai.models import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.responses.types import MAX_ITEMS, ResponseRequest
@@ -70,6 +71,12 @@ def test_embeddings() -> None:
     section = SECTIONS["POST /v1/embeddings"]
     shared = {name for line in in_list(section) for name in re.findall(r"`(\w+)`", line)}
     assert in_tables(section) | shared == fields(EmbeddingsRequest)
+
+
+def test_decisions() -> None:
+    section = SECTIONS["POST /v1/decisions"]
+    shared = {name for line in in_list(section) for name in re.findall(r"`(\w+)`", line)}
+    assert {"model", "input", "questions"} | shared == fields(DecisionRequest)
 
 
 def test_priority_has_its_range() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from agentflow.errors import AgentflowError, from_code
-from agentflow.protocol import constraint, events, ops, sampling, transform
+from agentflow.protocol import constraint, decisions, events, ops, sampling, transform
 from agentflow.protocol import events as token_logprob
 from agentflow.protocol import wire as protocol
 from agentflow.protocol.chat import (
@@ -40,6 +40,8 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     generator.Capabilities,
     ops.Ref,
     transform.Transform,
+    decisions.Question,
+    decisions.Option,
     constraint.Constraint,
     Conversation,
     Message,

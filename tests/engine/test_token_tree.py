@@ -81,3 +81,35 @@ def test_more_tokens_than_can_be_scored_at_once_are_refused():
     assert tree.num_nodes == MAX_CHOICE_TOKENS - 1
     with pytest.raises(BadArgument, match=r"65537.*65536"):
         token_tree([[7], [7] * MAX_CHOICE_TOKENS])
+
+
+heads_with_choices = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), max_size=5), choices_to_score), min_size=1, max_size=6
+)
+
+
+@given(heads_with_choices)
+def test_choices_after_heads_have_the_targets_of_choices_that_begin_with_them(questions):
+    heads = [head for head, _ in questions]
+    choices = [choice for _, group in questions for choice in group]
+    head_of = [number for number, (_, group) in enumerate(questions) for _ in group]
+    tree = token_tree(choices, heads, head_of)
+    rows = [(), *[way_to(tree, node) for node in range(tree.num_nodes)]]
+    assert tree.depths.tolist() == [len(way) - 1 for way in rows[1:]]
+    assert all(tree.parents[node] < node for node in range(tree.num_nodes))
+    targets = []
+    for row, way in enumerate(rows):
+        wanted = tree.targets[tree.first_targets[row] : tree.first_targets[row + 1]].tolist()
+        targets += [(*way, token) for token in wanted]
+        assert (row in tree.scored_rows) == bool(wanted)
+    assert len(targets) == len(tree.targets)
+    for choice, number, found in zip(choices, head_of, tree.choice_targets, strict=True):
+        head = tuple(heads[number])
+        assert [targets[t] for t in found] == [(*head, *choice[: n + 1]) for n in range(len(choice))]
+    assert tree.longest == max(
+        len(heads[n]) + len(choice) for choice, n in zip(choices, head_of, strict=True)
+    )
+    distinct = {
+        (*heads[n], *choice)[:end] for n, choice in zip(head_of, choices, strict=True) for end in range(99)
+    }
+    assert tree.num_nodes <= sum(map(len, heads)) + len(distinct)  # only a head may repeat another's choice

@@ -16,9 +16,12 @@ def echo(prompt: str) -> str | Exception:
 
 
 def by_end(answers: Mapping[str, Any]) -> Callable[[str], Any]:
-    """A script of answers by the end of the prompt. The longest end counts; the empty one is any other."""
+    """A script of answers by the end of the prompt. The longest end counts; the empty one is any other. A
+    question of a decide gets its first answer."""
 
     def answer(prompt: str) -> Any:
+        if isinstance(prompt, af.ScriptedCall) and prompt.kind == "decide":
+            return {question.name: question.answers[0] for question in prompt.questions}
         return answers[max((end for end in answers if prompt.endswith(end)), key=len)]
 
     return answer

@@ -57,6 +57,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     efforts: tuple[str, ...] = ()  # the accepted efforts of reasoning, from the least; empty: none is known
     context: int | None = None  # tokens of prompt and output together; None: unknown
     output: int | None = None  # tokens of the longest output; None: unknown
+    decisions: bool = False  # the endpoint for decisions serves the model
 
     @property
     def reasons_by_default(self) -> bool:

@@ -201,6 +201,30 @@ class ApiContext:
         parts = [self.open_text] if self.parts else []
         return replace(self, parts=parts, trace="", upcoming=(), ahead=None)
 
+    def asked(self, question: str) -> ApiContext:
+        """A context in which the user asks a question after this one. ``NotSupported`` after plain text,
+        ``BadArgument`` in the assistant's turn."""
+        if self.is_plain and self.parts:
+            raise NotSupported(
+                "decide: a model behind an API decides about turns, and this state has plain text: put "
+                "the text into af.user(…)"
+            )
+        if self.role == "assistant":
+            raise BadArgument("decide: the assistant's turn is open: end it first, or decide before it")
+        asked = self.forked()
+        if asked.role is not None:
+            asked.end_role()
+        last = asked.last
+        if (
+            last is not None and last.message.role == "user"
+        ):  # some servers refuse two turns of the user in a row
+            before = last.message
+            question = f"{before.content}\n\n{question}"
+            asked.last = MessageNode(last.parent, msgspec.structs.replace(before, content=question))
+        else:
+            asked.last = MessageNode(last, Message("user", question))
+        return asked
+
     def text(self) -> str:
         """The content, with turns as ``<role>…</role>``: the provider's own markup is not known."""
         written = [f"{_shown(node.message)}</{node.message.role}>" for node in chain(self.last)]

@@ -17,13 +17,14 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from agentflow.backends.apis import decisions
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of, requirement
 from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
-from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.conversation import ApiContext, prefix_key
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.prices import FREE, Billing
@@ -36,17 +37,21 @@ from agentflow.backends.apis.speculation import (
 )
 from agentflow.errors import (
     AgentflowError,
+    BadArgument,
     EngineFailed,
     InvalidValue,
     NotSupported,
+    ProtocolError,
     RequestRefused,
     RunFailed,
 )
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.decisions import Question, probabilities_of, question_text
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
+    Decided,
     EmbeddingOptions,
     Embeddings,
     Generated,
@@ -55,6 +60,7 @@ from agentflow.runtime.generator import (
     StateHint,
     Upcoming,
 )
+from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +81,7 @@ class ApiGenerator:
         billing: The costs of the calls.
         tasks: Runs the calls that go on after their generations (``speculation``).
         on_unsupported: ``retry``: other constraints, and schemas that the API cannot enforce, are checked.
+        decisions_api: Whether the API has OpenAI's endpoint for decisions; None: it may have one.
         speculates: Whether calls go on for later gens of their turn; None: where the API cannot continue a
             turn.
     """
@@ -89,12 +96,15 @@ class ApiGenerator:
         on_unsupported: OnUnsupported = "error",
         speculates: bool | None = None,
         billing: Billing = FREE,
+        decisions_api: bool | None = False,
     ) -> None:
         self._billing = billing
         self.capabilities = capabilities
         self._transport = transport
         self._api = api
         self._on_unsupported = on_unsupported
+        self._decisions_api = decisions_api
+        self._has_decisions = decisions_api is not False
         self._tasks = tasks
         self._speculates = not capabilities.continuation if speculates is None else speculates
         self._num_failed_speculations = 0
@@ -188,7 +198,70 @@ class ApiGenerator:
                 f"(it ended with {generated.finish_reason!r})"
             )
         scores = written_scores(generated.text, choices)
-        return Scored(scores.index(0.0), scores, usage + generated.usage)
+        return Scored(scores.index(0.0), scores, usage + generated.usage, "text")
+
+    async def decide(self, context: ApiContext, questions: Sequence[Question]) -> Decided:
+        """Asks the endpoint for decisions if there is one, and otherwise decides each question by itself: by
+        the log-probabilities of letters, or by an answer that the model writes."""
+        if self._has_decisions:
+            try:
+                return await self._decided_by_endpoint(context, questions)
+            except (NotSupported, RequestRefused, ProtocolError, BadArgument):
+                if self._decisions_api:
+                    raise
+                self._has_decisions = False  # the server has none, or another one
+        found: list[Decided | None] = [None] * len(questions)
+        limiter = anyio.CapacityLimiter(decisions.MAX_AT_ONCE)
+
+        async def decide_one(index: int) -> None:
+            async with limiter:
+                found[index] = await self._decided(context, questions[index])
+
+        async with open_task_group() as tasks:
+            for index in range(len(questions)):
+                tasks.start_soon(decide_one, index)
+        made = [one for one in found if one is not None]
+        is_exact = all(one.decided_by == "logprobs" for one in made)
+        return Decided(
+            tuple([one.probabilities[0] for one in made]),
+            sum([one.usage for one in made], Usage()),
+            "logprobs" if is_exact else "text",
+        )
+
+    async def _decided_by_endpoint(self, context: ApiContext, questions: Sequence[Question]) -> Decided:
+        messages = [node.message for node in context.messages()]
+        if context.is_plain:
+            messages = [Message("user", context.open_text)]
+        key = prefix_key(context.program.encode(), context.cache_salt.encode())
+        body = decisions.request_body(self.capabilities.model, messages, questions, key)
+        with self._billing.charged(len(body), 0) as charged:
+            try:
+                found = await self._transport.post(decisions.PATH, body)
+            except AgentflowError:
+                charged(Usage())
+                raise
+            probabilities, usage = decisions.read_answers(found, questions, self._transport.errors.server)
+            usage = charged(usage)
+        self._total += usage
+        return Decided(probabilities, usage, "endpoint")
+
+    async def _decided(self, context: ApiContext, question: Question) -> Decided:
+        answers, usage = question.answers, Usage()
+        if self.capabilities.logprobs and len(answers) <= MAX_CHAT_TOP_LOGPROBS:
+            asked = context.asked(decisions.lettered_text(question))
+            asked.open_answer()
+            answer = await self._first_token(asked, MAX_CHAT_TOP_LOGPROBS)
+            if answer is not None:
+                usage = answer.usage
+                probabilities = decisions.letter_probabilities(answer.tokens, len(answers))
+                if probabilities is not None:
+                    return Decided((probabilities,), usage)
+        scored = await self.score(context.asked(question_text(question)), answers, "greedy_token_selection")
+        usage += scored.usage
+        if scored.decided_by == "logprobs":
+            return Decided((probabilities_of(scored.scores),), usage)
+        written = tuple([float(index == scored.index) for index in range(len(answers))])
+        return Decided((written,), usage, "text")
 
     async def _exact_scores(
         self, context: ApiContext, choices: tuple[str, ...], method: str
@@ -202,18 +275,25 @@ class ApiGenerator:
             or not may_be_tokens(choices, method, most)
         ):
             return Usage(), None
-        params = msgspec.structs.replace(self._greedy(), max_tokens=1, top_logprobs=most)
-        call = Call(params)
-        try:
-            request = self._api.request(context, call)
-            answer = await self._streamed(context, request, call, lambda text: None, None, is_held=True)
-        except RequestRefused:  # the server reports none, or fewer
+        answer = await self._first_token(context, most)
+        if answer is None:
             self._remember_unscored(key)
             return Usage(), None
         scores = exact_scores(answer.tokens, choices)
         if scores is None:
             self._remember_unscored(key)
         return answer.usage, scores
+
+    async def _first_token(self, context: ApiContext, most: int) -> Answer | None:
+        """An answer of one token, with the ``most`` likeliest ones. None if the server reports none, or
+        fewer."""
+        params = msgspec.structs.replace(self._greedy(), max_tokens=1, top_logprobs=most)
+        call = Call(params)
+        try:
+            request = self._api.request(context, call)
+            return await self._streamed(context, request, call, lambda text: None, None, is_held=True)
+        except RequestRefused:
+            return None
 
     def _remember_unscored(self, key: int) -> None:
         if len(self._unscored) < MAX_UNSCORED:

@@ -190,7 +190,10 @@ async def connected(
         api = ChatCompletions(model, flavour, facts, errors, plain)
         features = _capabilities(model, flavour, facts, settings.on_unsupported)
         billing = settings.billing(flavour.name, model, facts.output)
-        async with generating(settings, transport, api, features, billing, deliver) as connection:
+        decisions_api = True if facts.decisions else None if flavour.may_decide else False
+        async with generating(
+            settings, transport, api, features, billing, deliver, decisions_api=decisions_api
+        ) as connection:
             yield connection
 
 
@@ -214,6 +217,8 @@ async def generating(
     features: Capabilities,
     billing: Billing,
     deliver: Deliver,
+    *,
+    decisions_api: bool | None = False,
 ) -> AsyncIterator[Connection]:
     """A connection to a model whose requests have the format ``api``."""
     from agentflow.backends.apis.generator import ApiGenerator
@@ -227,6 +232,7 @@ async def generating(
             on_unsupported=settings.on_unsupported,
             speculates=settings.speculate,
             billing=billing,
+            decisions_api=decisions_api,
         )
         async with interpreted(generator, deliver) as connection:
             yield connection
@@ -264,4 +270,5 @@ def _capabilities(
         default_max_tokens=facts.default_max_tokens,
         continuation=facts.continuation,
         plain_text=flavour.has_completions,
+        decisions="choices" in enforced or is_checked or "logprobs" in sampling or facts.decisions,
     )

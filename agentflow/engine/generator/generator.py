@@ -30,6 +30,7 @@ from agentflow.engine.generator.context import (
     group_of_program,
     num_chars,
 )
+from agentflow.engine.generator.decide import decided, encode_questions
 from agentflow.engine.generator.embedding import (
     EmbeddingInput,
     check_options,
@@ -58,9 +59,18 @@ from agentflow.engine.watching.view import EngineView
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.sampling import GenParams, SamplingParams
-from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import (
+    Decided,
+    EmbeddingOptions,
+    Embeddings,
+    Generated,
+    OnText,
+    Scored,
+    StateHint,
+)
 from agentflow.runtime.turns import Turn
 
 ResultT = TypeVar("ResultT")
@@ -70,6 +80,8 @@ ArgTs = TypeVarTuple("ArgTs")
 MAX_INLINE_CHARS = 4000
 # The worker threads of each tenant.
 ENCODING_THREADS = 4
+# Rendering a question costs about as much as encoding this many characters.
+CHARS_PER_QUESTION = 500
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
 MIN_AHEAD_TOKENS = 32
@@ -435,6 +447,28 @@ class EngineGenerator:
         context.mark_encoded()
         context.num_computed = len(encoded.prefix)
         return Scored(best, tuple(scores), _usage(end))
+
+    async def decide(self, context: EngineContext, questions: Sequence[Question]) -> Decided:
+        """Scores the answers to all questions together. Each question follows the context by itself."""
+        self.check_task(embeds=False)
+        num_chars = sum([len(question_text(question)) for question in questions])
+        with self._admit(context.num_guessed_tokens + num_chars // CHARS_PER_TOKEN) as admitted:
+            admitted.prompt_tokens = 0  # until the engine has the request
+            await self._encode(context)
+            self.limits.check_length(num_chars)
+            amount = num_chars + CHARS_PER_QUESTION * len(questions)
+            asked = await self.encode_beside(
+                amount, encode_questions, context.tokens, questions, self._client.info.end_token_ids
+            )
+            self._client.check_room(self.tenant.name)
+            admitted.prompt_tokens = asked.num_tokens
+            context.has_run = True
+            probabilities, end = await decided(self._client, asked, context.origin_now())
+            admitted.cached_tokens = end.cached_tokens
+            usage = Usage(asked.num_tokens, end.cached_tokens)
+            self._own += usage
+        context.num_computed = max(context.num_computed, len(asked.prompt))
+        return Decided(tuple(probabilities), usage)
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """Returns the embeddings of texts, as one request of the tenant."""

@@ -27,7 +27,7 @@ MAX_TREE_TOKENS = 256
 MAX_AT_ONCE = 8
 """The most concurrent prompts of one select."""
 
-_Scored = tuple[list[list[float]], Finished]
+_Scores = tuple[list[list[float]], Finished]
 
 
 async def select_scores(
@@ -37,16 +37,16 @@ async def select_scores(
     Raises ``BadArgument`` if all choices together are too long."""
     check_choices(encoded.ends)
     origin = context.origin_now()
-    logprobs, end = await _Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
+    logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
     unconditional: list[list[float]] = []
     if method == "unconditional_likelihood_normalized":
         # Not as a request of the state, whose next request will continue its prompt instead.
         stateless = msgspec.structs.replace(origin, state=0)
-        unconditional, _ = await _Scoring(client, origin).scored(_start_ids(client), encoded.ends, stateless)
+        unconditional, _ = await Scoring(client, origin).scored(_start_ids(client), encoded.ends, stateless)
     return scores_of(method, encoded.ends, logprobs, unconditional), end
 
 
-class _Scoring:
+class Scoring:
     """The requests of one select."""
 
     def __init__(self, client: EngineClient, origin: Origin) -> None:
@@ -54,7 +54,7 @@ class _Scoring:
         self._stateless = msgspec.structs.replace(origin, state=0)
         self._limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
 
-    async def scored(self, prompt: list[int], choices: Sequence[list[int]], origin: Origin) -> _Scored:
+    async def scored(self, prompt: list[int], choices: Sequence[list[int]], origin: Origin) -> _Scores:
         """Returns the log-probabilities of each choice's tokens after ``prompt``, and the end of the first
         request, which computes the prompt and has this origin."""
         short: list[int] = []
@@ -79,6 +79,10 @@ class _Scoring:
             for members in by_start.values():
                 group.start_soon(score, members)
         return logprobs, end
+
+    async def scored_after(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
+        """Returns the log-probabilities of each choice's tokens after a prompt of no state."""
+        return (await self.scored(prompt, choices, self._stateless))[0]
 
     async def _as_prompts(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
         """Returns the log-probabilities of long choices that begin with the same tokens."""

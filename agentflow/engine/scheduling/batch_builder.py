@@ -172,7 +172,7 @@ def _sampled_rows(
 def _scored_and_sampled_rows(
     work: Sequence[Row], trees: Sequence[Row], sampling: SamplingTable
 ) -> SampledRows:
-    """The same if some tokens are scored, with the first target of each node."""
+    """The same if some tokens are scored, with the first target of each node that has one."""
     rows: list[int] = []
     targets: list[int] = []
     owners: list[int] = []
@@ -191,11 +191,13 @@ def _scored_and_sampled_rows(
     for row in trees:
         tree, first, num_nodes = row.request.tree, row.first_node, row.num_nodes
         assert tree is not None
+        scored = tree.scored_between(1 + first, 1 + first + num_nodes)
+        nodes = scored - 1
         first_rows.append(len(rows))
-        rows += range(first_token, first_token + num_nodes)
-        targets += tree.targets[tree.first_targets[1 + first : 1 + first + num_nodes]].tolist()
-        owners += [row.request.req_row] * num_nodes
-        positions += (tree.depths[first : first + num_nodes] + row.request.num_tokens + 1).tolist()
+        rows += (nodes + (first_token - first)).tolist()
+        targets += tree.targets[tree.first_targets[scored]].tolist()
+        owners += [row.request.req_row] * len(nodes)
+        positions += (tree.depths[nodes] + row.request.num_tokens + 1).tolist()
         first_token += num_nodes
     return sampling.sampled_rows(
         np.array(rows, dtype=np.int64),

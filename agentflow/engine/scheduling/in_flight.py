@@ -10,7 +10,7 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.row import Row, Work
-from agentflow.engine.scheduling.select import ScoredNodes, scored_nodes, store_scores
+from agentflow.engine.scheduling.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
 from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
@@ -135,7 +135,7 @@ class InFlight:
         self._memory.num_computed += num_computed
         for row in [row for row in launched.rows if row.num_nodes]:
             first = next_output
-            next_output += row.num_nodes
+            next_output += num_scored_nodes(row)
             if row.withdrawn_slots is not None:
                 continue
             request, num_nodes = row.request, row.first_node + row.num_nodes

@@ -76,7 +76,8 @@ def _targets(request: Request, num_tokens: int) -> Targets:
     if request.embeds:
         return ((num_tokens - 1, 0),) if end == request.num_tokens else ()
     if request.tree is not None and end == request.num_tokens:
-        return ((num_tokens - 1, int(request.tree.targets[0])),)
+        has_target = request.tree.first_targets[1] > 0  # not if all choices follow heads
+        return ((num_tokens - 1, int(request.tree.targets[0])),) if has_target else ()
     first_unscored = request.first_unscored
     if first_unscored == request.num_tokens:  # as in most steps
         if not request.max_new_tokens or end < request.num_tokens + request.num_pending:

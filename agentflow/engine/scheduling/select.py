@@ -58,7 +58,8 @@ def _side_by_side(paths: Sequence[IntArray]) -> IntArray:
 
 
 class ScoredNodes(NamedTuple):
-    """Rows of a request's tree, numbered as in ``TokenTree.first_targets``, whose logits a step computes."""
+    """Rows of a request's tree, numbered as in ``TokenTree.first_targets``. A step computes the logits of
+    those that have targets."""
 
     request: Request
     first: int
@@ -82,16 +83,24 @@ def scored_nodes(work: Sequence[Row], trees: Sequence[Row]) -> list[ScoredNodes]
     return found
 
 
+def num_scored_nodes(row: Row) -> int:
+    """The nodes of a row whose logits are computed."""
+    tree = row.request.tree
+    assert tree is not None
+    return len(tree.scored_between(1 + row.first_node, 1 + row.first_node + row.num_nodes))
+
+
 def scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> ScoredTokens:
-    """The targets of all ``nodes``. ``first_rows``: the sampled row that each of these begins with."""
+    """The targets of all ``nodes``. ``first_rows``: the sampled row of the first target of each of these."""
     rows: list[IntArray] = []
     token_ids: list[IntArray] = []
     for (request, first, end), first_row in zip(nodes, first_rows, strict=True):
         tree = request.tree
         assert tree is not None
-        bounds = tree.first_targets[first : end + 1]
-        rows.append(np.repeat(np.arange(first_row, first_row + end - first), np.diff(bounds)))
-        token_ids.append(tree.targets[bounds[0] : bounds[-1]])
+        scored = tree.scored_between(first, end)
+        num_targets = tree.first_targets[scored + 1] - tree.first_targets[scored]
+        rows.append(np.repeat(np.arange(first_row, first_row + len(scored)), num_targets))
+        token_ids.append(tree.targets[tree.first_targets[first] : tree.first_targets[end]])
     return ScoredTokens(np.concatenate(rows), np.concatenate(token_ids))
 
 

@@ -399,6 +399,12 @@ class TokenState:
         self._parts[-1] = replace(self._parts[-1], is_open=False)
         self._has_changed()
 
+    def reopen(self) -> None:
+        """Opens the last turn again, so that its text goes on."""
+        self._take_pending()
+        self._parts[-1] = replace(self._parts[-1], is_open=True)
+        self._has_changed()
+
     def generated(self, ids: Sequence[int], text: str) -> None:
         """Appends generated text: ``ids`` without the end token, and their text."""
         self._take_pending()
@@ -509,6 +515,13 @@ class TokenState:
     def continues(self) -> bool:
         """Whether a generation that begins now follows other text (see ``Tokenizer.encode``)."""
         return bool(self._parts or self._pending)
+
+    @property
+    def last_turn(self) -> tuple[str | None, bool]:
+        """The role of the last turn, None for text outside turns or an empty state; and whether it is
+        open."""
+        last = self._all_parts()[-1:]
+        return (last[0].role, last[0].is_open) if last else (None, False)
 
     @property
     def _open_role(self) -> str | None:

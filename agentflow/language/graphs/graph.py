@@ -83,13 +83,13 @@ class Graph:
 
     @property
     def generated(self) -> list[int]:
-        """The variables of gens and selects, then the others that the result needs.
+        """The variables of gens, selects and decides, then the others that the result needs.
 
         >>> graph = judge.trace()
         >>> [graph.names[variable] for variable in graph.generated]
         ['judgment', 'judgment', 'grade']
         """
-        written = [op.var for op in self.ops if isinstance(op, ops.Gen | ops.Select)]
+        written = [op.var for op in self.ops if isinstance(op, ops.Gen | ops.Select | ops.Decide)]
         return list(dict.fromkeys([*written, *self.outputs]))
 
     def edges(self) -> list[Edge]:
@@ -256,7 +256,7 @@ def _svg(graph: Graph) -> str:
             if isinstance(op, ops.Begin):
                 begun[state] = index
             else:
-                kind: BoxKind = "gen" if isinstance(op, ops.Gen | ops.Select) else "text"
+                kind: BoxKind = "gen" if isinstance(op, ops.Gen | ops.Select | ops.Decide) else "text"
                 items.append(Box(f"n{index}", _shortened(label), kind, state))
     arrows = [
         Arrow(drawn_as.get(arrow.source, arrow.source), drawn_as.get(arrow.target, arrow.target), arrow.kind)

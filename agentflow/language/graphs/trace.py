@@ -302,7 +302,7 @@ def _with_objective(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | No
 
 def _traced(graph_ops: tuple[ops.Op, ...], span: RunSpan) -> tuple[ops.Op, ...]:
     """The ops with the run's span as the parent of the server's spans."""
-    trace, gens = span.traceparent, ops.Gen | ops.Select
+    trace, gens = span.traceparent, ops.Gen | ops.Select | ops.Decide
     traced = [msgspec.structs.replace(op, trace=trace) if isinstance(op, gens) else op for op in graph_ops]
     return tuple(traced)
 

@@ -131,8 +131,10 @@ class StateSpan:
         self.run.forks.append((fork, self))
         return fork
 
-    def gen(self, op: ops.Gen | ops.Select, path: Sequence[int], *, in_turn: bool, prompt: Prompt) -> GenSpan:
-        """The span of a gen or select. ``prompt`` is called when it is complete."""
+    def gen(
+        self, op: ops.Gen | ops.Select | ops.Decide, path: Sequence[int], *, in_turn: bool, prompt: Prompt
+    ) -> GenSpan:
+        """The span of a gen, select or decide. ``prompt`` is called when it is complete."""
         operation = "chat" if in_turn else "text_completion"
         attributes: dict[str, Any] = {
             _OP: operation,
@@ -145,8 +147,10 @@ class StateSpan:
             attributes |= _of_params(op.params)
             is_json = op.constraint is not None and op.constraint.kind == "schema"
             attributes["gen_ai.output.type"] = "json" if is_json else "text"
-        else:
+        elif isinstance(op, ops.Select):
             attributes["agentflow.choices"] = len(op.choices)
+        else:
+            attributes["agentflow.questions"] = len(op.questions)
         span = self._start(f"{operation} {self._session.model}", attributes)
         return GenSpan(self, span, prompt if self._session.captures_content else None)
 

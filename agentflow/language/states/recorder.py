@@ -38,11 +38,13 @@ from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.language.states.traced import GenOp, traced
 from agentflow.language.states.validation import Attempts
 from agentflow.language.states.variable import Reference, Variable, target_of
+from agentflow.language.typed.decisions import Decision
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.op_table import num_done_with
 from agentflow.protocol.transform import apply_transforms
 
@@ -191,6 +193,16 @@ class Recorder:
         parts = tuple([self._part(piece) for piece in pieces])
         node = self._declare(name, TEXT)
         self._record(ops.Set(self._state.id, node.id, name, parts))
+        return Variable(node)
+
+    def decide(
+        self, name: str, questions: tuple[Question, ...], value_type: ValueType
+    ) -> Variable[dict[str, Decision]]:
+        """Records a variable with the answers to questions."""
+        self._flush()
+        num_entries = len(self._entries)
+        node = self._declare(name, value_type)
+        self._record(self._traced(ops.Decide(self._state.id, node.id, name, questions), node, num_entries))
         return Variable(node)
 
     def read(self, what: ops.ReadWhat, value_type: ValueType) -> Variable[Any]:

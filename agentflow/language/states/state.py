@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, get_args, overload
 
@@ -36,6 +36,7 @@ from agentflow.language.states.recorder import Recorder
 from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Path, StateNode, VariableNode
 from agentflow.language.states.variable import Reference, Variable, target_of, text_of
+from agentflow.language.typed.decisions import Answers, Decision, TypedQuestion, decisions_type
 from agentflow.language.typed.replies import Message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
@@ -195,6 +196,34 @@ class State:
             raise BadArgument(f"set({name!r}, {value!r}): the value must be text, which may hold variables")
         recorder = self._recorder()
         variable = recorder.set(name, [part for part in parts if isinstance(part, str | Reference)])
+        recorder.submit()
+        return variable
+
+    def decide(
+        self, questions: Mapping[str, TypedQuestion | Answers], *, name: str = "decisions"
+    ) -> Variable[dict[str, Decision]]:
+        """Answers questions about the content at this point, with the probability of each possible answer.
+        Each question is answered by itself, and nothing is appended to the state. The engine answers all of
+        them in one pass.
+
+        Args:
+            questions: By name: a question of ``af.question``, or only its possible answers, as ``bool``,
+                ``["calm", "angry"]`` or ``range(1, 6)``; then the name is the question.
+            name: The name of the variable.
+
+        Raises:
+            BadArgument: A question or its answers are invalid.
+            NotSupported: The model cannot score answers.
+
+        >>> decisions = await s.decide({"related": bool, "tone": ["calm", "angry"]})
+        >>> decisions["tone"].value, sum(decisions["tone"].probabilities.values())
+        ('calm', 1.0)
+        """
+        if not isinstance(name, str) or not name:
+            raise BadArgument(f"decide: the variable needs a name, not {name!r}", param="name")
+        asked, value_type = decisions_type(questions)
+        recorder = self._recorder()
+        variable = recorder.decide(name, asked, value_type)
         recorder.submit()
         return variable
 

@@ -1,4 +1,4 @@
-"""Begins the spans of gens and selects."""
+"""Begins the spans of gens, selects and decides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentflow.language.states.outliner import known_text
 from agentflow.language.states.run import VariableNode
 from agentflow.protocol import ops
 
-GenOp = TypeVar("GenOp", ops.Gen, ops.Select)
+GenOp = TypeVar("GenOp", ops.Gen, ops.Select, ops.Decide)
 
 
 def traced(
@@ -22,7 +22,7 @@ def traced(
     """Begins the span of an op's variable, if the state has a span. Returns the op with it.
 
     Args:
-        op: The gen or select.
+        op: The gen, select or decide.
         node: Its variable.
         num_entries: The number of own entries of the transcript in its prompt.
         in_turn: Whether it is in a turn.

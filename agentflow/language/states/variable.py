@@ -25,7 +25,7 @@ from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
-from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage
+from agentflow.protocol.events import DecidedBy, ErrorInfo, TopLogprobs, Usage
 from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -443,6 +443,18 @@ class Variable(Reference[ValueT_co]):
         if found is None:
             raise BadArgument(f"{self.name!r} is not the value of a select: only a select has choices")
         return dict(found)
+
+    @property
+    def decided_by(self) -> DecidedBy | None:
+        """How the value of a select or a decide was found: ``logprobs``, by the log-probabilities of all
+        choices; ``endpoint``, by the provider's endpoint for decisions; ``text``, by the text that the model
+        wrote under a constraint, which says nothing about the other choices. None for other variables.
+
+        >>> answers = await s.decide({"related": bool})
+        >>> s["decisions"].decided_by
+        'logprobs'
+        """
+        return self._node.end.decided_by
 
     def __await__(self) -> Generator[object, None, ValueT_co]:
         return self._wait().__await__()

@@ -13,6 +13,7 @@ from agentflow.server.openai.adapters import (
 )
 from agentflow.server.openai.chat import create_chat_completion
 from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
+from agentflow.server.openai.decisions import DecisionAnswer, DecisionRequest, create_decision
 from agentflow.server.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, create_embeddings
 from agentflow.server.openai.models import (
     DetokenizeAnswer,
@@ -48,6 +49,14 @@ ROUTES = (
         streams=True,
     ),
     *RESPONSES_ROUTES,
+    ApiRoute(
+        "POST",
+        "/v1/decisions",
+        create_decision,
+        OPENAI,
+        response=DecisionAnswer,
+        request=DecisionRequest,
+    ),
     ApiRoute(
         "POST",
         "/v1/embeddings",

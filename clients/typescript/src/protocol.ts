@@ -27,6 +27,7 @@ export type Op =
   | EndOp
   | GenOp
   | SelectOp
+  | DecideOp
   | SetOp
   | ReadOp
   | EmbedOp
@@ -70,6 +71,7 @@ export type ServerFrame =
 export const DECLARING: ReadonlySet<string> = new Set([
   "gen",
   "select",
+  "decide",
   "set",
   "read",
   "embed",
@@ -87,6 +89,7 @@ export const IN_GRAPH: ReadonlySet<string> = new Set([
   "end",
   "gen",
   "select",
+  "decide",
   "set",
   "read",
   "embed",
@@ -410,6 +413,36 @@ export interface SelectOp {
 }
 
 /**
+ * Answers `questions` about the state's content at this point, each by itself, and sets variable `var`
+ * to the answers (`decisions.answers_text`). Appends nothing. `trace`: as in a `Gen`.
+ */
+export interface DecideOp {
+  op: "decide";
+  state: number;
+  var: number;
+  name: string;
+  questions: Question[];
+  trace?: string;
+}
+
+/**
+ * A question. A `predicate` is true or false and has no options, a `choice` has options in any order,
+ * and a `score` has levels from the lowest to the highest. `instructions`: by default the name.
+ */
+export interface Question {
+  name: string;
+  kind: "choice" | "predicate" | "score";
+  instructions?: string;
+  options?: Option[];
+}
+
+/** A choice, or a level of a score. */
+export interface Option {
+  text: string;
+  description?: string;
+}
+
+/**
  * Stores a text in a new variable; the state's own text does not change. A sealed state may have one,
  * too.
  */
@@ -694,6 +727,7 @@ export interface ValueEvent {
   reasoning?: string | null;
   /** The text of each token that `logprobs` has an entry for. */
   tokens?: string[] | null;
+  decided_by?: "endpoint" | "logprobs" | "text" | null;
 }
 
 /** Tokens of one generation. */
@@ -985,6 +1019,7 @@ export interface Capabilities {
   continuation: boolean;
   /** A `gen` may stand outside turns. */
   plain_text: boolean;
+  decisions: boolean;
 }
 
 /** Part of `welcome`. */

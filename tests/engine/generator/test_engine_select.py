@@ -55,6 +55,22 @@ async def test_choices_are_scored_as_one_by_one():
         assert end.choice_logprobs == await one_by_one(client, PROMPT, CHOICES)
 
 
+HEADS = [[3, 1, 4], [3, 1], [], [3, 1, 5, 9, 2]]
+
+
+@pytest.mark.parametrize("budget", [4, 64])
+async def test_choices_after_heads_are_scored_as_after_longer_prompts(budget):
+    head_of = [0, 0, 1, 1, 1, 2, 3]
+    choices = [[1, 2, 3], [1, 2], [4], [1, 5, 6, 7], [4, 4], [8, 8], [9]]
+    async with plain_model_engine(SchedulerConfig(token_budget=budget)) as client:
+        for _ in range(2):  # without a cached prompt, and with one
+            end = await client.score_choices(PROMPT, choices, heads=HEADS, head_of=head_of)
+            for choice, number, logprobs in zip(choices, head_of, end.choice_logprobs, strict=True):
+                assert [logprobs] == expected_logprobs(PROMPT + HEADS[number], [choice])
+        stats = await client.stats()
+        assert stats.in_use_slots == 0
+
+
 @pytest.mark.parametrize(("prompt", "choices"), [(PROMPT, [[1], []]), ([], [[1]])])
 async def test_an_invalid_select_fails_alone(prompt, choices):
     async with plain_model_engine() as client:

@@ -31,6 +31,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
     "/tokenize": {},
     "/detokenize": {},
+    "/v1/decisions": {"input": "a dog", "questions": [{"type": "predicate", "instructions": "It barks."}]},
     "/v1/embeddings": {"input": "a dog"},
     "/api/embed": {},
     "/api/embeddings": {},
@@ -405,6 +406,19 @@ OLLAMA_EMBED: list[Row] = [
 ]
 OLLAMA_EMBEDDINGS: list[Row] = [({"prompt": "word " * 100}, "prompt", LONG)]
 
+_CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]}
+DECISIONS: list[Row] = [
+    ({"input": []}, "input", VALUE),
+    ({"input": FAR}, "input", LONG),
+    ({"questions": []}, "questions", INVALID),
+    ({"questions": [{"type": "guess", "instructions": "x"}]}, "questions[0].type", INVALID),
+    ({"questions": [{"type": "predicate", "instructions": " "}]}, "questions[0].instructions", VALUE),
+    ({"questions": [{**_CHOICE, "choices": [{"value": "a"}]}]}, "questions[0].choices", INVALID),
+    ({"questions": [{**_CHOICE, "choices": [{"value": "a"}] * 2}]}, "questions[0].choices", VALUE),
+    ({"questions": [{**_CHOICE, "choices": [{"value": 3}] * 2}]}, "questions[0].choices[0].value", INVALID),
+    ({"questions": [{**_CHOICE, "temperature": 1}]}, "questions[0].temperature", INVALID),
+    ({"temperature": 1}, "temperature", INVALID),
+]
 GENERATING: dict[str, list[Row]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
@@ -417,6 +431,7 @@ GENERATING: dict[str, list[Row]] = {
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     # A model that generates makes no embeddings, and the reverse.
+    "/v1/decisions": DECISIONS,
     "/v1/embeddings": [({}, "model", VALUE)],
     "/api/embed": [({"input": "a"}, "model", VALUE)],
     "/api/embeddings": [({"prompt": "a"}, "model", VALUE)],
@@ -425,6 +440,7 @@ EMBEDDING: dict[str, list[Row]] = {
     "/v1/embeddings": EMBEDDINGS,
     "/api/embed": OLLAMA_EMBED,
     "/api/embeddings": OLLAMA_EMBEDDINGS,
+    "/v1/decisions": [({}, "model", VALUE)],
     "/v1/completions": [({}, "model", VALUE)],
     "/v1/chat/completions": [({}, "model", VALUE)],
     "/api/generate": [({}, "model", VALUE)],

@@ -54,6 +54,7 @@ class Flavour:
         takes_trace: Requests may have a ``traceparent``.
         counts_always: Each chunk may report the usage so far.
         seed_bits: The size of a seed; larger ones are cut.
+        may_decide: Some of these servers have OpenAI's endpoint for decisions.
     """
 
     name: FlavourName | Literal["openai"]
@@ -67,6 +68,7 @@ class Flavour:
     takes_trace: bool = True
     counts_always: bool = False
     seed_bits: int = 31
+    may_decide: bool = False
 
     def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
         """The parameters that a request may have; ``reasons`` as in ``ModelFacts.parameters``."""
@@ -97,6 +99,7 @@ FLAVOURS: Final[dict[str, Flavour]] = {
         takes_salt=True,
         counts_always=True,
         seed_bits=63,
+        may_decide=True,  # this project's server has these fields, too
     ),
     "sglang": Flavour(
         "sglang",
@@ -108,6 +111,7 @@ FLAVOURS: Final[dict[str, Flavour]] = {
         takes_salt=True,
         counts_always=True,
         seed_bits=63,
+        may_decide=True,
     ),
     "llamacpp": Flavour(
         "llamacpp",

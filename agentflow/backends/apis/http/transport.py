@@ -171,10 +171,19 @@ class ApiTransport:
 
     async def get(self, path: str) -> Any:
         """The decoded JSON answer to a ``GET``. Raises the errors of ``stream``."""
+        return await self._fetched("GET", path, None)
+
+    async def post(self, path: str, body: bytes) -> Any:
+        """The decoded JSON answer to a ``POST`` of a JSON object that is safe to repeat. Raises the errors of
+        ``stream``."""
+        async with self.pace.turn():
+            return await self._fetched("POST", path, body)
+
+    async def _fetched(self, method: str, path: str, body: bytes | None) -> Any:
         num_failed = 0
         while True:
             try:
-                return await self._fetch(path)
+                return await self._fetch(method, path, body)
             except AgentflowError as error:
                 num_failed += 1
                 if not self._may_repeat(error, num_failed):
@@ -210,9 +219,10 @@ class ApiTransport:
             "a stream of events: is it the address of an API (it usually ends in /v1)?"
         )
 
-    async def _fetch(self, path: str) -> Any:
+    async def _fetch(self, method: str, path: str, body: bytes | None) -> Any:
         exchange = _Exchange(self._stall_timeout_s)
-        await self._exchange(exchange, "GET", path, None, {})
+        headers = {} if body is None else {"content-type": "application/json"}
+        await self._exchange(exchange, method, path, body, headers)
         if exchange.status != 200:
             raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
         try:

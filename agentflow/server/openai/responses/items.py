@@ -63,6 +63,10 @@ class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
 
 
+class _JsonPart(msgspec.Struct):
+    data: msgspec.Raw
+
+
 class _Reasoning(_Fields, kw_only=True):
     content: list[_Part] | None = None
     summary: list[_Part] | None = None
@@ -86,11 +90,13 @@ def items_of(given: Unread) -> list[msgspec.Raw]:
 
 
 class ItemReader:
-    """Reads items. ``model``: named in errors. ``find``: finds items that are only referred to."""
+    """Reads items. ``model``: named in errors. ``find``: finds items that are only referred to.
+    ``takes_json``: messages may have parts with JSON, which the model reads as text."""
 
-    def __init__(self, model: str, find: Find) -> None:
+    def __init__(self, model: str, find: Find, *, takes_json: bool = False) -> None:
         self._model = model
         self._find = find
+        self._takes_json = takes_json
 
     def read(self, raw: msgspec.Raw, place: str) -> Item:
         """Reads an item. A reference is the item that it refers to. ``ApiError`` names the field, below
@@ -147,6 +153,11 @@ class ItemReader:
 
     def _part(self, raw: msgspec.Raw, place: str) -> _Part:
         part = decoded(raw, _Part, place)
+        if part.type == "input_json" and self._takes_json:
+            data = decoded(raw, _JsonPart, place).data
+            if bytes(memoryview(data)[:1]) not in (b"{", b"["):
+                raise invalid_field(f"{place}.data", "give an object, or a list of objects")
+            return _Part(type="input_text", text=bytes(memoryview(data)).decode())
         if part.type not in _TEXT_PARTS:
             raise unsupported(place, f"{self._model} takes only text, no {part.type[:100]!r}")
         text = part.refusal if part.type == "refusal" else part.text

@@ -1,0 +1,163 @@
+"""Questions about a state, decided by a model behind an API.
+
+OpenAI's endpoint for decisions answers all questions in one request. Elsewhere each question is one request
+for one token: the possible answers have letters, and the log-probabilities of the letters are those of the
+answers.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from agentflow.backends.apis.answers.answer import TokenInfo
+from agentflow.errors import ProtocolError
+from agentflow.protocol.chat import Message
+from agentflow.protocol.decisions import Option, Question, probabilities_of
+from agentflow.protocol.events import Usage
+
+PATH = "decisions"
+MAX_AT_ONCE = 32
+"""The most concurrent requests of one decide."""
+LETTERS = string.ascii_uppercase
+
+_encode = msgspec.json.Encoder().encode
+
+
+def lettered_text(question: Question) -> str:
+    """The question as a text whose answer is one letter."""
+    asked = question.instructions or question.name
+    if question.kind == "predicate" and not asked.rstrip().endswith("?"):
+        asked += "\nIs this true?"
+    options = question.options or [Option(answer) for answer in question.answers]
+    listed = [
+        f"{letter}) {option.text}: {option.description}" if option.description else f"{letter}) {option.text}"
+        for letter, option in zip(LETTERS, options, strict=False)
+    ]
+    order = "\nThe answers go from the lowest to the highest." if question.kind == "score" else ""
+    return (
+        f"{asked}\n" + "\n".join(listed) + f"{order}\nAnswer with the letter of one answer, and nothing else."
+    )
+
+
+def letter_probabilities(tokens: Sequence[TokenInfo], num_answers: int) -> tuple[float, ...] | None:
+    """The probabilities of the answers from the likeliest tokens after a ``lettered_text``. An answer whose
+    letter is not among these has the probability 0. None if no letter is."""
+    if not tokens:
+        return None
+    logprobs = [-math.inf] * num_answers
+    known = [(top.text, top.logprob) for top in tokens[0].top] or [(tokens[0].text, tokens[0].logprob)]
+    for text, logprob in known:
+        place = LETTERS.find(text.strip()) if len(text.strip()) == 1 else -1
+        if 0 <= place < num_answers:  # " A" and "A" are both the answer
+            logprobs[place] = _log_sum(logprobs[place], logprob)
+    return probabilities_of(logprobs) if max(logprobs) > -math.inf else None
+
+
+def _log_sum(first: float, second: float) -> float:
+    most = max(first, second)
+    return most + math.log(math.exp(first - most) + math.exp(second - most))
+
+
+def request_body(
+    model: str, messages: Sequence[Message], questions: Sequence[Question], key: str | None
+) -> bytes:
+    """The request to the endpoint. ``key``: of the prompt cache."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "input": [{"role": message.role, "content": message.content} for message in messages],
+        "questions": [_question(question) for question in questions],
+    }
+    if key is not None:
+        fields["prompt_cache_key"] = key
+    return _encode(fields)
+
+
+def _question(question: Question) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "type": question.kind,
+        "name": question.name,
+        "instructions": question.instructions or question.name,
+    }
+    if question.kind != "predicate":
+        list_name, text_name = ("choices", "value") if question.kind == "choice" else ("levels", "label")
+        fields[list_name] = [
+            {text_name: option.text} | ({"description": option.description} if option.description else {})
+            for option in question.options
+        ]
+    return fields
+
+
+class _Probability(msgspec.Struct):
+    probability: float
+    value: str | bool | int | None = None
+    label: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    type: str
+    probability: float | None = None
+    probabilities: list[_Probability] = []
+
+
+class _InputDetails(msgspec.Struct):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class _OutputDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _InputDetails = msgspec.field(default_factory=_InputDetails)
+    output_tokens_details: _OutputDetails = msgspec.field(default_factory=_OutputDetails)
+
+
+class _Decisions(msgspec.Struct):
+    answers: list[_Answer]
+    usage: _Usage = msgspec.field(default_factory=_Usage)
+
+
+def read_answers(
+    found: Any, questions: Sequence[Question], server: str
+) -> tuple[tuple[tuple[float, ...] | None, ...], Usage]:
+    """The probabilities in the endpoint's answer, and the usage. ``ProtocolError`` if it does not answer the
+    questions."""
+    try:
+        decisions = msgspec.convert(found, _Decisions)
+        answers = [
+            _probabilities(question, answer)
+            for question, answer in zip(questions, decisions.answers, strict=True)
+        ]
+    except (msgspec.ValidationError, KeyError, ValueError) as error:
+        raise ProtocolError(f"{server} answered decisions that are not of its API ({error})") from error
+    usage = decisions.usage
+    return tuple(answers), Usage(
+        usage.input_tokens,
+        usage.input_tokens_details.cached_tokens,
+        usage.output_tokens,
+        reasoning_tokens=usage.output_tokens_details.reasoning_tokens,
+        written_tokens=usage.input_tokens_details.cache_write_tokens,
+    )
+
+
+def _probabilities(question: Question, answer: _Answer) -> tuple[float, ...] | None:
+    if answer.type == "refusal":
+        return None
+    if answer.type != question.kind:
+        raise ValueError(f"question {question.name!r} is a {question.kind}, and its answer a {answer.type}")
+    if question.kind == "predicate":
+        if answer.probability is None:
+            raise ValueError(f"question {question.name!r} has no probability")
+        return answer.probability, 1.0 - answer.probability
+    by_text = {
+        str(one.value if one.label is None else one.label): one.probability for one in answer.probabilities
+    }
+    return tuple([by_text[text] for text in question.answers])

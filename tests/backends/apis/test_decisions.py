@@ -1,0 +1,233 @@
+"""Decisions of models behind APIs: OpenAI's endpoint, and letters where there is none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Decision
+from support.apis import openai_answers as answers
+from support.apis.fake_server import Answer, AnyAnswer, Received, fake_server
+
+import agentflow as af
+from agentflow.backends.apis.answers.answer import TokenInfo
+from agentflow.backends.apis.decisions import LETTERS, letter_probabilities
+from agentflow.errors import BadArgument, NotSupported, ProtocolError, RequestRefused
+from agentflow.protocol.events import TokenLogprob
+
+pytestmark = pytest.mark.anyio
+
+ASKED: dict[str, Any] = {
+    "spam": af.question("The message is spam.", bool),
+    "tone": {"calm": "states facts", "angry": ""},
+    "stars": range(1, 4),
+}
+
+
+def decision(*given: dict[str, Any]) -> Answer:
+    usage = {
+        "input_tokens": 100,
+        "input_tokens_details": {"cached_tokens": 40, "cache_write_tokens": 10},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 100,
+    }
+    made = Decision.model_validate({"answers": list(given), "model": "gpt-6-luna", "usage": usage})
+    return Answer(made.to_json(indent=None).encode())
+
+
+SPAM = {"type": "predicate", "name": "spam", "probability": 0.25}
+TONE = {
+    "type": "choice",
+    "name": "tone",
+    "choice": "angry",
+    "confidence": 0.5,
+    "probabilities": [{"value": "angry", "probability": 0.75}, {"value": "calm", "probability": 0.25}],
+}
+STARS = {
+    "type": "score",
+    "name": "stars",
+    "score": 0.75,
+    "confidence": 0.5,
+    "probabilities": [
+        {"label": label, "value": value, "probability": probability}
+        for value, (label, probability) in enumerate([("1", 0.5), ("2", 0.25), ("3", 0.25)])
+    ],
+}
+
+
+def model(url: str, name: str = "gpt-6-luna", **options: Any) -> af.OpenAI:
+    return af.OpenAI(name, base_url=f"{url}/v1", api_key="k", max_retries=0, **options)
+
+
+async def test_the_endpoint_answers_all_questions_at_once() -> None:
+    price = {"gpt-6-luna": af.Price(input=2.0, output=10.0, cached=0.5)}
+    async with (
+        fake_server(lambda request: decision(SPAM, TONE, STARS)) as server,
+        af.session(backend=model(server.url), prices=price) as flow,
+        flow.state() as s,
+    ):
+        s += af.system("Be strict.") + af.user("Buy now!")
+        asked = s.decide(ASKED)
+        found = await asked
+        usage, stats = asked.usage, await flow.stats()
+        [request] = server.received
+    assert request.path == "/v1/decisions"
+    body = request.json
+    assert body["model"] == "gpt-6-luna"
+    assert body["input"] == [
+        {"role": "system", "content": "Be strict."},
+        {"role": "user", "content": "Buy now!"},
+    ]
+    assert body["questions"] == [
+        {"type": "predicate", "name": "spam", "instructions": "The message is spam."},
+        {
+            "type": "choice",
+            "name": "tone",
+            "instructions": "tone",
+            "choices": [{"value": "calm", "description": "states facts"}, {"value": "angry"}],
+        },
+        {
+            "type": "score",
+            "name": "stars",
+            "instructions": "stars",
+            "levels": [{"label": "1"}, {"label": "2"}, {"label": "3"}],
+        },
+    ]
+    assert asked.decided_by == "endpoint"
+    assert found["spam"] == af.Decision(False, {True: 0.25, False: 0.75})
+    assert found["tone"].value == "angry"
+    assert found["stars"] == af.Decision(1, {1: 0.5, 2: 0.25, 3: 0.25}, 1.75)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.written_tokens) == (100, 40, 10)
+    assert usage.cost == stats.cost > 0
+
+
+async def test_a_refused_question_has_no_value() -> None:
+    answer = decision({"type": "refusal", "name": "spam"}, TONE, STARS)
+    async with (
+        fake_server(lambda request: answer) as server,
+        af.session(backend=model(server.url)) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("Buy now!")
+        found = await s.decide(ASKED)
+    assert found["spam"] == af.Decision(None, {})
+    assert found["spam"].probability == 0
+    assert found["tone"].value == "angry"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        decision(SPAM, TONE),
+        decision(TONE, SPAM, STARS),
+        decision(SPAM, {**TONE, "probabilities": TONE["probabilities"][:1]}, STARS),
+        Answer(b'{"answers": 3}'),
+        Answer(b"no json"),
+    ],
+    ids=["too few", "another order", "a choice is missing", "no list", "no JSON"],
+)
+async def test_other_answers_are_a_fault_of_the_server(answer: Answer) -> None:
+    async with (
+        fake_server(lambda request: answer) as server,
+        af.session(backend=model(server.url)) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("Buy now!")
+        with pytest.raises(ProtocolError):
+            await s.decide(ASKED)
+        assert len(server.received) == 1
+
+
+async def test_a_refused_request_is_not_asked_in_another_way() -> None:
+    async with (
+        fake_server(lambda request: answers.error(400, "no", param="questions")) as server,
+        af.session(backend=model(server.url)) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("Buy now!")
+        with pytest.raises(RequestRefused):
+            await s.decide(ASKED)
+        assert len(server.received) == 1
+
+
+def lettered(request: Received) -> AnyAnswer:
+    """A model that likes the second answer three times as much as the first, and knows no other letter."""
+    if request.path != "/v1/chat/completions":
+        return answers.error(404, "not found")
+    likely = [("B", math.log(0.6)), (" A", math.log(0.1)), ("A", math.log(0.1)), ("I", math.log(0.1))]
+    chunk = answers.logprob_chunk("B", likely[0][1], *likely)
+    return answers.stream([chunk, *answers.ending("length")])
+
+
+@pytest.mark.parametrize("flavour", ["openai", "vllm"])
+async def test_letters_decide_where_there_is_no_endpoint(flavour: str) -> None:
+    async with fake_server(lettered) as server:
+        backend: Any = model(server.url, "gpt-4.1-mini")
+        if flavour != "openai":
+            backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", max_retries=0)
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            s += af.user("Buy now!")
+            for _ in range(2):
+                asked = s.decide(ASKED)
+                found = await asked
+            text = await s.text()
+        chats = [request.json for request in server.received if request.path.endswith("completions")]
+    assert asked.decided_by == "logprobs"
+    assert found["spam"] == af.Decision(False, {True: pytest.approx(0.25), False: pytest.approx(0.75)})
+    assert found["stars"].probabilities == {1: pytest.approx(0.25), 2: pytest.approx(0.75), 3: 0}
+    assert text == "<user>Buy now!</user>"
+    assert len(chats) == 2 * len(ASKED)
+    assert len(server.received) - len(chats) <= 1  # the endpoint was looked for once
+    for chat in chats:
+        [message] = chat["messages"]
+        assert message["content"].startswith("Buy now!\n\n")
+
+
+async def test_a_written_answer_decides_where_there_are_no_probabilities() -> None:
+    def written(request: Received) -> AnyAnswer:
+        values = request.json["response_format"]["json_schema"]["schema"]["properties"]
+        [schema] = values.values()
+        return answers.text_stream(f'{{"{next(iter(values))}": "{schema["enum"][0]}"}}')
+
+    async with (
+        fake_server(written) as server,
+        af.session(backend=model(server.url, "gpt-6-astra")) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("Buy now!")
+        asked = s.decide(ASKED)
+        found = await asked
+    assert asked.decided_by == "text"
+    assert found["spam"] == af.Decision(True, {True: 1.0, False: 0.0})
+    assert found["stars"] == af.Decision(1, {1: 1.0, 2: 0.0, 3: 0.0}, 1.0)
+
+
+async def test_an_open_turn_and_plain_text_are_refused() -> None:
+    async with fake_server(lettered) as server:
+        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="llamacpp", max_retries=0)
+        async with af.session(backend=backend) as flow:
+            async with flow.state() as s:
+                s += "Plain text"
+                with pytest.raises(NotSupported):
+                    await s.decide(ASKED)
+            async with flow.state() as s, s.assistant() as turn:
+                turn += "It is"
+                with pytest.raises(BadArgument):
+                    await turn.decide(ASKED)
+        assert server.received == []
+
+
+@given(st.lists(st.floats(-20, 0), min_size=2, max_size=20), st.lists(st.floats(-20, 0), max_size=5))
+def test_letters_have_the_probabilities_of_their_tokens(logprobs: list[float], others: list[float]) -> None:
+    top = [TokenLogprob(-1, LETTERS[place], logprob) for place, logprob in enumerate(logprobs)]
+    noise = [TokenLogprob(-1, f"word{place}", logprob) for place, logprob in enumerate(others)]
+    token = TokenInfo("A", logprobs[0], (*noise, *top))
+    found = letter_probabilities([token], len(logprobs))
+    total = sum(map(math.exp, logprobs))
+    assert found == pytest.approx([math.exp(logprob) / total for logprob in logprobs])
+    assert letter_probabilities([TokenInfo("word", 0.0, tuple(noise))], 2) is None
+    assert letter_probabilities([], 2) is None
