@@ -2,7 +2,7 @@
 
 Reading order: ``openai``, ``anthropic``, ``compatible`` and ``asked_server`` are the backends, ``serving``
 opens them. ``generator`` is their ``Generator``: it sends a ``conversation`` in an ``api_format`` (``chat``,
-``messages``) over ``http``, and collects ``answers``. ``speculation`` keeps the text of a call for several
-gens, and ``prefix_gate`` lets the first branch of a fork go ahead. ``capability_table`` has the features of
-models, ``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
+``responses``, ``messages``) over ``http``, and collects ``answers``. ``speculation`` keeps the text of a call
+for several gens, and ``prefix_gate`` lets the first branch of a fork go ahead. ``capability_table`` has the
+features of models, ``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
 """

@@ -53,7 +53,13 @@ class Request(NamedTuple):
 
 
 class ApiFormat(Protocol):
-    """One kind of API."""
+    """One kind of API.
+
+    Attributes:
+        min_tokens: The smallest ``max_tokens`` that it accepts for a text.
+    """
+
+    min_tokens: int
 
     def request(self, context: ApiContext, call: Call) -> Request:
         """The request for a call. ``NotSupported`` if the API cannot express it."""

@@ -40,9 +40,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_stops: int | None = None  # the largest number of ``stop`` strings; None: no limit is known
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"  # its name in requests
     default_max_tokens: int | None = None  # sent if the program sets none; None: it may be left out
-    chat: bool = (
-        True  # the chat API (for Anthropic: messages) serves the model; False: only OpenAI's responses
-    )
+    chat: bool = True  # the chat API serves the model; False: only OpenAI's responses
     continuation: bool = False  # the model continues a last message of the assistant
     constraints: tuple[ConstraintKind, ...] = ()  # the kinds that the server enforces on a text
     tools: Literal["always", "unless reasoning", "never"] = "always"  # may be offered in the chat API
@@ -189,7 +187,11 @@ def facts_as_markdown() -> str:
 
 
 def _vendor_rows(vendor: Vendor) -> list[tuple[str, ModelFacts]]:
-    return [(", ".join(f"`{name}`" for name in facts.names), facts) for facts in all_facts(vendor)]
+    return [(_names_cell(facts), facts) for facts in all_facts(vendor)]
+
+
+def _names_cell(facts: ModelFacts) -> str:
+    return ", ".join(f"`{name}`" for name in facts.names) + ("" if facts.chat else " (responses API)")
 
 
 def _table(first: str, rows: Sequence[tuple[str, ModelFacts]]) -> Iterator[str]:

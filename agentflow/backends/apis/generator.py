@@ -287,7 +287,7 @@ class ApiGenerator:
     async def _first_token(self, context: ApiContext, most: int) -> Answer | None:
         """An answer of one token, with the ``most`` likeliest ones. None if the server reports none, or
         fewer."""
-        params = msgspec.structs.replace(self._greedy(), max_tokens=1, top_logprobs=most)
+        params = msgspec.structs.replace(self._greedy(), max_tokens=self._api.min_tokens, top_logprobs=most)
         call = Call(params)
         try:
             request = self._api.request(context, call)

@@ -9,12 +9,29 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 from agentflow.backends.apis.answers.verification import OnUnsupported
+from agentflow.backends.apis.capability_table import is_known, model_facts
 from agentflow.backends.apis.chat.flavours import OPENAI
-from agentflow.backends.apis.serving import ApiBackend, ApiSettings, connected, for_display
+from agentflow.backends.apis.serving import (
+    ApiBackend,
+    ApiSettings,
+    connected,
+    flavoured_capabilities,
+    for_display,
+    generating,
+    transport_of,
+)
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.backend import Connection, Deliver, Lost
 
 BASE_URL = "https://api.openai.com/v1"
+
+_PARAMS = {
+    "max_output_tokens": "max_tokens",
+    "text.format.schema": "schema",
+    "reasoning.effort": "max_reasoning_tokens",
+    "reasoning.summary": "stream_reasoning",
+}
+"""The parameters of gens by the fields in which the responses API receives them."""
 
 
 class OpenAI(ApiBackend):
@@ -30,7 +47,10 @@ class OpenAI(ApiBackend):
         api_key: The API key. It is sent in the Authorization header, and shown nowhere.
         organization: The organization that the usage counts for.
         project: The project that the usage counts for.
-        api: ``chat``: chat completions.
+        api: ``chat``: chat completions. ``responses``: the responses API. None: ``chat``, unless only the
+            other one serves the model.
+        like: A model of OpenAI with the same features, for a model with another name. Default: a model that
+            is not known has the features of the newest family.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
             checked, and asked for again with the fault, at most three times.
         speculate: Whether the call of a gen goes on for the later gens of its turn; None: where the API
@@ -58,7 +78,8 @@ class OpenAI(ApiBackend):
         api_key: str | None = None,
         organization: str | None = None,
         project: str | None = None,
-        api: Literal["chat"] = "chat",
+        api: Literal["chat", "responses"] | None = None,
+        like: str | None = None,
         on_unsupported: OnUnsupported = "error",
         speculate: bool | None = None,
         max_retries: int = 2,
@@ -67,8 +88,8 @@ class OpenAI(ApiBackend):
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
     ) -> None:
-        if api != "chat":
-            raise BadArgument(f"OpenAI: api must be 'chat', not {api!r}", param="api")
+        if api not in ("chat", "responses", None):
+            raise BadArgument(f"OpenAI: api must be 'chat' or 'responses', not {api!r:.100}", param="api")
         key_source = "OPENAI_API_KEY" if api_key is None else "api_key="
         key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
         if not key:
@@ -96,7 +117,11 @@ class OpenAI(ApiBackend):
             ssl_context=ssl_context,
             proxy=proxy,
         ).check("OpenAI")
+        if like is not None and not (isinstance(like, str) and is_known("openai", like)):
+            raise BadArgument(f"OpenAI: like={like!r:.100} is no model of OpenAI", param="like")
         self.model = model
+        self._facts = model_facts("openai", like or model)
+        self._api = api or ("chat" if self._facts.chat else "responses")
 
     def __repr__(self) -> str:
         return f"OpenAI({self.model!r})"
@@ -104,5 +129,17 @@ class OpenAI(ApiBackend):
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the pool of connections. Nothing is sent before the first call. For the session."""
-        async with connected(self._settings, OPENAI, deliver) as connection:
-            yield connection
+        if self._api == "chat":
+            async with connected(self._settings, OPENAI, deliver, self._facts) as connection:
+                yield connection
+            return
+        settings = self._settings
+        errors = settings.errors(self.model, _PARAMS)
+        async with transport_of(settings, errors) as transport:
+            from agentflow.backends.apis.responses.openai_responses import RESPONSES, OpenAIResponses
+
+            responses = OpenAIResponses(self.model, self._facts, errors)
+            features = flavoured_capabilities(self.model, RESPONSES, self._facts, settings.on_unsupported)
+            billing = settings.billing("openai", self.model, self._facts.output)
+            async with generating(settings, transport, responses, features, billing, deliver) as connection:
+                yield connection

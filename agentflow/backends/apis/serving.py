@@ -166,17 +166,18 @@ async def transport_of(settings: ApiSettings, errors: ErrorMapping) -> AsyncIter
 
 @asynccontextmanager
 async def connected(
-    settings: ApiSettings, flavour: Flavour | None, deliver: Deliver
+    settings: ApiSettings, flavour: Flavour | None, deliver: Deliver, facts: ModelFacts | None = None
 ) -> AsyncIterator[Connection]:
-    """A connection to a model. A server is asked for its models if the model or the flavour is None.
-    ``UnknownModel`` if no model was given and the server has none, or several."""
+    """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
+    is None, and the table of models for the ``facts``. ``UnknownModel`` if no model was given and the server
+    has none, or several."""
     model = settings.model
     if model is None or flavour is None:
         async with transport_of(settings, settings.errors(model or "the model")) as transport:
             found = await _listed(transport, is_needed=model is None)
         model = _only_model(found, settings.server) if model is None else model
         flavour = flavour or flavour_of(found)
-    facts = model_facts(flavour.name, model)
+    facts = facts or model_facts(flavour.name, model)
     if not facts.chat:
         raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
     params = {place: name for name, place in flavour.params.items()}
@@ -188,7 +189,7 @@ async def connected(
         errors = transport.errors
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         api = ChatCompletions(model, flavour, facts, errors, plain)
-        features = _capabilities(model, flavour, facts, settings.on_unsupported)
+        features = flavoured_capabilities(model, flavour, facts, settings.on_unsupported)
         billing = settings.billing(flavour.name, model, facts.output)
         decisions_api = True if facts.decisions else None if flavour.may_decide else False
         async with generating(
@@ -248,9 +249,10 @@ def _only_model(found: Any, server: str) -> str:
     raise UnknownModel(f"{server} has several models ({listed(names)}): give one as model=", param="model")
 
 
-def _capabilities(
+def flavoured_capabilities(
     model: str, flavour: Flavour, facts: ModelFacts, on_unsupported: OnUnsupported
 ) -> Capabilities:
+    """The capabilities of a model on a server of this flavour."""
     is_checked = on_unsupported == "retry"
     enforced = flavour.enforced(facts)
     accepted = (*flavour.accepted(facts), *flavour.accepted(facts, reasons=False))

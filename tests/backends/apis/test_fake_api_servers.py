@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 from anthropic.types import ToolUseBlock
-from support.apis import anthropic_answers, openai_answers
+from support.apis import anthropic_answers, openai_answers, responses_answers
 from support.apis.fake_server import Answer, Close, FakeServer, Forever, Hold, RawAnswer, Reset, fake_server
 from support.apis.hostile_answers import hostile, silent, slow, written
 from support.server.http_clients import only_asyncio
@@ -72,6 +72,29 @@ async def test_openais_client_reads_tool_calls_and_logprobs() -> None:
     assert scored.logprobs is not None
     assert scored.logprobs.content is not None
     assert [top.token for top in scored.logprobs.content[0].top_logprobs] == ["A", "B"]
+
+
+async def test_openais_client_reads_a_response() -> None:
+    answer = responses_answers.stream(
+        responses_answers.reasoning(["Hm", "m."], encrypted="gAAA"),
+        responses_answers.message("He", "llo", index=1),
+        responses_answers.call("c1", "find", '{"a"', ": 1}", index=2),
+        responses_answers.ending(usage=responses_answers.usage(20, 5, cached=16, reasoning=2)),
+    )
+    async with fake_server([answer]) as server, openai_client(server) as client:
+        events = [
+            event
+            async for event in await client.responses.create(model="gpt-5.5", input=MESSAGES, stream=True)
+        ]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    items = [event.item for event in events if event.type == "response.output_item.done"]
+    assert "".join(deltas) == "Hello"
+    assert [item.type for item in items] == ["reasoning", "message", "function_call"]
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.usage is not None
+    assert last.response.usage.input_tokens_details.cached_tokens == 16
+    assert (server.last.path, server.last.json["input"]) == ("/v1/responses", MESSAGES)
 
 
 async def test_anthropics_client_reads_a_message() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
-from support.api_server import ApiServer, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
 
 import agentflow as af
 from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import DeadlineExceeded, PromptTooLong
 
 pytestmark = pytest.mark.anyio
@@ -33,8 +34,12 @@ def client(server: ApiServer, flavour: Any = "vllm", **options: Any) -> OpenAICo
     return OpenAICompatible(f"{server.url}/v1", flavour=flavour, **{"max_retries": 0, **options})
 
 
+def openai(server: ApiServer, api: Literal["chat", "responses"]) -> OpenAI:
+    return OpenAI(MODEL, api=api, like="gpt-4o", base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
 def greedy(name: str, **options: Any) -> Any:
-    return af.gen(name, **{"max_tokens": 12, "temperature": 0.0, "seed": 1, **options})
+    return af.gen(name, **{"max_tokens": 12, "temperature": 0.0, **options})
 
 
 @af.program
@@ -98,6 +103,36 @@ async def test_programs_give_the_same_as_on_the_engine(server: ApiServer, progra
         expected = await flow.run(program)
     async with af.session(backend=client(server)) as flow:
         assert await flow.run(program) == expected
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("program", [turns, branches, stopped, scored], ids=lambda program: program.__name__)
+async def test_openais_apis_give_the_same_as_the_engine(
+    server: ApiServer, program: Any, api: Literal["chat", "responses"]
+) -> None:
+    async with af.session(backend=engine()) as flow:
+        expected = await flow.run(program)
+    async with af.session(backend=openai(server, api)) as flow:
+        assert await flow.run(program) == expected
+
+
+async def test_the_responses_api_streams_and_calls_tools(server: ApiServer) -> None:
+    def weather(city: Literal["Oslo", "Rome"]) -> str:
+        """The weather in a city."""
+        return f"12 degrees in {city}"
+
+    async with af.session(backend=openai(server, "responses")) as flow, flow.state() as s:
+        s += af.user("How is it?")
+        s += af.assistant(af.reply("call", tools=[weather], choice="weather", temperature=0.0))
+        [call] = (await s["call"]).tool_calls
+        s += af.tool_result("12 degrees", call=call)
+        s += af.assistant(greedy("x"))
+        assert "".join([delta async for delta in s["x"]]) == await s["x"]
+        assert 0 < s["x"].usage.output_tokens <= 12
+        s += af.user("Right?") + af.assistant(af.select("y", ["yes", "no"]))
+        s += af.user("How many?") + af.assistant(greedy("z", schema=bool, max_tokens=40))
+        assert await s["y"] in ("yes", "no")
+        assert isinstance(await s["z"], bool)
 
 
 async def test_constraints_hold(server: ApiServer) -> None:

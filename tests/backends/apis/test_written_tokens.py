@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.apis import anthropic_answers, openai_answers
+from support.apis import anthropic_answers, openai_answers, responses_answers
 from support.apis.fake_server import Answer as Response
 
 from agentflow.backends.apis.answers.answer import Answer
@@ -13,11 +13,16 @@ from agentflow.backends.apis.chat.chat_completions import ChatReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader
+from agentflow.backends.apis.responses.responses_stream import ResponsesReader
 from agentflow.protocol.sampling import GenParams
 
 
 def chat(answer: Answer) -> ChatReader:
     return ChatReader(answer, ErrorMapping("OpenAI", "gpt-5.6-sol"), 100)
+
+
+def responses(answer: Answer) -> ResponsesReader:
+    return ResponsesReader(answer, ErrorMapping("OpenAI", "gpt-5.6-sol"), 100)
 
 
 def messages(answer: Answer) -> MessagesReader:
@@ -30,6 +35,12 @@ def messages(answer: Answer) -> MessagesReader:
         (chat, openai_answers.text_stream("x", usage=openai_answers.usage(20, 1, cached=8, written=12)), 12),
         (chat, openai_answers.text_stream("x"), 0),
         (chat, openai_answers.text_stream("x", usage=None), 0),
+        (
+            responses,
+            responses_answers.text_stream("x", usage=responses_answers.usage(20, 1, cached=8, written=12)),
+            12,
+        ),
+        (responses, responses_answers.text_stream("x", usage=None), 0),
         (
             messages,
             anthropic_answers.stream(

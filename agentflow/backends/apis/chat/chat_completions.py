@@ -45,6 +45,7 @@ class ChatCompletions:
     """
 
     path = "chat/completions"
+    min_tokens = 1
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class ChatCompletions:
         if context.tools:
             if not self._facts.offers_tools(self._sampling.reasons(call)):
                 raise NotSupported(
-                    f"{self._model} takes no tools while it reasons: give max_reasoning_tokens=0",
+                    f"{self._model} takes no tools in the chat API while it reasons: give "
+                    'max_reasoning_tokens=0, or af.OpenAI(…, api="responses")',
                     param="tools",
                 )
             fields |= self._tools(context.tools, context.choice if call.is_reply else ToolChoice("none"))

@@ -33,6 +33,7 @@ class TextCompletions:
     """The ``ApiFormat`` of ``/completions``. The arguments are those of ``ChatCompletions``."""
 
     path = "completions"
+    min_tokens = 1
 
     def __init__(self, model: str, flavour: Flavour, facts: ModelFacts, errors: ErrorMapping) -> None:
         self._model = model

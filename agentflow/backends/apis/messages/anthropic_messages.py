@@ -54,6 +54,7 @@ class AnthropicMessages:
     """
 
     path = "v1/messages"
+    min_tokens = 1
 
     def __init__(
         self,

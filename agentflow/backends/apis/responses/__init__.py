@@ -1,0 +1,4 @@
+"""OpenAI's responses.
+
+``openai_responses`` writes requests, and ``responses_stream`` reads answers.
+"""

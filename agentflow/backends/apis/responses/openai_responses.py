@@ -1,0 +1,140 @@
+"""The requests of OpenAI's responses API.
+
+``OpenAIResponses`` is the ``ApiFormat`` of the API. Requests are stateless: nothing is stored at OpenAI, and
+each request has the whole conversation as *items*. Reasoning comes back encrypted, and is sent again in the
+next requests, so that the model does not reason about the same twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.api_format import Call, Request
+from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
+from agentflow.backends.apis.chat.sampling_fields import SamplingFields
+from agentflow.backends.apis.conversation import ApiContext, prefix_key
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.responses.responses_stream import ResponsesReader, call_item
+from agentflow.backends.apis.strict_schema import is_strict, strict_schema
+from agentflow.errors import NotSupported
+from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
+
+RESPONSES: Final = replace(
+    OPENAI, params={"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
+)
+"""The API has neither stops nor seeds, penalties or biases."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class OpenAIResponses:
+    """The format of ``/responses``.
+
+    Args:
+        model: The model's name.
+        facts: The features of the model.
+        errors: Makes the errors.
+    """
+
+    path = "responses"
+    min_tokens = 16
+
+    def __init__(self, model: str, facts: ModelFacts, errors: ErrorMapping) -> None:
+        self._model = model
+        self._facts = facts
+        self._sampling = SamplingFields(model, RESPONSES, facts)
+        self._errors = errors
+        self._head = b'{"model":' + _encode(model) + b',"input":['
+
+    def request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call. ``NotSupported`` if the API cannot express it."""
+        if context.is_plain:
+            raise NotSupported(
+                f"{self._model} answers turns only, and this state has plain text: put the text into "
+                "af.user(…), and the gen into af.assistant(…)"
+            )
+        if context.role == "assistant" and context.open_text:
+            raise NotSupported(
+                f"{self._model} cannot continue a turn that it has begun: put each gen into its own "
+                "af.assistant(…), and fixed text into af.user(…)"
+            )
+        nodes = context.messages()
+        constrained = constraint_fields(RESPONSES, RESPONSES.enforced(self._facts), call.constraint)
+        fields: dict[str, Any] = {"stream": True, "store": False}
+        fields |= self._sampled(call, is_wrapped=constrained.unwrap is not None)
+        if "response_format" in constrained.fields:
+            schema = constrained.fields["response_format"]["json_schema"]
+            fields["text"] = {"format": {"type": "json_schema", **schema}}
+        if context.tools:
+            choice = context.choice if call.is_reply else ToolChoice("none")
+            fields |= _choice(choice) | {"tools": [_tool(tool) for tool in context.tools]}
+        encoded = [node.encoded(_items) for node in nodes]
+        # Requests with equal keys go to the same machine, which has the prefix in its cache.
+        first = encoded[0] if encoded else b""
+        fields["prompt_cache_key"] = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
+        body = self._head + b",".join(filter(None, encoded)) + b"]," + _encode(fields)[1:]
+        return Request(self.path, body, constrained.unwrap)
+
+    def sink(self, request: Request, answer: Answer) -> ResponsesReader:
+        """The reader of a stream."""
+        return ResponsesReader(answer, self._errors, len(request.body))
+
+    def _sampled(self, call: Call, *, is_wrapped: bool) -> dict[str, Any]:
+        """The fields of the sampling parameters, and of the reasoning and the log-probabilities to report."""
+        fields = self._sampling.fields(call, is_wrapped=is_wrapped)
+        if self._facts.max_tokens_field in fields:
+            fields["max_output_tokens"] = fields.pop(self._facts.max_tokens_field)
+        include: list[str] = []
+        reasoning: dict[str, str] = {}
+        if "reasoning_effort" in fields:
+            reasoning["effort"] = fields.pop("reasoning_effort")
+        elif self._facts.reasoning != "never":
+            include.append("reasoning.encrypted_content")
+            if call.params.stream_reasoning:
+                # Organizations that OpenAI has not verified may not ask for it, so only programs do.
+                reasoning["summary"] = "auto"
+        if call.params.wants_logprobs:
+            include.append("message.output_text.logprobs")
+            fields["top_logprobs"] = call.params.top_logprobs
+        given = {"include": include, "reasoning": reasoning}
+        return fields | {name: value for name, value in given.items() if value}
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if choice.name is not None:
+        fields["tool_choice"] = {"type": "function", "name": choice.name}
+    elif choice.mode != "auto":
+        fields["tool_choice"] = choice.mode
+    if not choice.parallel and choice.mode != "none":
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _tool(tool: ToolSpec) -> dict[str, Any]:
+    # Where the API cannot enforce the schema, the program's check of the arguments remains.
+    is_enforced = tool.strict and is_strict(tool.parameters)
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": strict_schema(tool.parameters).schema if is_enforced else tool.parameters,
+        "strict": is_enforced,
+    }
+
+
+def _items(message: Message) -> bytes:
+    """The items of a message, separated by commas. None if it has no content."""
+    if message.role == "tool":
+        result = {"call_id": message.tool_call_id or "", "output": message.content}
+        return _encode({"type": "function_call_output", **result})
+    items: list[dict[str, Any]] = []
+    if message.content or message.role != "assistant":
+        items.append({"role": message.role, "content": message.content})
+    items += [call_item(call) for call in message.tool_calls]
+    return b",".join(map(_encode, items))

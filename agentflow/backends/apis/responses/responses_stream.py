@@ -1,0 +1,330 @@
+"""The reader of the streams of OpenAI's responses API.
+
+A response is a list of items: reasoning, messages and tool calls, one after the other. The reader ignores
+events and items that it does not know, and is strict about the order of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import ServerEvent
+from agentflow.errors import EngineFailed, ProtocolError
+from agentflow.protocol.chat import CalledTool
+from agentflow.protocol.events import TokenLogprob, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+def call_item(call: CalledTool) -> dict[str, Any]:
+    """A tool call as an item of a request."""
+    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+
+
+class _Likely(msgspec.Struct):
+    token: str | None = None
+    logprob: float | None = None
+    bytes: list[int] | None = None
+
+    @property
+    def text(self) -> str:
+        try:
+            # Without bytes, a part of a character is no text.
+            return bytes(self.bytes).decode("utf-8", "replace") if self.bytes else self.token or ""
+        except ValueError:  # a number that is no byte
+            return self.token or ""
+
+
+class _Token(_Likely):
+    top_logprobs: list[_Likely] | None = None
+
+    def info(self) -> TokenInfo:
+        top = [TokenLogprob(NO_TOKEN_ID, one.text, one.logprob or 0.0) for one in self.top_logprobs or ()]
+        return TokenInfo(self.text, self.logprob or 0.0, tuple(top))
+
+
+class _Part(msgspec.Struct):
+    """A part of a message, or of the text of reasoning."""
+
+    type: str = ""
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Item(msgspec.Struct):
+    type: str = ""
+    id: str | None = None
+    content: list[_Part] | None = None
+    phase: str | None = None  # of a message
+    summary: list[_Part] | None = None  # of reasoning
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join([part.text or "" for part in self.content or () if part.type == "output_text"])
+
+    @property
+    def refusal(self) -> str:
+        return "".join([part.refusal or "" for part in self.content or ()])
+
+    def again(self) -> dict[str, Any] | None:
+        """The item as a request has it; None if the API would not accept it."""
+        match self.type:
+            case "reasoning" if self.encrypted_content:
+                summary = [{"type": "summary_text", "text": part.text or ""} for part in self.summary or ()]
+                kept = {"id": self.id or "", "encrypted_content": self.encrypted_content}
+                return {"type": "reasoning", "summary": summary, **kept}
+            case "message":
+                phase = {} if self.phase is None else {"phase": self.phase}
+                content = [{"type": "output_text", "text": self.text, "annotations": []}]
+                fields = {"role": "assistant", "status": "completed", "content": content, **phase}
+                return {"type": "message", "id": self.id or "", **fields}
+            case "function_call":
+                called = call_item(CalledTool(self.call_id or "", self.name or "", self.arguments or "{}"))
+                return called if self.id is None else {**called, "id": self.id}
+            case _:
+                return None
+
+
+class _InputDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
+
+
+class _OutputDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _UsageFields(msgspec.Struct):
+    input_tokens: int | None = None
+    input_tokens_details: _InputDetails | None = None
+    output_tokens: int | None = None
+    output_tokens_details: _OutputDetails | None = None
+
+
+class _Incomplete(msgspec.Struct):
+    reason: str | None = None
+
+
+class _ResponseFields(msgspec.Struct):
+    usage: _UsageFields | None = None
+    error: Any = None
+    incomplete_details: _Incomplete | None = None
+
+
+class _EventFields(msgspec.Struct):
+    type: str = ""
+    output_index: int = 0
+    summary_index: int = 0
+    item: _Item | None = None
+    delta: Any = None  # a text in the events that are read
+    logprobs: list[_Token] | None = None
+    response: _ResponseFields | None = None
+    error: Any = None
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
+_events = msgspec.json.Decoder(_EventFields)
+_KINDS: Final = {
+    "response.output_text.delta": "message",
+    "response.refusal.delta": "message",
+    "response.function_call_arguments.delta": "function_call",
+    "response.reasoning_summary_part.added": "reasoning",
+    "response.reasoning_summary_text.delta": "reasoning",
+    "response.reasoning_text.delta": "reasoning",
+}
+"""The kinds of the items that events belong to."""
+
+
+@dataclass
+class _Open:
+    """An item of an unfinished answer."""
+
+    kind: str
+    has_content: bool = False  # a part of it has come
+    done: _Item | None = None
+
+
+@dataclass
+class ResponsesReader:
+    """Reads the stream of a response.
+
+    Args:
+        answer: Receives the answer.
+        errors: Makes the errors.
+        num_sent: The bytes of the request, to estimate the prompt's tokens if the usage never comes.
+    """
+
+    answer: Answer
+    errors: ErrorMapping
+    num_sent: int
+    is_over: bool = False
+    is_left: bool = False  # a stop has ended the text before the server did
+    _items: dict[int, _Open] = field(default_factory=dict)
+    _latest: int = -1  # the latest item
+    _refusal: list[str] = field(default_factory=list)
+    _usage: Usage | None = None
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the answer has become visible."""
+        return self.answer.is_visible
+
+    def event(self, event: ServerEvent) -> None:
+        """Reads one event."""
+        try:
+            fields = _events.decode(event.data)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            shown = event.data[:100].decode("utf-8", "replace")
+            raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
+        match fields.type or event.name:
+            case kind if kind == "error" or fields.error is not None:
+                raise self.errors.of_event(fields.error or _detail(fields))
+            case "response.output_item.added" if fields.item is not None:
+                self._begin(fields.output_index, fields.item)
+            case "response.output_item.done" if fields.item is not None:
+                self._finish(fields.output_index, fields.item)
+            case kind if kind in _KINDS:
+                self._read(kind, self._item(fields.output_index, _KINDS[kind]), fields)
+            case "response.completed":
+                self._end("eos", fields.response)
+            case "response.incomplete":
+                self._end("length", fields.response)
+            case "response.failed":
+                detail = None if fields.response is None else fields.response.error
+                raise self.errors.of_event(_typed(detail))
+            case _:
+                pass  # an event that repeats others, or of a later version
+        if self.answer.is_stopped and not self.is_over:
+            self.is_left = True
+            self.answer.finish("stop")
+            self._set_usage()
+
+    def close(self) -> None:
+        """The stream ended. ``ServerLost`` if the answer is not complete."""
+        if not self.is_over:
+            raise self.errors.lost("the stream ended before the answer did")
+
+    def _begin(self, index: int, item: _Item) -> None:
+        if index in self._items:
+            raise self._wrong(f"two beginnings of item {index}")
+        if not self._items:
+            self.answer.on_begin()
+        self._items[index] = _Open(item.type)
+        self._latest = index
+        if item.type == "function_call":
+            if not item.name:
+                raise self._wrong("a tool call without a name")
+            self.answer.begin_call(item.call_id or "", item.name)
+
+    def _item(self, index: int, kind: str) -> _Open:
+        """The item that a part belongs to. ``ProtocolError`` if another one has begun since."""
+        item = self._items.get(index)
+        if item is None or index != self._latest or item.kind != kind or item.done is not None:
+            raise self._wrong(f"a part of item {index} out of order")
+        return item
+
+    def _read(self, kind: str, item: _Open, fields: _EventFields) -> None:
+        if kind == "response.reasoning_summary_part.added":
+            if fields.summary_index > 0 and item.has_content:
+                self.answer.add_reasoning("\n\n")
+            return
+        if not isinstance(fields.delta, str):
+            raise self._wrong("a part that is no text")
+        for token in fields.logprobs or ():
+            self.answer.add_token(token.info())
+        self._add(kind, item, fields.delta)
+
+    def _add(self, kind: str, item: _Open, part: str) -> None:
+        """A part of an item; ``kind``: of its event."""
+        if not part:
+            return
+        item.has_content = True
+        if kind == "response.refusal.delta":
+            self._refusal.append(part)
+        elif item.kind == "message":
+            self.answer.add_text(part)
+        elif item.kind == "function_call":
+            self.answer.add_arguments(part)
+        else:
+            self.answer.add_reasoning(part)
+
+    def _finish(self, index: int, done: _Item) -> None:
+        item = self._items.get(index)
+        if item is None or item.kind != done.type or item.done is not None:
+            raise self._wrong(f"the end of item {index} out of order")
+        if not item.has_content and index == self._latest:  # all of it at once
+            if done.refusal:
+                self._add("response.refusal.delta", item, done.refusal)
+            elif done.type in ("message", "function_call"):
+                self._add("", item, done.text or done.arguments or "")
+        item.done = done
+
+    def _end(self, reason: str, response: _ResponseFields | None) -> None:
+        response = response or _ResponseFields()
+        if reason == "length":
+            why = response.incomplete_details and response.incomplete_details.reason
+            if why == "content_filter":
+                raise self.errors.filtered()
+            if why != "max_output_tokens":
+                raise EngineFailed(
+                    f"{self.errors.server} ended the answer of {self.errors.model} with {why!r}"
+                )
+        if self._refusal:
+            raise self.errors.refused("".join(self._refusal))
+        self.is_over = True
+        self.answer.finish("stop" if self.answer.is_stopped else reason)
+        if response.usage is not None:
+            self._count(response.usage)
+        self._set_usage()
+        if reason == "eos":
+            self._keep_native()
+
+    def _keep_native(self) -> None:
+        """Keeps the items if a message would lose reasoning or phases. The API accepts no reasoning at the
+        end."""
+        items = [item.done for item in self._items.values() if item.done is not None]
+        is_needed = any(item.encrypted_content or item.phase for item in items)
+        if is_needed and items[-1].type != "reasoning":
+            written = [again for item in items if (again := item.again()) is not None]
+            text = "".join([item.text for item in items if item.type == "message"])
+            self.answer.keep_native(text, b",".join(map(_encode, written)))
+
+    def _count(self, counts: _UsageFields) -> None:
+        read, written = counts.input_tokens_details, counts.output_tokens_details
+        self._usage = Usage(
+            counts.input_tokens or 0,
+            (read and read.cached_tokens) or 0,
+            counts.output_tokens or 0,
+            reasoning_tokens=(written and written.reasoning_tokens) or 0,
+        )
+        self.answer.written_tokens = (read and read.cache_write_tokens) or 0
+
+    def _set_usage(self) -> None:
+        guess = Usage(self.num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
+        self.answer.usage = self._usage or guess
+
+    def _wrong(self, what: str) -> ProtocolError:
+        return ProtocolError(f"{self.errors.server} sent {what}")
+
+
+def _detail(fields: _EventFields) -> Any:
+    """The error of an event that is one itself."""
+    return _typed({"code": fields.code, "message": fields.message, "param": fields.param})
+
+
+def _typed(detail: Any) -> Any:
+    """An error whose type is missing: the API gives only a code."""
+    if isinstance(detail, dict) and not detail.get("type"):
+        return {**detail, "type": detail.get("code")}
+    return detail

@@ -1,0 +1,176 @@
+"""The reader of the streams of OpenAI's responses API: pieces of any size, wrong orders of events, and any
+content."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.apis import responses_answers as answers
+
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.event_stream import EventReader
+from agentflow.backends.apis.responses.responses_stream import ResponsesReader
+from agentflow.errors import AgentflowError, EngineFailed, ProtocolError, RequestRefused, ServerLost
+from agentflow.protocol.chat import read_reply
+from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.generator import Generated
+
+ERRORS = ErrorMapping("OpenAI", "gpt-5.1")
+EVENTS = answers.events(
+    answers.beginning(),
+    answers.reasoning(["Lét ", "me."], ["Then."], encrypted="gAAA"),
+    answers.message("Grüße, ", "Wörld 🎉", index=1),
+    answers.call("c1", "find", '{"ä":', ' "ö"}', index=2),
+    answers.ending(usage=answers.usage(28, 9, cached=16, reasoning=4)),
+)
+
+
+def read(
+    events: list[bytes], *, size: int | None = None, is_reply: bool = True, params: GenParams | None = None
+) -> Generated:
+    """The answer of a stream, whose bytes come ``size`` at a time."""
+    shown: list[str] = []
+    answer = Answer(params or GenParams(), shown.append, is_reply=is_reply)
+    sink = ResponsesReader(answer, ERRORS, 100)
+    reader, text = EventReader(), b"".join(events)
+    for at in range(0, len(text), size or len(text) or 1):
+        for event in reader.push(text[at : at + (size or len(text))]):
+            if not (sink.is_over or sink.is_left):
+                sink.event(event)
+    if not (sink.is_over or sink.is_left):
+        sink.close()
+    generated = answer.deliver()
+    assert generated.text.startswith("".join(shown))
+    return generated
+
+
+@given(size=st.integers(1, 400))
+def test_the_size_of_pieces_does_not_matter(size: int) -> None:
+    found = read(EVENTS, size=size)
+    assert found == read(EVENTS)
+    reply = read_reply(found.text)
+    assert (reply.text, found.reasoning) == ("Grüße, Wörld 🎉", "Lét me.\n\nThen.")
+    assert [(call.id, call.name, call.arguments) for call in reply.tool_calls] == [
+        ("c1", "find", '{"ä": "ö"}')
+    ]
+    usage = found.usage
+    assert (usage.prompt_tokens, usage.cached_tokens) == (28, 16)
+    assert (usage.output_tokens, usage.reasoning_tokens) == (9, 4)
+
+
+def test_items_may_come_all_at_once() -> None:
+    message, call = answers.message("Hello"), answers.call("c1", "find", '{"a": 1}', index=1)
+    whole = answers.events(message[0], message[-1], call[0], call[-1], answers.ending())
+    reply = read_reply(read(whole).text)
+    assert (reply.text, reply.tool_calls[0].arguments) == ("Hello", '{"a": 1}')
+
+
+@pytest.mark.parametrize("number", range(len(EVENTS) - 1))
+def test_a_duplicated_event_is_an_error_or_harmless(number: int) -> None:
+    events = [*EVENTS[: number + 1], *EVENTS[number:]]
+    if b"output_item" in EVENTS[number].split(b"\n")[0]:
+        with pytest.raises(ProtocolError):
+            read(events)
+    else:
+        read(events)
+
+
+@pytest.mark.parametrize("number", range(len(EVENTS)))
+def test_a_missing_event_is_an_error_or_harmless(number: int) -> None:
+    """No call or text appears in the place of another."""
+    events = [*EVENTS[:number], *EVENTS[number + 1 :]]
+    try:
+        found = read_reply(read(events).text)
+    except (ProtocolError, ServerLost):
+        return
+    assert found.text in ("Grüße, Wörld 🎉", "Grüße, ", "Wörld 🎉")
+    assert [call.name for call in found.tool_calls] == ["find"]
+
+
+def test_unknown_events_and_items_are_ignored() -> None:
+    unknown = [
+        {"type": "response.brand_new", "delta": 3},
+        {"type": "response.output_item.added", "output_index": 0, "item": {"type": "web_search_call"}},
+        {"type": "response.output_item.done", "output_index": 0, "item": {"type": "web_search_call"}},
+    ]
+    events = answers.events(answers.beginning(), unknown, answers.message("Hi", index=1), answers.ending())
+    assert read(events, is_reply=False).text == "Hi"
+
+
+def test_a_stop_ends_the_text_before_the_server_does() -> None:
+    events = answers.events(answers.beginning(), answers.message("one <", "/end> two"))
+    found = read(events, is_reply=False, params=GenParams(stop=("</end>",)))
+    assert (found.text, found.finish_reason) == ("one ", "stop")
+    assert found.usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (answers.ending("content_filter"), RequestRefused),
+        (answers.ending("max_messages"), EngineFailed),
+        (answers.failed("server_error", "Oh"), EngineFailed),
+        (answers.failed("invalid_prompt", "No."), RequestRefused),
+    ],
+)
+def test_ends_that_are_errors(last: Any, error: type[AgentflowError]) -> None:
+    with pytest.raises(error):
+        read(answers.events(answers.message("Hi"), last), is_reply=False)
+
+
+@given(st.permutations(EVENTS))
+def test_no_order_of_events_breaks_the_reader(events: list[bytes]) -> None:
+    with suppress(AgentflowError):
+        read(events)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 300) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    ["output_index", "item", "delta", "logprobs", "response", "error", "code", "message"]
+)
+KINDS = st.sampled_from(
+    [
+        "response.output_item.added",
+        "response.output_item.done",
+        "response.output_text.delta",
+        "response.function_call_arguments.delta",
+        "response.reasoning_text.delta",
+        "response.incomplete",
+        "response.failed",
+        "error",
+    ]
+)
+ITEMS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "function_call", "reasoning"])},
+    optional={
+        "name": VALUES,
+        "call_id": VALUES,
+        "arguments": VALUES,
+        "content": st.lists(
+            st.fixed_dictionaries({"type": st.just("output_text")}, optional={"text": VALUES})
+        ),
+        "summary": VALUES,
+        "encrypted_content": VALUES,
+    },
+)
+MADE = st.dictionaries(FIELDS, VALUES, max_size=4) | st.fixed_dictionaries(
+    {"item": ITEMS, "output_index": st.integers(0, 3)}
+)
+
+
+@given(st.lists(st.tuples(KINDS, MADE), max_size=5), st.booleans())
+def test_events_of_any_content_are_errors_of_the_server(
+    made: list[tuple[str, dict[str, Any]]], is_reply: bool
+) -> None:
+    events = [answers.event({**fields, "type": kind}) for kind, fields in made]
+    with suppress(AgentflowError):
+        read([*events, *answers.events(answers.ending())], is_reply=is_reply)
