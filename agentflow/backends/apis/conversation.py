@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
@@ -58,6 +59,24 @@ def chain(last: MessageNode | None) -> list[MessageNode]:
         node = node.parent
     nodes.reverse()
     return nodes
+
+
+def shared_gate(nodes: Sequence[MessageNode], min_tokens: int | None) -> PrefixGate | None:
+    """The gate of the longest prefix that other states share.
+
+    Args:
+        nodes: The messages of a request.
+        min_tokens: The length of the shortest prefix for which the others wait; None: they wait for none.
+    """
+    if min_tokens is None:
+        return None
+    found: PrefixGate | None = None
+    num_chars = 0
+    for node in nodes:
+        num_chars += len(node.message.content)
+        if node.gate is not None and num_chars >= min_tokens * CHARS_PER_TOKEN:
+            found = node.gate
+    return found
 
 
 @dataclass(eq=False)

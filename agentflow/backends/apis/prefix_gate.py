@@ -1,8 +1,9 @@
 """Requests that wait for the first of several with the same prefix, whose answer puts the prefix into the
 provider's cache.
 
-Branches of a fork ask at the same time. A provider's cache can be read only after the first of their answers
-has begun, so the other requests wait for that. If the first one fails, the next one takes its place.
+Branches of a fork ask at the same time. The caches of Anthropic and OpenAI can be read only after the first
+of their answers has begun, so the other requests wait for that. If the first one fails, the next one takes
+its place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import anyio
 
 CACHED_S = 240.0
 """How long a prefix is taken for cached after its last use: a little less than the five minutes for which
-Anthropic keeps it."""
+Anthropic and OpenAI keep it at least."""
 
 
 class PrefixGate:

@@ -1,13 +1,18 @@
-"""The gate before requests that share a prefix."""
+"""The gate before requests that share a prefix, and the calls of OpenAI's APIs that pass one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from support.apis import openai_answers, responses_answers
+from support.apis.fake_server import Answer, Hold, fake_server
 
+import agentflow as af
 from agentflow.backends.apis import prefix_gate
 from agentflow.backends.apis.prefix_gate import PrefixGate
 
@@ -121,3 +126,65 @@ def test_every_request_is_sent(begins: list[bool]) -> None:
         assert sorted(requests.sent) == list(range(len(begins)))
 
     anyio.run(main)
+
+
+LONG = "Plants live on light. " * 400
+
+
+def held_answer(api: Any, reached: Hold, begun: Hold) -> Answer:
+    """An answer that waits before its first piece, and after it."""
+    if api == "chat":
+        first, *pieces = openai_answers.text_chunks("He", "llo")
+        return openai_answers.stream(first, reached, pieces[0], begun, pieces[1:], openai_answers.ending())
+    added, *events = responses_answers.message("He", "llo")
+    return responses_answers.stream(reached, added, begun, events, responses_answers.ending())
+
+
+def whole_answer(api: Any) -> Answer:
+    return (openai_answers if api == "chat" else responses_answers).text_stream("Hello")
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("prefix", ["Hi", LONG])
+async def test_branches_wait_for_the_first_answer_of_openai(api: Any, prefix: str) -> None:
+    """If the prefix is long enough for the cache."""
+    reached, begun = Hold(), Hold()
+    script = [held_answer(api, reached, begun), *[whole_answer(api)] * 3]
+    async with fake_server(script) as server:
+        backend = af.OpenAI("gpt-4o", api=api, base_url=server.url, api_key="sk-1", max_retries=0)
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            s += af.user(prefix)
+            branches = s.fork(4)
+            for number, branch in enumerate(branches):
+                branch += af.user(f"Question {number}") + af.assistant(af.gen("x"))
+            await reached.reached.wait()
+            if prefix == LONG:
+                for _ in range(20):
+                    await checkpoint()
+                assert len(server.received) == 1
+            else:
+                await server.wait_for_requests(4)
+            reached.go_on()
+            await server.wait_for_requests(4)
+            begun.go_on()
+            assert [await branch["x"] for branch in branches] == ["Hello"] * 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda url: af.OpenAICompatible(url, "m", flavour="vllm"),
+        lambda url: af.OpenAI("o3", base_url=url, api_key="sk-1"),  # it would reason before its first piece
+    ],
+)
+async def test_branches_on_other_servers_and_of_hidden_reasoning_do_not_wait(make: Any) -> None:
+    reached = Hold()
+    script = [openai_answers.stream(reached, openai_answers.text_chunks("a"), openai_answers.ending())] * 3
+    async with fake_server(script) as server, af.session(backend=make(server.url)) as flow, flow.state() as s:
+        s += af.user(LONG)
+        branches = s.fork(3)
+        for branch in branches:
+            branch += af.user("Hi") + af.assistant(af.gen("x"))
+        await server.wait_for_requests(3)
+        reached.go_on()
+        await branches

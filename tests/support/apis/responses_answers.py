@@ -233,18 +233,20 @@ def event(data: BaseModel | dict[str, Any]) -> bytes:
 
 def events(*parts: Any) -> list[bytes]:
     """The events of parts, each of which is an event, several, or bytes."""
-    found: list[bytes] = []
+    return [step for step in _steps(parts) if isinstance(step, bytes)]
+
+
+def _steps(parts: Iterable[Any]) -> Iterable[Step]:
     for part in parts:
         if isinstance(part, list | tuple):
-            found += events(*part)
+            yield from _steps(part)
         else:
-            found.append(part if isinstance(part, bytes) else event(part))
-    return found
+            yield event(part) if isinstance(part, BaseModel | dict) else part
 
 
 def stream(*parts: BaseModel | Iterable[BaseModel] | Step) -> Answer:
-    """A stream of events, after the first ones."""
-    return Answer(events(beginning(), *parts), content_type=EVENT_STREAM)
+    """A stream of events, with other steps between them, after the first ones."""
+    return Answer([*_steps([beginning(), *parts])], content_type=EVENT_STREAM)
 
 
 def text_stream(

@@ -17,10 +17,11 @@ from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext, MessageNode, prefix_key
+from agentflow.backends.apis.conversation import ApiContext, MessageNode, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.backends.apis.http.transport import EventSink
+from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
@@ -100,13 +101,20 @@ class ChatCompletions:
         fields |= self._cache_fields(context, nodes)
         encoded = b",".join([node.encoded(self._encode_message) for node in nodes])
         body = self._head + encoded + b"]," + _encode(fields)[1:]
-        return Request(self.path, body, constrained.unwrap)
+        return Request(self.path, body, constrained.unwrap, gate=self._gate(call, nodes))
 
     def sink(self, request: Request, answer: Answer) -> EventSink:
         """The reader of a stream."""
         if request.path != self.path and self._plain is not None:
             return self._plain.sink(request, answer)
         return ChatReader(answer, self._errors, len(request.body))
+
+    def _gate(self, call: Call, nodes: list[MessageNode]) -> PrefixGate | None:
+        """The gate before the call."""
+        reasons = self._sampling.reasons(call)
+        if self._facts.reasons_by_default if reasons is None else reasons:
+            return None  # reasoning is not streamed: the others would wait for all of it
+        return shared_gate(nodes, self._flavour.min_cached_tokens)
 
     def _tools(self, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> dict[str, Any]:
         fields: dict[str, Any] = {"tools": [self._tool(tool) for tool in tools]}
@@ -359,6 +367,7 @@ class ChatReader(StreamReader):
         super().__init__(answer, errors, num_sent)
         self._calls: dict[int, str] = {}  # the ids of the calls that have begun, by index
         self._refusal: list[str] = []
+        self._has_begun = False  # something of the answer has come
 
     def read(self, choice: _Choice) -> None:
         """Reads a part of the answer."""
@@ -369,6 +378,9 @@ class ChatReader(StreamReader):
                 self.answer.add_token(token.info())
         delta = choice.delta
         if delta is not None:
+            if not self._has_begun and (delta.content or delta.tool_calls or delta.refusal):
+                self._has_begun = True
+                self.answer.on_begin()
             for reasoning in (delta.reasoning_content, delta.reasoning):
                 if reasoning and isinstance(reasoning, str):
                     self.answer.add_reasoning(reasoning)

@@ -55,6 +55,8 @@ class Flavour:
         counts_always: Each chunk may report the usage so far.
         seed_bits: The size of a seed; larger ones are cut.
         may_decide: Some of these servers have OpenAI's endpoint for decisions.
+        min_cached_tokens: The length of the shortest prefix for which branches of a fork wait until the first
+            one's answer has begun, and the cache has it. None: they do not wait.
     """
 
     name: FlavourName | Literal["openai"]
@@ -69,6 +71,11 @@ class Flavour:
     counts_always: bool = False
     seed_bits: int = 31
     may_decide: bool = False
+    # Servers of one's own charge nothing for a prompt, and their schedulers know more: vLLM enters blocks
+    # into its cache when it schedules a request, so that others of the same step share them, and cache-aware
+    # policies of SGLang hold requests back that share a prefix with one that begins. A slot of llama.cpp,
+    # and so of Ollama, lends its prefix to no other one while it generates. Others may have no cache.
+    min_cached_tokens: int | None = None
 
     def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
         """The parameters that a request may have; ``reasons`` as in ``ModelFacts.parameters``."""
@@ -86,7 +93,14 @@ def _same(*names: str, **renamed: str) -> dict[str, str]:
 
 
 _CONTINUED: Final = {"continue_final_message": True, "add_generation_prompt": False}
-OPENAI: Final = Flavour("openai", _same(*_OF_OPENAI), has_completions=False, takes_trace=False, seed_bits=63)
+OPENAI: Final = Flavour(
+    "openai",
+    _same(*_OF_OPENAI),
+    has_completions=False,
+    takes_trace=False,
+    seed_bits=63,
+    min_cached_tokens=1024,
+)
 FLAVOURS: Final[dict[str, Flavour]] = {
     "generic": Flavour("generic", _same(*_OF_OPENAI)),
     "vllm": Flavour(

@@ -15,7 +15,7 @@ import msgspec
 from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.conversation import ApiContext, MessageNode
+from agentflow.backends.apis.conversation import ApiContext, MessageNode, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.messages.anthropic_schema import (
     MAX_STRICT_TOOLS,
@@ -26,8 +26,7 @@ from agentflow.backends.apis.messages.anthropic_schema import (
     output_schema,
 )
 from agentflow.backends.apis.messages.anthropic_stream import MessagesReader, call_block
-from agentflow.backends.apis.messages.cache_marks import MIN_BYTES, Part, marked_parts
-from agentflow.backends.apis.prefix_gate import PrefixGate
+from agentflow.backends.apis.messages.cache_marks import MIN_TOKENS, Part, marked_parts
 from agentflow.backends.apis.strict_schema import StrictSchema, Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
@@ -97,7 +96,9 @@ class AnthropicMessages:
             fields |= self._choice(choice, has_budget=has_budget)
             tools = self._tools(context.tools)
         body = self._body(tools, prompt, fields)
-        return Request(self.path, body, constrained.unwrap, prompt.lead, _gate(prompt.nodes))
+        return Request(
+            self.path, body, constrained.unwrap, prompt.lead, shared_gate(prompt.nodes, MIN_TOKENS)
+        )
 
     def sink(self, request: Request, answer: Answer) -> MessagesReader:
         """The reader of a stream."""
@@ -335,18 +336,6 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 def _output_schema(source: str, max_unions: int) -> StrictSchema:
     """A map asks for one schema many times."""
     return output_schema(msgspec.json.decode(source), max_unions)
-
-
-def _gate(nodes: list[MessageNode]) -> PrefixGate | None:
-    """The gate of the longest prefix that other states share. A short one is not cached, so that nothing is
-    gained by waiting for it."""
-    found: PrefixGate | None = None
-    num_chars = 0
-    for node in nodes:
-        num_chars += len(node.message.content)
-        if node.gate is not None and num_chars >= MIN_BYTES:
-            found = node.gate
-    return found
 
 
 def _chosen(text: str) -> str:

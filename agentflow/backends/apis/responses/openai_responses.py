@@ -17,7 +17,7 @@ from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext, prefix_key
+from agentflow.backends.apis.conversation import ApiContext, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader, call_item
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
@@ -78,7 +78,8 @@ class OpenAIResponses:
         first = encoded[0] if encoded else b""
         fields["prompt_cache_key"] = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
         body = self._head + b",".join(filter(None, encoded)) + b"]," + _encode(fields)[1:]
-        return Request(self.path, body, constrained.unwrap)
+        gate = shared_gate(nodes, RESPONSES.min_cached_tokens)
+        return Request(self.path, body, constrained.unwrap, gate=gate)
 
     def sink(self, request: Request, answer: Answer) -> ResponsesReader:
         """The reader of a stream."""
