@@ -210,6 +210,16 @@ class ApiContext:
             nodes.append(MessageNode(self.last, self.open_message(), self.native))
         return nodes
 
+    @property
+    def num_unsent_chars(self) -> int:
+        """The characters after the last turn that the model has written: a provider has not seen them."""
+        num_chars = 0
+        for node in reversed(chain(self.last)):
+            if node.message.generated:
+                break
+            num_chars += len(node.message.content)
+        return num_chars
+
     def share(self) -> None:
         """Notes that several states of the program continue from here."""
         if self.last is not None and self.last.gate is None:

@@ -68,6 +68,8 @@ MAX_ANSWERS = 3
 """The answers that are asked for until one satisfies a constraint."""
 MAX_CHAT_TOP_LOGPROBS = 20
 MAX_UNSCORED = 10_000
+MIN_WARMED_TOKENS = 1024
+"""The fewest new tokens of a prefix for which a request is sent ahead: no provider caches a shorter one."""
 
 
 class ApiGenerator:
@@ -311,11 +313,14 @@ class ApiGenerator:
         return forks
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """Takes the trace, and whether the state's calls go on; APIs know no other hints."""
+        """Takes the trace, and whether the state's calls go on, and warms the prefix of several forks; APIs
+        know no other hints."""
         if hint.trace:
             context.trace = hint.trace
         if hint.speculate is not None:
             context.speculates = hint.speculate
+        if hint.forks is not None and hint.forks >= 2:
+            self._warm(context)
 
     def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
         """Takes what follows the next gen in its turn."""
@@ -376,6 +381,41 @@ class ApiGenerator:
     def _greedy(self) -> GenParams:
         """The parameters of a select."""
         return GenParams(temperature=0.0 if self.capabilities.accepts("temperature") else None)
+
+    # Warming
+
+    def _warm(self, context: ApiContext) -> None:
+        """Has the provider cache the prefix of forks that come next, before the first of them asks: they may
+        wait for something else first. Nothing is sent for a prefix that an earlier gen has brought into the
+        cache, or in the middle of a turn, which no fork has as its prefix."""
+        is_between = context.role is None and not context.open_text and context.last is not None
+        if not is_between or context.num_unsent_chars < MIN_WARMED_TOKENS * CHARS_PER_TOKEN:
+            return
+        context.share()
+        asked = context.forked()
+        if context.last is not None and context.last.message.role not in ("user", "tool"):
+            asked.begin_role("user")
+            asked.fill(".")  # some APIs answer a user only
+            asked.end_role()
+        # Tools, and whether they may be called, are part of the prefix.
+        call = Call(GenParams(max_tokens=self._api.min_tokens), is_reply=bool(context.tools))
+        try:
+            request = self._api.request(asked, call)
+        except NotSupported:
+            return  # the gens say why
+        if request.gate is not None:
+            self._tasks.start_soon(self._run_warming, request.gate, asked, request, call)
+
+    async def _run_warming(self, gate: PrefixGate, asked: ApiContext, request: Request, call: Call) -> None:
+        if not gate.is_needed:
+            return
+        try:
+            answer = await self._streamed(asked, request, call, lambda text: None, None, is_held=True)
+            gate.usage += answer.usage
+        except AgentflowError as error:  # the forks do without it
+            logger.info("a prefix was not warmed: %s", error)
+        except Exception:  # of one call, not of all that share the task group
+            logger.exception("a prefix was not warmed because of a fault of the backend")
 
     # Speculation
 
@@ -573,6 +613,8 @@ class ApiGenerator:
                 usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
                 answer.usage = charged(usage)
         self._total += answer.usage
+        if request.gate is not None:
+            answer.usage += request.gate.take_usage()
         if unwrap is not None and not answer.calls:
             stops = StopFilter(params.stop, params.stop_regex)
             text = stops.push(unwrap(answer.text)) + stops.finish()

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from agentflow.protocol.events import Usage
+
 CACHED_S = 240.0
 """How long a prefix is taken for cached after its last use: a little less than the five minutes for which
 Anthropic and OpenAI keep it at least."""
@@ -27,6 +29,7 @@ class PrefixGate:
     """
 
     def __init__(self) -> None:
+        self.usage = Usage()  # of requests that only warmed the cache; the next answer is charged with it
         self._first: anyio.Event | None = None  # of the first request: set when it has begun, or has failed
         self._cached_until_s = float("-inf")
 
@@ -43,6 +46,16 @@ class PrefixGate:
         finally:
             if own is not None and self._first is own:
                 self._open()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the prefix is not cached, and no request for it is on its way."""
+        return self._first is None and not self._is_cached()
+
+    def take_usage(self) -> Usage:
+        """The usage of requests that only warmed the cache, once."""
+        usage, self.usage = self.usage, Usage()
+        return usage
 
     def _is_cached(self) -> bool:
         return anyio.current_time() < self._cached_until_s

@@ -274,9 +274,9 @@ class State:
 
         ``objective``: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
         total matters. ``output_tokens``: the expected number of tokens of each. ``forks``: the number of
-        forks that come next. ``deadline_s``: the seconds in which they should be done; earlier deadlines are
-        scheduled first. ``speculate``: whether the call of a gen to an API goes on for the later gens of its
-        turn (``af.OpenAI``).
+        forks that come next; from 2 on, OpenAI and Anthropic are sent a long prefix ahead. ``deadline_s``:
+        the seconds in which they should be done; earlier deadlines are scheduled first. ``speculate``:
+        whether the call of a gen to an API goes on for the later gens of its turn (``af.OpenAI``).
 
         >>> s.hint(objective="throughput", output_tokens=64)
         """

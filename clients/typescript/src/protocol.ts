@@ -559,7 +559,7 @@ export interface HintOp {
   objective?: "latency" | "throughput" | null;
   /** The expected number of tokens of the next generations. */
   output_tokens?: number | null;
-  /** The number of forks that follow. */
+  /** The number of forks that follow; a provider may be sent their prefix ahead. */
   forks?: number | null;
   /** Seconds from now in which the next generations should end. */
   deadline_s?: number | null;
