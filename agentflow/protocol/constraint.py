@@ -6,7 +6,8 @@ The client parses the text into a value (``language.typed``).
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Collection
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -16,6 +17,13 @@ ConstraintKind = Literal["regex", "schema", "choices", "grammar", "tags"]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 TaggedKind = Literal["regex", "schema", "grammar"]
 Whitespace = Literal["compact", "tight", "free"]
+
+INTEGER_PATTERN: Final = r"-?(0|[1-9][0-9]{0,17})"
+"""The pattern of a ``gen(type=int)``."""
+NUMBER_PATTERN: Final = INTEGER_PATTERN + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"
+"""The pattern of a ``gen(type=float)``."""
+_NUMBERS: Final = {INTEGER_PATTERN: '{"type": "integer"}', NUMBER_PATTERN: '{"type": "number"}'}
+"""The JSON schemas of the patterns of numbers."""
 
 MAX_SOURCE_CHARS = 200_000
 MAX_CONSTRAINT_CHOICES = 1000
@@ -78,6 +86,19 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     def has_free_text(self) -> bool:
         """Whether text may stand before the first tag."""
         return self.kind == "tags" and self.between is None and self.instead is None
+
+    def as_one_of(self, kinds: Collection[ConstraintKind]) -> Constraint | None:
+        """The constraint in one of these kinds; None if that is not possible. The patterns of numbers are
+        JSON schemas, too.
+
+        >>> Constraint("regex", INTEGER_PATTERN).as_one_of(["schema"]).source
+        '{"type": "integer"}'
+        """
+        if self.kind in kinds:
+            return self
+        if self.kind != "regex" or "schema" not in kinds or self.source not in _NUMBERS:
+            return None
+        return msgspec.structs.replace(self, kind="schema", source=_NUMBERS[self.source])
 
     def check(self) -> Constraint:
         """Returns itself, or raises ``BadArgument`` for values that a constraint cannot have."""

@@ -87,7 +87,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     def require(self, constraint: Constraint | None) -> None:
         """Raises ``NotSupported`` if the backend cannot enforce the constraint."""
         for part in (constraint, constraint and constraint.instead):
-            if part is not None and part.kind not in self.constraints:
+            if part is not None and part.as_one_of(self.constraints) is None:
                 raise NotSupported(
                     f"{self.model} does not support constraints of the kind {part.kind!r} "
                     f"(supported: {', '.join(self.constraints) or 'none'})"

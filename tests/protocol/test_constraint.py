@@ -8,8 +8,9 @@ import pytest
 from support.observed_backends import Observed
 
 import agentflow as af
+from agentflow.language.typed.values import value_type
 from agentflow.protocol import ops
-from agentflow.protocol.constraint import Constraint, TagRule
+from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint, TagRule
 from agentflow.protocol.events import Capabilities
 
 pytestmark = pytest.mark.anyio
@@ -87,6 +88,16 @@ REFUSED = [
 def test_invalid_constraints_are_rejected(constraint, message):
     with pytest.raises(af.errors.BadArgument, match=message):
         constraint.check()
+
+
+def test_the_patterns_of_numbers_are_schemas_too():
+    for kind, name in ((int, "integer"), (float, "number")):
+        constraint = value_type(type=kind).constraint
+        assert constraint.as_one_of(CONSTRAINT_KINDS) is constraint
+        found = constraint.as_one_of(["choices", "schema"])
+        assert (found.check().kind, msgspec.json.decode(found.source)) == ("schema", {"type": name})
+        assert constraint.as_one_of(["choices"]) is None
+    assert Constraint("regex", "[0-9]+").as_one_of(["schema"]) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

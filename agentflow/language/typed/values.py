@@ -17,7 +17,7 @@ import msgspec
 from agentflow.errors import BadArgument, faults_of, short_repr
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.recursion import with_bounded_depth
-from agentflow.protocol.constraint import Constraint, Whitespace
+from agentflow.protocol.constraint import INTEGER_PATTERN, NUMBER_PATTERN, Constraint, Whitespace
 from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
 
 
@@ -217,8 +217,8 @@ def _warn(name: str, what: str, most: str, field: str) -> None:
 
 
 _SCALARS: dict[type, Constraint] = {
-    int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),
-    float: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"),
+    int: Constraint("regex", INTEGER_PATTERN),
+    float: Constraint("regex", NUMBER_PATTERN),
     bool: Constraint("choices", choices=("true", "false")),
 }
 _TYPES: dict[str, Callable[[Any], ValueType]] = {

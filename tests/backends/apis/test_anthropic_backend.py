@@ -447,6 +447,14 @@ async def test_a_schema_is_enforced() -> None:
     assert format["schema"]["additionalProperties"] is False
 
 
+async def test_a_type_is_a_schema() -> None:
+    async with opened([answers.text_stream('{"value": 12}')]) as (flow, server), flow.state() as s:
+        s += af.user("How many?") + af.assistant(af.gen("x", type=int))
+        assert await s["x"] == 12
+    schema = server.last.json["output_config"]["format"]["schema"]
+    assert schema["properties"]["value"] == {"type": "integer"}
+
+
 async def test_a_schema_that_the_api_does_not_keep_is_refused_or_checked() -> None:
     async with opened([]) as (flow, server), flow.state() as s:
         s += af.user("A number?") + af.assistant(af.gen("x", schema=Big))

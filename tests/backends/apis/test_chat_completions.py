@@ -272,6 +272,32 @@ async def test_values_that_are_no_objects_are_taken_out_of_one() -> None:
     assert server.last.json["messages"][1] == {"role": "assistant", "content": "[1, 2]"}
 
 
+@pytest.mark.parametrize("on_unsupported", ["error", "retry"])
+async def test_types_are_schemas_where_the_api_enforces_no_patterns(on_unsupported: Any) -> None:
+    script = [answers.text_stream(f'{{"value": {value}}}') for value in ("12", "-2.5e3", '"true"')]
+    async with opened(script, on_unsupported=on_unsupported) as (flow, server), flow.state() as s:
+        for name, kind, value in (("x", int, 12), ("y", float, -2500.0), ("z", bool, True)):
+            s += af.user("Hi") + af.assistant(af.gen(name, type=kind))
+            assert await s[name] == value
+    schemas = [request.json["response_format"]["json_schema"]["schema"] for request in server.received]
+    assert [schema["properties"]["value"] for schema in schemas] == [
+        {"type": "integer"},
+        {"type": "number"},
+        {"type": "string", "enum": ["true", "false"]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flavour", "field"),
+    [("vllm", "structured_outputs"), ("llamacpp", "response_format"), ("ollama", "response_format")],
+)
+async def test_a_type_has_each_servers_own_field(flavour: str, field: str) -> None:
+    async with compatible([answers.text_stream("12")], flavour) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", type=int))
+        assert await s["x"] == 12
+    assert field in server.last.json
+
+
 async def test_a_truncated_object_is_no_value() -> None:
     async with (
         opened([answers.text_stream('{"value": [1,', finish_reason="length")]) as (flow, _),

@@ -195,12 +195,14 @@ def constraint_fields(
     """
     if constraint is None:
         return ConstraintFields({})
-    if constraint.kind not in enforced or constraint.instead is not None:
+    found = constraint.as_one_of(enforced)
+    if found is None or constraint.instead is not None:
         raise NotSupported(
             f"the server does not enforce constraints of the kind {constraint.kind!r} (supported: "
             f'{", ".join(enforced) or "none"}): set on_unsupported="retry" to have answers checked and '
             "asked for again"
         )
+    constraint = found
     match constraint.kind:
         case "schema" if is_plain:
             return ConstraintFields(_plain_schema_fields(flavour, constraint.source))

@@ -251,16 +251,16 @@ class AnthropicMessages:
         """The format of the output that enforces a constraint."""
         if constraint is None:
             return _Constrained()
-        is_possible = "schema" in self._facts.constraints and constraint.kind in ("schema", "choices")
-        if not is_possible or constraint.instead is not None or prompt.continues:
-            why = " in a turn that it continues" if is_possible and prompt.continues else ""
+        found = constraint.as_one_of(("schema", "choices") if "schema" in self._facts.constraints else ())
+        if found is None or constraint.instead is not None or prompt.continues:
+            why = " in a turn that it continues" if found is not None and prompt.continues else ""
             raise NotSupported(
                 f"{self._model} does not enforce constraints of the kind {constraint.kind!r}{why}: set "
                 'on_unsupported="retry" to have answers checked and asked for again'
             )
-        if constraint.kind == "choices":
-            return _Constrained(_format(enum_schema(constraint.choices)), _chosen)
-        schema, unwrap = _output_schema(constraint.source, max_unions)
+        if found.kind == "choices":
+            return _Constrained(_format(enum_schema(found.choices)), _chosen)
+        schema, unwrap = _output_schema(found.source, max_unions)
         return _Constrained(_format(schema), unwrap)
 
     def _tools(self, tools: tuple[ToolSpec, ...]) -> list[Part]:
