@@ -411,7 +411,8 @@ class ApiGenerator:
             return
         try:
             answer = await self._streamed(asked, request, call, lambda text: None, None, is_held=True)
-            gate.usage += answer.usage
+            # Its output is none of the program's: limits of output tokens would be used up by a hint.
+            gate.usage += msgspec.structs.replace(answer.usage, output_tokens=0, reasoning_tokens=0)
         except AgentflowError as error:  # the forks do without it
             logger.info("a prefix was not warmed: %s", error)
         except Exception:  # of one call, not of all that share the task group

@@ -116,6 +116,22 @@ async def test_the_first_answer_is_charged_with_it(api: Api) -> None:
         assert flow.runs[-1].usage.cost == 120.0
 
 
+@pytest.mark.parametrize("api", APIS)
+async def test_a_limit_of_output_tokens_does_not_count_it(api: Api) -> None:
+    async with opened(lambda _: answer(api), api) as (flow, _), flow.state() as s:
+        s.limit(output_tokens=1)
+        s += af.user(LONG)
+        s.hint(forks=2)
+        with anyio.fail_after(20):
+            while not (await flow.stats()).prompt_tokens:
+                await checkpoint()
+        [branch] = s.fork(1)
+        branch += af.user("Hi") + af.assistant(af.gen("x", max_tokens=1))
+        assert await branch["x"] == "Hello"
+        assert branch["x"].usage.output_tokens == 1
+        assert (await flow.stats()).generated_tokens == 2
+
+
 async def silent(flow: af.Session, server: FakeServer, api: Api) -> None:
     """Nothing was sent ahead: the next request is that of a gen."""
     before = len(server.received)
