@@ -56,6 +56,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int | None = None  # tokens of prompt and output together; None: unknown
     output: int | None = None  # tokens of the longest output; None: unknown
     decisions: bool = False  # the endpoint for decisions serves the model
+    min_cached_tokens: int = 1024  # of the shortest prefix that the vendor caches
 
     @property
     def reasons_by_default(self) -> bool:

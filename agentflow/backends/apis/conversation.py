@@ -61,20 +61,15 @@ def chain(last: MessageNode | None) -> list[MessageNode]:
     return nodes
 
 
-def shared_gate(nodes: Sequence[MessageNode], min_tokens: int | None) -> PrefixGate | None:
-    """The gate of the longest prefix that other states share.
-
-    Args:
-        nodes: The messages of a request.
-        min_tokens: The length of the shortest prefix for which the others wait; None: they wait for none.
-    """
-    if min_tokens is None:
-        return None
+def shared_gate(nodes: Sequence[MessageNode], min_tokens: int) -> PrefixGate | None:
+    """The gate of the longest prefix that other states share; None if it has fewer than ``min_tokens``
+    tokens, so that no cache keeps it. They are estimated by bytes, since other scripts have fewer characters
+    for a token."""
     found: PrefixGate | None = None
-    num_chars = 0
-    for node in nodes:
-        num_chars += len(node.message.content)
-        if node.gate is not None and num_chars >= min_tokens * CHARS_PER_TOKEN:
+    num_bytes = 0
+    for node in nodes if any(node.gate is not None for node in nodes) else ():
+        num_bytes += _num_bytes(node.message)
+        if node.gate is not None and num_bytes >= min_tokens * CHARS_PER_TOKEN:
             found = node.gate
     return found
 
@@ -211,14 +206,13 @@ class ApiContext:
         return nodes
 
     @property
-    def num_unsent_chars(self) -> int:
-        """The characters after the last turn that the model has written: a provider has not seen them."""
-        num_chars = 0
-        for node in reversed(chain(self.last)):
-            if node.message.generated:
-                break
-            num_chars += len(node.message.content)
-        return num_chars
+    def num_unsent_bytes(self) -> int:
+        """The size of the text after the last turn that the model has written, which no provider has seen."""
+        num_bytes, node = 0, self.last
+        while node is not None and not node.message.generated:
+            num_bytes += _num_bytes(node.message)
+            node = node.parent
+        return num_bytes
 
     def share(self) -> None:
         """Notes that several states of the program continue from here."""
@@ -267,6 +261,10 @@ class ApiContext:
 def _shown(message: Message) -> str:
     calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
     return f"<{message.role}>{message.content}{''.join(calls)}"
+
+
+def _num_bytes(message: Message) -> int:
+    return len(message.content.encode(errors="surrogatepass"))
 
 
 def prefix_key(*parts: bytes) -> str:

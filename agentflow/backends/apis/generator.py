@@ -69,7 +69,7 @@ MAX_ANSWERS = 3
 MAX_CHAT_TOP_LOGPROBS = 20
 MAX_UNSCORED = 10_000
 MIN_WARMED_TOKENS = 1024
-"""The fewest new tokens of a prefix for which a request is sent ahead: no provider caches a shorter one."""
+"""The fewest new tokens of a prefix for which a request is sent ahead."""
 
 
 class ApiGenerator:
@@ -389,7 +389,7 @@ class ApiGenerator:
         wait for something else first. Nothing is sent for a prefix that an earlier gen has brought into the
         cache, or in the middle of a turn, which no fork has as its prefix."""
         is_between = context.role is None and not context.open_text and context.last is not None
-        if not is_between or context.num_unsent_chars < MIN_WARMED_TOKENS * CHARS_PER_TOKEN:
+        if not is_between or context.num_unsent_bytes < MIN_WARMED_TOKENS * CHARS_PER_TOKEN:
             return
         context.share()
         asked = context.forked()
@@ -397,23 +397,19 @@ class ApiGenerator:
             asked.begin_role("user")
             asked.fill(".")  # some APIs answer a user only
             asked.end_role()
+        self._tasks.start_soon(self._run_warming, asked)
+
+    async def _run_warming(self, asked: ApiContext) -> None:
         # Tools, and whether they may be called, are part of the prefix.
-        call = Call(GenParams(max_tokens=self._api.min_tokens), is_reply=bool(context.tools))
+        call = Call(GenParams(max_tokens=self._api.min_tokens), is_reply=bool(asked.tools))
         try:
             request = self._api.request(asked, call)
-        except NotSupported:
-            return  # the gens say why
-        if request.gate is not None:
-            self._tasks.start_soon(self._run_warming, request.gate, asked, request, call)
-
-    async def _run_warming(self, gate: PrefixGate, asked: ApiContext, request: Request, call: Call) -> None:
-        if not gate.is_needed:
-            return
-        try:
+            if request.gate is None or not request.gate.is_needed:
+                return
             answer = await self._streamed(asked, request, call, lambda text: None, None, is_held=True)
             # Its output is none of the program's: limits of output tokens would be used up by a hint.
-            gate.usage += msgspec.structs.replace(answer.usage, output_tokens=0, reasoning_tokens=0)
-        except AgentflowError as error:  # the forks do without it
+            request.gate.usage += msgspec.structs.replace(answer.usage, output_tokens=0, reasoning_tokens=0)
+        except AgentflowError as error:  # the forks do without it, and their gens say why
             logger.info("a prefix was not warmed: %s", error)
         except Exception:  # of one call, not of all that share the task group
             logger.exception("a prefix was not warmed because of a fault of the backend")

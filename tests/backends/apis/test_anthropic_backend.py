@@ -602,7 +602,7 @@ async def test_the_first_branch_of_a_fork_goes_ahead_until_its_answer_begins() -
     hold, begun = Hold(), Hold()
     text = answers.text_block("Hello")
     script = [answers.stream(hold, answers.beginning(), begun, text, answers.ending()), *[HELLO] * 3]
-    async with opened(script) as (flow, server), flow.state() as s:
+    async with opened(script, "claude-sonnet-4-5") as (flow, server), flow.state() as s:
         s += af.user(LONG)
         branches = s.fork(4)
         for number, branch in enumerate(branches):
@@ -617,11 +617,13 @@ async def test_the_first_branch_of_a_fork_goes_ahead_until_its_answer_begins() -
         assert [await branch["x"] for branch in branches] == ["Hello"] * 4
 
 
-async def test_the_branches_of_a_short_prefix_do_not_wait() -> None:
+@pytest.mark.parametrize(("model", "prefix"), [("claude-sonnet-4-5", "Hi"), ("claude-haiku-4-5", LONG)])
+async def test_the_branches_of_a_short_prefix_do_not_wait(model: str, prefix: str) -> None:
+    """The models differ in the shortest prefix that the cache keeps."""
     hold = Hold()
     script = [answers.stream(hold, answers.beginning(), answers.ending())] * 3
-    async with opened(script) as (flow, server), flow.state() as s:
-        s += af.user("Hi")
+    async with opened(script, model) as (flow, server), flow.state() as s:
+        s += af.user(prefix)
         branches = s.fork(3)
         for branch in branches:
             branch += af.user(LONG) + af.assistant(af.gen("x"))

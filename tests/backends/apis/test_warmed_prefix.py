@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 LONG = "Plants live on light. " * 400
 Api = Literal["chat", "responses", "messages"]
 APIS: list[Api] = ["chat", "responses", "messages"]
-MODELS = {"chat": "gpt-4o", "responses": "gpt-4o", "messages": "claude-opus-4-5"}
+MODELS = {"chat": "gpt-4o", "responses": "gpt-4o", "messages": "claude-sonnet-4-5"}
 PRICE = af.Price(input=1_000_000.0, output=0.0)
 
 

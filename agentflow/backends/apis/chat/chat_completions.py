@@ -112,9 +112,10 @@ class ChatCompletions:
     def _gate(self, call: Call, nodes: list[MessageNode]) -> PrefixGate | None:
         """The gate before the call."""
         reasons = self._sampling.reasons(call)
-        if self._facts.reasons_by_default if reasons is None else reasons:
+        reasons = self._facts.reasons_by_default if reasons is None else reasons
+        if reasons or not self._flavour.awaits_cache:
             return None  # reasoning is not streamed: the others would wait for all of it
-        return shared_gate(nodes, self._flavour.min_cached_tokens)
+        return shared_gate(nodes, self._facts.min_cached_tokens)
 
     def _tools(self, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> dict[str, Any]:
         fields: dict[str, Any] = {"tools": [self._tool(tool) for tool in tools]}

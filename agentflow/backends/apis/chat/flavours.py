@@ -55,8 +55,8 @@ class Flavour:
         counts_always: Each chunk may report the usage so far.
         seed_bits: The size of a seed; larger ones are cut.
         may_decide: Some of these servers have OpenAI's endpoint for decisions.
-        min_cached_tokens: The length of the shortest prefix for which branches of a fork wait until the first
-            one's answer has begun, and the cache has it. None: they do not wait.
+        awaits_cache: Branches of a fork wait until the first one's answer has begun, and the cache has their
+            prefix.
     """
 
     name: FlavourName | Literal["openai"]
@@ -75,7 +75,7 @@ class Flavour:
     # into its cache when it schedules a request, so that others of the same step share them, and cache-aware
     # policies of SGLang hold requests back that share a prefix with one that begins. A slot of llama.cpp,
     # and so of Ollama, lends its prefix to no other one while it generates. Others may have no cache.
-    min_cached_tokens: int | None = None
+    awaits_cache: bool = False
 
     def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
         """The parameters that a request may have; ``reasons`` as in ``ModelFacts.parameters``."""
@@ -99,7 +99,7 @@ OPENAI: Final = Flavour(
     has_completions=False,
     takes_trace=False,
     seed_bits=63,
-    min_cached_tokens=1024,
+    awaits_cache=True,
 )
 FLAVOURS: Final[dict[str, Flavour]] = {
     "generic": Flavour("generic", _same(*_OF_OPENAI)),

@@ -26,7 +26,7 @@ from agentflow.backends.apis.messages.anthropic_schema import (
     output_schema,
 )
 from agentflow.backends.apis.messages.anthropic_stream import MessagesReader, call_block
-from agentflow.backends.apis.messages.cache_marks import MIN_TOKENS, Part, marked_parts
+from agentflow.backends.apis.messages.cache_marks import Part, marked_parts
 from agentflow.backends.apis.strict_schema import StrictSchema, Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
@@ -97,7 +97,11 @@ class AnthropicMessages:
             tools = self._tools(context.tools)
         body = self._body(tools, prompt, fields)
         return Request(
-            self.path, body, constrained.unwrap, prompt.lead, shared_gate(prompt.nodes, MIN_TOKENS)
+            self.path,
+            body,
+            constrained.unwrap,
+            prompt.lead,
+            shared_gate(prompt.nodes, self._facts.min_cached_tokens),
         )
 
     def sink(self, request: Request, answer: Answer) -> MessagesReader:

@@ -11,14 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
-
 MAX_MARKS = 4
 """The most marks that the API accepts."""
-MIN_TOKENS = 1024
-"""The shortest prefix that any model caches."""
-MIN_BYTES = MIN_TOKENS * CHARS_PER_TOKEN
-"""The shortest prefix that is worth a mark."""
+MIN_BYTES = 4096
+"""The shortest prefix that is worth a mark: about 1024 tokens, the least that most models cache."""
 MARK = b',"cache_control":{"type":"ephemeral"}'
 _REASONING = (b'{"type":"thinking"', b'{"type":"redacted_thinking"')
 

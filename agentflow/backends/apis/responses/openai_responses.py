@@ -78,7 +78,7 @@ class OpenAIResponses:
         first = encoded[0] if encoded else b""
         fields["prompt_cache_key"] = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
         body = self._head + b",".join(filter(None, encoded)) + b"]," + _encode(fields)[1:]
-        gate = shared_gate(nodes, RESPONSES.min_cached_tokens)
+        gate = shared_gate(nodes, self._facts.min_cached_tokens)
         return Request(self.path, body, constrained.unwrap, gate=gate)
 
     def sink(self, request: Request, answer: Answer) -> ResponsesReader:
