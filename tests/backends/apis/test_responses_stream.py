@@ -95,8 +95,8 @@ def test_a_missing_event_is_an_error_or_harmless(number: int) -> None:
 def test_unknown_events_and_items_are_ignored() -> None:
     unknown = [
         {"type": "response.brand_new", "delta": 3},
-        {"type": "response.output_item.added", "output_index": 0, "item": {"type": "web_search_call"}},
-        {"type": "response.output_item.done", "output_index": 0, "item": {"type": "web_search_call"}},
+        {"type": "response.output_item.added", "output_index": 0, "item": {"type": "new_call"}},
+        {"type": "response.output_item.done", "output_index": 0, "item": {"type": "new_call", "content": 3}},
     ]
     events = answers.events(answers.beginning(), unknown, answers.message("Hi", index=1), answers.ending())
     assert read(events, is_reply=False).text == "Hi"

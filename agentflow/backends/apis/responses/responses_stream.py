@@ -120,21 +120,30 @@ class _ResponseFields(msgspec.Struct):
     incomplete_details: _Incomplete | None = None
 
 
+_NO_ITEM: Final = msgspec.Raw(b"{}")
+
+
 class _EventFields(msgspec.Struct):
     type: str = ""
     output_index: int = 0
     summary_index: int = 0
-    item: _Item | None = None
+    item: msgspec.Raw = _NO_ITEM
     delta: Any = None  # a text in the events that are read
     logprobs: list[_Token] | None = None
     response: _ResponseFields | None = None
     error: Any = None
-    code: str | None = None
-    message: str | None = None
-    param: str | None = None
+    code: Any = None
+    message: Any = None
+    param: Any = None
+
+
+class _Head(msgspec.Struct):
+    type: str = ""
 
 
 _events = msgspec.json.Decoder(_EventFields)
+_heads: msgspec.json.Decoder[_Head | None] = msgspec.json.Decoder(_Head | None)
+_known_items = msgspec.json.Decoder(_Item)
 _KINDS: Final = {
     "response.output_text.delta": "message",
     "response.refusal.delta": "message",
@@ -184,16 +193,17 @@ class ResponsesReader:
         """Reads one event."""
         try:
             fields = _events.decode(event.data)
+            item = _decoded(fields.item)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             shown = event.data[:100].decode("utf-8", "replace")
             raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
         match fields.type or event.name:
             case kind if kind == "error" or fields.error is not None:
                 raise self.errors.of_event(fields.error or _detail(fields))
-            case "response.output_item.added" if fields.item is not None:
-                self._begin(fields.output_index, fields.item)
-            case "response.output_item.done" if fields.item is not None:
-                self._finish(fields.output_index, fields.item)
+            case "response.output_item.added":
+                self._begin(fields.output_index, item)
+            case "response.output_item.done":
+                self._finish(fields.output_index, item)
             case kind if kind in _KINDS:
                 self._read(kind, self._item(fields.output_index, _KINDS[kind]), fields)
             case "response.completed":
@@ -316,6 +326,12 @@ class ResponsesReader:
 
     def _wrong(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self.errors.server} sent {what}")
+
+
+def _decoded(item: msgspec.Raw) -> _Item:
+    """An item; of one of an unknown type, whose fields may have any form, the type alone."""
+    kind = (_heads.decode(item) or _Head()).type
+    return _known_items.decode(item) if kind in _KINDS.values() else _Item(kind)
 
 
 def _detail(fields: _EventFields) -> Any:
