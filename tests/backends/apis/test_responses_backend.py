@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from pydantic import BaseModel, TypeAdapter
 from support.apis import openai_answers
 from support.apis import responses_answers as answers
 from support.apis.fake_server import AnyAnswer, FakeServer, Hold, Script, fake_server
@@ -31,6 +32,7 @@ from agentflow.errors import (
 
 pytestmark = pytest.mark.anyio
 
+REQUESTS = TypeAdapter(ResponseCreateParamsStreaming)
 HELLO = answers.text_stream("He", "llo")
 
 
@@ -38,12 +40,16 @@ HELLO = answers.text_stream("He", "llo")
 async def opened(
     script: Script, model: str = "gpt-4o", **options: Any
 ) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-    """A session with OpenAI's backend on a fake server."""
+    """A session with OpenAI's backend on a fake server. All requests have the type of OpenAI's client."""
     async with fake_server(script) as server:
         given = {"api": "responses", "max_retries": 0, **options}
         backend = OpenAI(model, base_url=f"{server.url}/v1", api_key="sk-1", **given)
         async with af.session(backend=backend) as flow:
             yield flow, server
+    for request in server.received:
+        if request.path == "/v1/responses":
+            REQUESTS.validate_python(request.json)
+            assert request.json.keys() <= ResponseCreateParamsStreaming.__annotations__.keys()
 
 
 async def failure(*script: AnyAnswer, expected: type[AgentflowError], **options: Any) -> AgentflowError:
