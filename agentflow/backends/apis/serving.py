@@ -16,6 +16,7 @@ from agentflow.backends.apis.capability_table import ModelFacts, model_facts
 from agentflow.backends.apis.chat.flavours import Flavour, flavour_of, listed_fields
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.circuit import Circuit
 from agentflow.backends.apis.prices import NO_COSTS, Billing, Costs
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
@@ -60,6 +61,7 @@ class ApiSettings:
     is_vendors_own: bool = False  # the address is the vendor's
     costs: Costs = NO_COSTS
     error_kind: type[ErrorMapping] = ErrorMapping
+    circuit: Circuit = field(default_factory=Circuit)  # sessions of one backend share it
 
     def errors(self, model: str, params: Mapping[str, str] | None = None) -> ErrorMapping:
         """Makes the errors of requests to ``model``. ``params``: as in ``ErrorMapping``."""
@@ -161,6 +163,7 @@ async def transport_of(settings: ApiSettings, errors: ErrorMapping) -> AsyncIter
             max_retries=settings.max_retries,
             timeout_s=settings.timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
+            circuit=settings.circuit,
         )
 
 

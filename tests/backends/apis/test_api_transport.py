@@ -33,6 +33,7 @@ from agentflow.errors import (
     Overloaded,
     ProtocolError,
     RateLimited,
+    RequestRefused,
     ServerLost,
 )
 
@@ -129,6 +130,53 @@ async def test_other_failures_are_not_repeated(answer: Answer, kind: type[Agentf
         with pytest.raises(kind):
             await stream(transport)
         assert len(server.received) == 1
+
+
+async def with_alternative(transport: ApiTransport) -> list[str]:
+    return (await transport.stream("chat", b"{}", Sink, has_alternative=lambda: True)).events
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSIENT if not name.startswith("429")])
+async def test_nothing_is_repeated_where_another_endpoint_can_answer(name: str) -> None:
+    async with opened([TRANSIENT[name], good()]) as (transport, server):
+        with pytest.raises(AgentflowError):
+            await with_alternative(transport)
+        assert len(server.received) <= 1
+
+
+async def test_a_short_wait_for_a_rate_is_kept_although_another_endpoint_can_answer() -> None:
+    short, long = [Answer(b"{}", 429, {"retry-after": wait}) for wait in ("0.001", "20")]
+    async with opened([short, short, good(), long, good()]) as (transport, server):
+        assert await with_alternative(transport) == ["end"]
+        assert transport.circuit.num_failures == 0
+        with pytest.raises(RateLimited):
+            await with_alternative(transport)
+        assert transport.circuit.status == "open"
+        with pytest.raises(RateLimited):  # the requests behind it do not wait either
+            await with_alternative(transport)
+        assert len(server.received) == 4
+
+
+async def test_an_open_circuit_stops_only_requests_that_another_endpoint_can_answer() -> None:
+    broken = Answer(b"{}", 500)
+    async with opened([broken, broken, broken, good()], max_retries=0) as (transport, server):
+        for _ in range(3):
+            with pytest.raises(EngineFailed):
+                await stream(transport)
+        with pytest.raises(Overloaded) as raised:
+            await with_alternative(transport)
+        assert raised.value.retry_after_s is not None
+        assert len(server.received) == 3
+        assert await stream(transport) == ["end"]
+        assert transport.circuit.status == "closed"
+
+
+async def test_a_refused_request_is_no_failure_of_the_endpoint() -> None:
+    async with opened([Answer(b"{}", 400)] * 5) as (transport, _):
+        for _ in range(5):
+            with pytest.raises(RequestRefused):
+                await stream(transport)
+        assert (transport.circuit.status, transport.circuit.num_failures) == ("closed", 0)
 
 
 async def test_the_last_attempts_error_is_raised() -> None:

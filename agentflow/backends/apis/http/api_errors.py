@@ -2,7 +2,7 @@
 remedy.
 
 ``ErrorMapping`` reads the bodies of OpenAI's API and of the servers that imitate it. ``is_transient`` says
-which errors another attempt may cure.
+which errors another attempt may cure, ``is_endpoint_fault`` which ones another endpoint may.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from agentflow.errors import (
     NotSupported,
     Overloaded,
     PromptTooLong,
+    ProtocolError,
     RateLimited,
     RequestRefused,
     ServerLost,
@@ -55,6 +56,14 @@ _QUOTA = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_activ
 def is_transient(error: AgentflowError) -> bool:
     """Whether the same request may succeed a little later."""
     return isinstance(error, Overloaded | ServerLost | ServerUnreachable | EngineFailed)
+
+
+def is_endpoint_fault(error: AgentflowError) -> bool:
+    """Whether another endpoint may answer the same request: this one fails, or serves nobody with its key,
+    model or address. A request that is refused for its content or its parameters is at fault itself."""
+    is_wrong_place = isinstance(error, BadArgument) and error.param == "url"
+    kinds = (ProtocolError, NotAuthorized, UnknownModel)
+    return is_transient(error) or isinstance(error, kinds) or is_wrong_place
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import anyio
+
+from agentflow.errors import RateLimited
 
 MAX_WAIT_S = 60.0
 """Longer waits are not kept: the request is sent, and the provider refuses it."""
@@ -42,11 +44,18 @@ class Pace:
         self._changed = anyio.Event()
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[float]:
-        """The time of one request, after it was admitted. Yields when that was, for ``refuse``."""
+    async def turn(self, longest_s: Callable[[], float] = lambda: math.inf) -> AsyncIterator[float]:
+        """The time of one request, after it was admitted. Yields when that was, for ``narrow``.
+
+        Args:
+            longest_s: The longest time for which the request waits for a limit of the rate, in seconds.
+
+        Raises:
+            RateLimited: The wait is longer.
+        """
         if self._front.locked() or self._left_s() > 0:
             async with self._front:
-                await self._until_open()
+                await self._until_open(longest_s)
                 self.num_running += 1
         else:
             self.num_running += 1
@@ -83,6 +92,7 @@ class Pace:
     def _wait(self, seconds: float) -> None:
         if seconds <= MAX_WAIT_S:
             self._resumes_at = max(self._resumes_at, anyio.current_time() + seconds)
+            self._changed.set()
 
     def _left_s(self) -> float:
         """The seconds until requests may be sent: infinite while the window is full, and 0 or less if they
@@ -91,8 +101,13 @@ class Pace:
             return math.inf
         return self._resumes_at - anyio.current_time()
 
-    async def _until_open(self) -> None:
+    async def _until_open(self, longest_s: Callable[[], float]) -> None:
         while (left_s := self._left_s()) > 0:
+            wait_s = self._resumes_at - anyio.current_time()
+            if wait_s > longest_s():
+                error = RateLimited("the rate limit of the endpoint is reached")
+                error.retry_after_s = wait_s
+                raise error
             self._changed = anyio.Event()
             with anyio.move_on_after(left_s):
                 await self._changed.wait()

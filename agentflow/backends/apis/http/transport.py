@@ -7,6 +7,7 @@ server to stop.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import ssl
@@ -18,11 +19,14 @@ import anyio
 import httpx2
 import msgspec
 
-from agentflow.backends.apis.http.api_errors import ErrorMapping, is_transient
+from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fault, is_transient
+from agentflow.backends.apis.http.circuit import Attempt, Circuit
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 0.5
@@ -31,6 +35,8 @@ MAX_RETRY_AFTER_S = 60.0
 """A server that asks for a longer pause gets no second attempt: the program decides."""
 LIMITED_ATTEMPTS = 5
 """The refusals because of a rate that count as one failure."""
+SHORT_WAIT_S = 2.0
+"""The longest wait for a rate while another endpoint could answer."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_LIST_BYTES = 8 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
@@ -63,6 +69,11 @@ class EventSink(Protocol):
 
 
 SinkT = TypeVar("SinkT", bound=EventSink)
+
+
+def no_alternative() -> bool:
+    """For a request that only one endpoint can answer."""
+    return False
 
 
 @asynccontextmanager
@@ -103,6 +114,7 @@ class ApiTransport:
         stall_timeout_s: The time limit between two events, in seconds.
         first_pause_s: The pause before the second attempt, in seconds. It doubles, with jitter.
         max_event_bytes: The largest event.
+        circuit: Learns from the failures. It stops only requests that another endpoint can answer.
     """
 
     def __init__(
@@ -115,6 +127,7 @@ class ApiTransport:
         stall_timeout_s: float = 60.0,
         first_pause_s: float = FIRST_PAUSE_S,
         max_event_bytes: int = MAX_EVENT_BYTES,
+        circuit: Circuit | None = None,
     ) -> None:
         self._http = http
         self.errors = errors
@@ -124,9 +137,20 @@ class ApiTransport:
         self._first_pause_s = first_pause_s
         self._max_event_bytes = max_event_bytes
         self.pace = Pace()
+        self.circuit = circuit or Circuit()
+
+    @property
+    def endpoint(self) -> str:
+        """The model and its server, for messages."""
+        return f"{self.errors.model} at {self.errors.server}"
 
     async def stream(
-        self, path: str, body: bytes, make_sink: Callable[[], SinkT], headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: bytes,
+        make_sink: Callable[[], SinkT],
+        headers: Mapping[str, str] | None = None,
+        has_alternative: Callable[[], bool] = no_alternative,
     ) -> SinkT:
         """Sends ``body`` and reads the stream of its answer.
 
@@ -135,6 +159,8 @@ class ApiTransport:
             body: A JSON object.
             make_sink: Makes the sink of an attempt.
             headers: Further headers.
+            has_alternative: Whether another endpoint can answer the request now. Then only a short wait for a
+                rate is kept, and nothing else is repeated.
 
         Returns:
             The sink that has received the whole stream.
@@ -144,21 +170,39 @@ class ApiTransport:
         """
         sent = {"content-type": "application/json", "accept": "text/event-stream", **(headers or {})}
         num_failed, num_limited = 0, 0
+
+        def longest_wait_s() -> float:
+            return SHORT_WAIT_S if has_alternative() else math.inf
+
         while True:
             sink = make_sink()
             exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
-            began_at = math.inf
+            began_at, attempt = math.inf, None
             try:
-                async with self.pace.turn() as began_at:
+                async with self.pace.turn(longest_wait_s) as began_at:
+                    if has_alternative() and not self.circuit.is_ready:
+                        raise self.circuit_open()
+                    attempt = self.circuit.attempt()
+                    exchange.on_begin = attempt.begun
                     await self._attempt(exchange, path, body, sink, sent)
+                attempt.succeeded()
                 self.pace.widen(exchange.headers)
                 return sink
             except AgentflowError as error:
+                if attempt is None:
+                    raise  # nothing was sent
                 if isinstance(error, RateLimited):
                     num_limited += 1
                 else:
                     num_failed += 1
                 pause_s = self._pause_s(error, num_failed + num_limited)
+                is_short = (
+                    isinstance(error, RateLimited)
+                    and pause_s <= SHORT_WAIT_S
+                    and num_limited < LIMITED_ATTEMPTS
+                )
+                if not is_short:
+                    self._note(attempt, error)
                 if exchange.status in (429, 503, 529):
                     self.pace.narrow(began_at, pause_s)
                     pause_s = 0.0  # the pace keeps it, for all requests
@@ -167,7 +211,33 @@ class ApiTransport:
                 num_counted = num_failed + num_limited // LIMITED_ATTEMPTS
                 if is_final or not self._may_repeat(error, max(1, num_counted)):
                     raise
+                if has_alternative() and not is_short:
+                    raise
+            finally:
+                if attempt is not None:
+                    attempt.left()
             await _pause(pause_s)
+
+    def circuit_open(self) -> Overloaded:
+        """The error of a request that is not sent, because the circuit of the endpoint is open."""
+        left_s = self.circuit.left_s
+        error = Overloaded(
+            f"{self.endpoint} has failed and is not asked now; it is tried again in {math.ceil(left_s)} s"
+        )
+        error.retry_after_s = left_s
+        return error
+
+    def _note(self, attempt: Attempt, error: AgentflowError) -> None:
+        """Tells the circuit how an attempt failed. An endpoint that refuses a request works."""
+        if not is_endpoint_fault(error):
+            attempt.succeeded()
+            return
+        asked_s = error.retry_after_s if isinstance(error, Overloaded) else None
+        was = self.circuit.status
+        attempt.failed(asked_s if asked_s is not None and asked_s > SHORT_WAIT_S else None)
+        if was != "open" and self.circuit.status == "open":
+            left_s = self.circuit.left_s
+            logger.warning("the circuit of %s opens for %.0f s: %s", self.endpoint, left_s, error)
 
     async def get(self, path: str) -> Any:
         """The decoded JSON answer to a ``GET``. Raises the errors of ``stream``."""
@@ -266,6 +336,8 @@ class _Exchange:
         self._stall_timeout_s = stall_timeout_s
         self._sink = sink
         self._events = events
+        self.on_begin: Callable[[], None] = lambda: None  # called when the first event was read
+        self._has_begun = False
         self._is_postponed = False  # the deadline is that of an event, not of the first
         self._num_bytes = 0
         self._parts: list[bytes] = []  # of a body that is not a stream of events
@@ -311,6 +383,9 @@ class _Exchange:
         events = reader.push(chunk)
         for event in events:
             sink.event(event)
+            if not self._has_begun:
+                self._has_begun = True
+                self.on_begin()
             if sink.is_left:
                 self._leave()
                 return
