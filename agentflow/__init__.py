@@ -55,6 +55,7 @@ from agentflow.version import __version__
 if TYPE_CHECKING:
     from agentflow.backends.apis.anthropic import Anthropic
     from agentflow.backends.apis.compatible import OpenAICompatible
+    from agentflow.backends.apis.fallback import Fallback
     from agentflow.backends.apis.openai import OpenAI
     from agentflow.backends.apis.prices import Price
     from agentflow.backends.local import Embedded
@@ -79,6 +80,7 @@ __all__ = [
     "DeadlineExceeded",
     "Decision",
     "Embedded",
+    "Fallback",
     "Graph",
     "InvalidValue",
     "McpServer",
@@ -148,6 +150,7 @@ def __dir__() -> list[str]:
 # Loaded where they are used: most programs need one backend and no tools, and a command should start quickly.
 _LOADED_LATER = {
     "Anthropic": "agentflow.backends.apis.anthropic",
+    "Fallback": "agentflow.backends.apis.fallback",
     "OpenAI": "agentflow.backends.apis.openai",
     "Price": "agentflow.backends.apis.prices",
     "OpenAICompatible": "agentflow.backends.apis.compatible",

@@ -20,13 +20,14 @@ from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.task_group import open_task_group
 
 
-class _InterpretedConnection(Generic[ContextT]):
-    """A ``Connection`` to an interpreter in the same event loop."""
+class InterpretedConnection(Generic[ContextT]):
+    """A ``Connection`` to an interpreter in the same event loop. ``generator``: of the default model."""
 
     is_connected = True
 
-    def __init__(self, interpreter: Interpreter[ContextT]) -> None:
+    def __init__(self, interpreter: Interpreter[ContextT], generator: Generator[ContextT]) -> None:
         self._interpreter = interpreter
+        self.generator = generator
         self.models = interpreter.models
 
     def send(self, ops: Sequence[Op]) -> None:
@@ -63,7 +64,7 @@ async def interpreted(
 
             group.start_soon(pump)
             try:
-                yield _InterpretedConnection(interpreter)
+                yield InterpretedConnection(interpreter, generator)
             finally:
                 group.cancel_scope.cancel()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextvars
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -79,6 +79,7 @@ class SessionOptions(TypedDict, total=False):
 
     model: str | None
     models: Mapping[str, str | os.PathLike[str] | Backend] | None
+    fallback: Sequence[str | Backend] | None
     embed_model: str | None
     quantize: str | None
     chat_template: str | os.PathLike[str] | None
@@ -99,9 +100,9 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
         url: The server's address (``ws://…`` or ``wss://…``); the address of a server with OpenAI's API
             (``http://…/v1``); or a model of a vendor (``openai:MODEL``, ``anthropic:MODEL``). Default: the
             environment variable AGENTFLOW_URL. Without an address, an engine in this process runs the model.
-        options: Fields of ``af.SessionOptions``: ``model``, ``models``, ``embed_model``, ``quantize``,
-            ``chat_template``, ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed``, ``max_cost``,
-            ``prices`` and ``record``.
+        options: Fields of ``af.SessionOptions``: ``model``, ``models``, ``fallback``, ``embed_model``,
+            ``quantize``, ``chat_template``, ``device``, ``kv_tokens``, ``api_key``, ``backend``, ``seed``,
+            ``max_cost``, ``prices`` and ``record``.
 
     Raises:
         BadArgument: An option is unknown or invalid, or does not go with another one.
@@ -125,7 +126,9 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     models = options.get("models")
 
     def choose() -> Backend:
-        return _chosen_backend(url, options) if models is None else _several(models, url, options)
+        if models is not None:
+            return _several(models, url, options)
+        return _with_fallback(_chosen_backend(url, options), url, options)
 
     if models is not None and backend is not None:
         raise BadArgument("session: models has all models: leave out backend", param="backend")
@@ -140,6 +143,8 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
         raise BadArgument(
             f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
         )
+    else:
+        backend = _with_fallback(backend, None, options)
     if options.get("max_cost") is not None or options.get("prices") is not None:
         _limit_cost(backend, options)
     session_seed = getattr(backend, "session_seed", None)
@@ -153,10 +158,38 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     return Session(backend, seed=seed)
 
 
+def _with_fallback(backend: Backend, url: str | None, options: SessionOptions) -> Backend:
+    """The backend with those that answer in its place, if there are any."""
+    given = options.get("fallback")
+    if given is None:
+        return backend
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise BadArgument(
+            f"session: fallback must be a list of addresses or backends, not {short_repr(given)}",
+            param="fallback",
+        )
+    from agentflow.backends.apis.addresses import api_backend
+    from agentflow.backends.apis.fallback import Fallback
+
+    server = _server_of(url or os.environ.get("AGENTFLOW_URL") or "")
+    api_key = options.get("api_key")
+    others = [
+        api_backend(one, api_key) or one if isinstance(one, str) and _server_of(one) == server else one
+        for one in given
+    ]
+    return Fallback(backend, *others)
+
+
 def _several(
     models: Mapping[str, str | os.PathLike[str] | Backend], url: str | None, options: SessionOptions
 ) -> Backend:
     """The backend of a session with several models."""
+    if options.get("fallback") is not None:
+        raise BadArgument(
+            "session: give the fallback of each model in models, such as "
+            'models={"small": af.Fallback("openai:…", "anthropic:…")}',
+            param="fallback",
+        )
     others = _chosen(options, *_OF_MODEL, *_OF_ENGINE)
     if url is not None or others:
         name = next(iter(others), "url")
@@ -270,20 +303,6 @@ def _server_of(address: str) -> str:
     return rest.partition("/")[0] if is_url else address.partition(":")[0]
 
 
-def _vendor_backend(url: str, options: SessionOptions) -> Backend:
-    """A model of a vendor, such as ``openai:gpt-4.1-mini``."""
-    vendor, _, model = url.partition(":")
-    if not model or _chosen(options, *_OF_MODEL):
-        raise BadArgument(f"session: {url!r:.200} names the model: write {vendor}:MODEL, without model=")
-    if vendor == "openai":
-        from agentflow.backends.apis.openai import OpenAI
-
-        return OpenAI(model, api_key=options.get("api_key"))
-    from agentflow.backends.apis.anthropic import Anthropic
-
-    return Anthropic(model, api_key=options.get("api_key"))
-
-
 def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
     url = url or os.environ.get("AGENTFLOW_URL")
     of_engine = _chosen(options, *_OF_ENGINE)
@@ -299,7 +318,11 @@ def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
             param=name,
         )
     if url.startswith(_VENDORS):
-        return _vendor_backend(url, options)
+        from agentflow.backends.apis.addresses import vendor_backend
+
+        if _chosen(options, *_OF_MODEL):
+            raise BadArgument(f"session: {url!r:.200} names the model: leave out model=", param="model")
+        return vendor_backend(url, options.get("api_key"))
     api_key = options.get("api_key") or os.environ.get("AGENTFLOW_API_KEY") or None
     if url.startswith(("http://", "https://")):
         from agentflow.backends.apis.asked_server import AskedServer

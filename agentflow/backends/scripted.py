@@ -204,7 +204,7 @@ class ScriptedGenerator:
         self._script: Script = (script,) if isinstance(script, str) else script
         self._num_sent: Counter[str] = Counter()
         self._opened: deque[_Queue] = deque()
-        self._stats = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
+        self._stats: dict[str, Any] = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ScriptedContext:
         """An empty text."""

@@ -62,6 +62,9 @@ class Capabilities(msgspec.Struct, frozen=True):
     continuation: bool = True  # a gen may follow text in the assistant's turn
     plain_text: bool = True  # a gen may stand outside turns
     decisions: bool = True  # questions may be decided
+    # Of the models that may answer in the place of one another (``af.Fallback``), in their order. This struct
+    # then has the features that all of them have.
+    candidates: tuple[Capabilities, ...] = ()
 
     def accepts(self, name: str) -> bool:
         """Whether a gen may give the sampling parameter ``name``."""
@@ -173,6 +176,20 @@ class Usage(Record, msgspec.Struct, frozen=True):
         return Usage(**{name: max(0, getattr(self, name) - getattr(part, name)) for name in names})
 
 
+CircuitStatus = Literal["closed", "open", "half_open"]
+"""Of an endpoint: it is asked, it is left out after failures, or it is tried again."""
+
+
+class EndpointStats(Record, msgspec.Struct, frozen=True):
+    """Counters of one of several endpoints that answer in the place of one another (``af.Fallback``)."""
+
+    model: str  # as in ``Value.model``
+    circuit: CircuitStatus = "closed"
+    answered: int = 0  # requests, with repeated ones
+    failed: int = 0
+    retry_after_s: float | None = None  # until an open circuit lets a request try the endpoint
+
+
 class Stats(Record, msgspec.Struct, frozen=True):
     """Counters of the backend since its start, and current gauges. They count tokens unless the name says
     otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool. A counter is None if the
@@ -207,6 +224,7 @@ class Stats(Record, msgspec.Struct, frozen=True):
     saved_calls: int = 0
     saved_tokens: int = 0
     failed_speculations: int = 0
+    endpoints: tuple[EndpointStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -295,6 +313,13 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return error
 
 
+class PassedOver(Record, msgspec.Struct, frozen=True):
+    """An endpoint that did not answer, so that the next one was asked (``af.Fallback``)."""
+
+    model: str  # as in ``Value.model``
+    error: ErrorInfo  # its failure; ``overloaded`` if its circuit was open
+
+
 class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit_defaults=True):
     """Common configuration: one JSON object with an ``event`` field, defaults left out."""
 
@@ -334,6 +359,9 @@ class Value(_Event, frozen=True):
     reasoning: str | None = None  # before the text
     tokens: tuple[str, ...] | None = None  # the text of each token in ``logprobs``
     decided_by: DecidedBy | None = None  # of a select or a decide
+    # The model that answered, if the session chose among several; with its server if two have the same name.
+    model: str = ""
+    passed_over: tuple[PassedOver, ...] = ()  # the endpoints before it
 
 
 class VarFailed(_Event, frozen=True):

@@ -313,7 +313,15 @@ def _check_op(op: ops.Op, models: StateModels) -> None:
         check_transforms(ref.transforms)
     if isinstance(op, ops.Open | ops.Fork):
         models.named(op.model)
-    spec.require(op, models.of(getattr(op, "state", 0)))
+    require(op, models.of(getattr(op, "state", 0)))
+
+
+def require(op: ops.Op, capabilities: Capabilities) -> None:
+    """Raises ``NotSupported`` if the model, or one of those that may answer in its place, cannot run the
+    op."""
+    spec = spec_of(op)
+    for one in (*capabilities.candidates, capabilities):
+        spec.require(op, one)
 
 
 def check_types(value: msgspec.Struct) -> None:

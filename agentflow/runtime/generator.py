@@ -19,6 +19,7 @@ from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import (
     Capabilities,
     DecidedBy,
+    PassedOver,
     Stats,
     StepRecord,
     TopLogprobs,
@@ -32,8 +33,8 @@ ContextT = TypeVar("ContextT")
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced``, ``reasoning``
-    and ``tokens``: as in ``Value``."""
+    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced`` and the fields
+    after it: as in ``Value``."""
 
     text: str
     finish_reason: str
@@ -43,16 +44,20 @@ class Generated(msgspec.Struct, frozen=True):
     forced: tuple[tuple[int, int], ...] | None = None
     reasoning: str | None = None
     tokens: tuple[str, ...] | None = None
+    model: str = ""
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 class Scored(msgspec.Struct, frozen=True):
     """The outcome of a select: each choice's score under the method, and the ``index`` of the chosen one, the
-    first with the highest score."""
+    first with the highest score. ``model`` and ``passed_over``: as in ``Value``."""
 
     index: int
     scores: tuple[float, ...]
     usage: Usage
     decided_by: DecidedBy = "logprobs"
+    model: str = ""
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -61,6 +66,8 @@ class Decided(msgspec.Struct, frozen=True):
     probabilities: tuple[tuple[float, ...] | None, ...]
     usage: Usage
     decided_by: DecidedBy = "logprobs"
+    model: str = ""
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):

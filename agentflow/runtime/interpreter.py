@@ -51,6 +51,7 @@ from agentflow.protocol.op_table import (
     opened,
     references,
     rejected,
+    require,
 )
 from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import apply_in_turn
@@ -415,10 +416,9 @@ class Interpreter(Generic[ContextT]):
             case ops.Rejected(error=error):
                 raise error
             case op:
-                spec = OPS[type(op)]
-                spec.check(op)
+                OPS[type(op)].check(op)
                 if state.generator is not None:
-                    spec.require(op, self._capabilities_of(state.generator))
+                    require(op, self._capabilities_of(state.generator))
                 await self._ops.execute(state, pending)
 
     def _start_child(
@@ -627,13 +627,31 @@ class _OpExecution(Generic[ContextT]):
                 choice = op.choices[scored.index]
                 scores = dict(zip(op.choices, scored.scores, strict=True))
                 state.reserve_text(choice)
-                value = Value(op.var, 0, choice, "choice", scored.usage, choices=scores)
-                variable.complete(msgspec.structs.replace(value, decided_by=scored.decided_by))
+                value = Value(
+                    op.var,
+                    0,
+                    choice,
+                    "choice",
+                    scored.usage,
+                    choices=scores,
+                    decided_by=scored.decided_by,
+                    model=scored.model,
+                    passed_over=scored.passed_over,
+                )
+                variable.complete(value)
             case ops.Decide():
                 variable = self._variables[op.var]
                 decided = await generator.decide(context, op.questions)
-                text = answers_text(op.questions, decided.probabilities)
-                value = Value(op.var, 0, text, "decided", decided.usage, decided_by=decided.decided_by)
+                value = Value(
+                    op.var,
+                    0,
+                    answers_text(op.questions, decided.probabilities),
+                    "decided",
+                    decided.usage,
+                    decided_by=decided.decided_by,
+                    model=decided.model,
+                    passed_over=decided.passed_over,
+                )
                 variable.complete(value)
             case ops.Fork():
                 await self._fork(state, generator, context, op.model, pending.children)
@@ -751,6 +769,8 @@ class _OpExecution(Generic[ContextT]):
             forced=end.forced,
             reasoning=end.reasoning,
             tokens=end.tokens,
+            model=end.model,
+            passed_over=end.passed_over,
         )
         variable.complete(value)
 

@@ -53,6 +53,8 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     ErrorInfo,
     generator.Usage,
     generator.Stats,
+    events.EndpointStats,
+    events.PassedOver,
     events.StepRecord,
     events.WatchedRequest,
     events.TreeDelta,

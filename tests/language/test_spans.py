@@ -12,6 +12,8 @@ import anyio
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode
+from support.apis import openai_answers
+from support.apis.fake_server import Answer, fake_server
 from support.programs import ask, echo
 from support.spans import Recorded, recording_spans
 
@@ -88,6 +90,27 @@ async def test_gens_have_the_attributes_of_the_conventions(recorded: Recorded):
     assert select.attributes["gen_ai.response.finish_reasons"] == ("choice",)
     (run,) = recorded.named("invoke_workflow")
     assert run.attributes["gen_ai.workflow.name"] == "judge"
+
+
+async def test_a_span_has_the_model_that_answered_and_those_that_did_not(recorded: Recorded):
+    async with (
+        fake_server([Answer(b"{}", 529)]) as first,
+        fake_server([openai_answers.text_stream("Yes")]) as second,
+    ):
+        backends = [
+            af.OpenAI(f"m{number}", base_url=f"{server.url}/v1", api_key="k")
+            for number, server in enumerate((first, second))
+        ]
+        async with af.session(backend=af.Fallback(*backends)) as flow, flow.state() as s:
+            s += af.user("Hi") + af.assistant(af.gen("x"))
+            await s["x"]
+    (span,) = recorded.named("chat")
+    assert span.attributes is not None
+    assert span.attributes["gen_ai.request.model"] == "m0"
+    assert span.attributes["gen_ai.response.model"] == "m1"
+    (event,) = span.events
+    assert event.attributes is not None
+    assert dict(event.attributes) == {"gen_ai.request.model": "m0", "error.type": "overloaded"}
 
 
 async def test_content_is_in_spans_only_where_it_is_allowed(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
+from agentflow.backends.apis.http.circuit import HasAlternative, no_alternative
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
@@ -31,23 +33,41 @@ Encode = Callable[[Message], bytes]
 """Encodes a message as an API takes it."""
 
 
+class Native(NamedTuple):
+    """A message as one model's provider wants it back, with its reasoning. Another model is sent its text."""
+
+    model: object  # the generator that made it
+    encoded: bytes
+
+
 class MessageNode:
     """A message and, by ``parent``, all messages before it."""
 
-    __slots__ = ("_encoded", "gate", "length", "message", "parent")
+    __slots__ = ("_encoded", "gate", "length", "message", "native", "parent")
 
-    def __init__(self, parent: MessageNode | None, message: Message, encoded: bytes | None = None) -> None:
+    def __init__(self, parent: MessageNode | None, message: Message, native: Native | None = None) -> None:
         self.parent = parent
         self.message = message
+        self.native = native
         self.length: int = 1 if parent is None else parent.length + 1
-        self._encoded = encoded
+        self._encoded: tuple[Encode, bytes] | None = None
         self.gate: PrefixGate | None = None  # before the requests of states that were forked after it
 
     def encoded(self, encode: Encode) -> bytes:
-        """The message's encoding, which is made once: a context belongs to one API."""
-        if self._encoded is None:
-            self._encoded = encode(self.message)
-        return self._encoded
+        """The message's encoding, which is kept until another API encodes it."""
+        if self.native is not None:
+            return self.native.encoded
+        if self._encoded is None or self._encoded[0] != encode:
+            self._encoded = encode, encode(self.message)
+        return self._encoded[1]
+
+    def read_by(self, model: object) -> MessageNode:
+        """The node as ``model`` reads it: without the native form of another model."""
+        if self.native is None or self.native.model is model:
+            return self
+        node = MessageNode(self.parent, self.message)
+        node.gate = self.gate
+        return node
 
 
 def chain(last: MessageNode | None) -> list[MessageNode]:
@@ -84,6 +104,8 @@ class ApiContext:
 
     cache_salt: str = ""
     program: str = ""
+    model: object = None  # the generator of the next call
+    has_alternative: HasAlternative = no_alternative  # whether another one can answer that call
     last: MessageNode | None = None  # of the turns that have ended
     role: str | None = None  # of the open turn
     is_implied: bool = False  # no role op opened it
@@ -92,7 +114,7 @@ class ApiContext:
     calls: tuple[CalledTool, ...] = ()  # its tool calls
     has_generated: bool = False  # a model wrote some of it
     reasoning: str | None = None  # before its text
-    native: bytes | None = None  # all of it, as the provider wants it back
+    native: Native | None = None  # all of it, as the provider wants it back
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
     trace: str = ""  # the ``traceparent`` of the next request
@@ -177,7 +199,8 @@ class ApiContext:
         native: bytes | None = None,
     ) -> None:
         """Appends a generated answer. ``native``: as the provider wants it back."""
-        self.native = None if self.open_text or self.calls else native
+        is_whole = native is not None and not self.open_text and not self.calls
+        self.native = Native(self.model, native) if is_whole and native is not None else None
         if text:
             self.parts.append(text)
         self.calls += calls
@@ -199,11 +222,11 @@ class ApiContext:
         self.has_generated, self.reasoning = final.generated, final.reasoning
 
     def messages(self, *, with_open: bool = True) -> list[MessageNode]:
-        """The turns that have ended, and the open one if it has content."""
+        """The turns that have ended, and the open one if it has content, as ``model`` reads them."""
         nodes = chain(self.last)
         if with_open and self.role is not None and (self.open_text or self.calls):
             nodes.append(MessageNode(self.last, self.open_message(), self.native))
-        return nodes
+        return [node.read_by(self.model) for node in nodes]
 
     @property
     def num_unsent_bytes(self) -> int:

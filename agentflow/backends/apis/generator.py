@@ -25,6 +25,7 @@ from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext, prefix_key
+from agentflow.backends.apis.http.circuit import Circuit
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.prices import FREE, Billing
@@ -60,7 +61,7 @@ from agentflow.runtime.generator import (
     StateHint,
     Upcoming,
 )
-from agentflow.runtime.task_group import open_task_group
+from agentflow.runtime.task_group import first_of, open_task_group
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +115,23 @@ class ApiGenerator:
         self._unscored: set[int] = set()  # hashes of choices that are no single tokens
         self._num_running = 0
 
+    @property
+    def endpoint(self) -> str:
+        """The model and its server, for messages."""
+        return self._transport.endpoint
+
+    @property
+    def circuit(self) -> Circuit:
+        """The circuit of the endpoint."""
+        return self._transport.circuit
+
+    def circuit_open(self) -> AgentflowError:
+        """The error of a call that is not made, because the circuit is open."""
+        return self._transport.circuit_open()
+
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
         """An empty context."""
-        return ApiContext(cache_salt, program)
+        return ApiContext(cache_salt, program, self)
 
     def fill(self, context: ApiContext, text: str) -> None:
         """Appends text."""
@@ -126,12 +141,12 @@ class ApiGenerator:
         self, context: ApiContext, role: str, tool_call_id: str | None = None, name: str | None = None
     ) -> None:
         """Opens a turn. ``NotSupported`` after plain text."""
-        self._leave_ahead(context)
+        self.leave_ahead(context)
         context.begin_role(role, (tool_call_id, name))
 
     def end_role(self, context: ApiContext) -> None:
         """Closes the turn."""
-        self._leave_ahead(context)
+        self.leave_ahead(context)
         context.end_role()
 
     def image(self, context: ApiContext, source: str) -> None:
@@ -158,14 +173,14 @@ class ApiGenerator:
         context.open_answer()
         upcoming, context.upcoming = context.upcoming, ()
         if context.is_ahead_inherited and params.temperature != 0:
-            self._leave_ahead(context)  # each branch is a separate draw
+            self.leave_ahead(context)  # each branch is a separate draw
         if context.ahead is None and self._may_speculate(context, params, constraint, upcoming):
             self._begin_ahead(context, params, upcoming)
         if context.ahead is not None:
             taken = await self._taken(context, params, on_text, constraint, on_reasoning, upcoming)
             if taken is not None:
                 return taken
-            self._leave_ahead(context)
+            self.leave_ahead(context)
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=False)
 
     async def reply(
@@ -177,13 +192,13 @@ class ApiGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the model may call the context's tools."""
-        self._leave_ahead(context)
+        self.leave_ahead(context)
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
 
     async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
         """Scores the choices by log-probabilities where the API reports those of each, and otherwise lets the
         model write one of them, whose score is then 0, and that of the others ``UNKNOWN_SCORE``."""
-        self._leave_ahead(context)
+        self.leave_ahead(context)
         context.open_answer()
         usage, scores = await self._exact_scores(context, tuple(choices), method)
         if scores is not None:
@@ -219,9 +234,12 @@ class ApiGenerator:
             async with limiter:
                 found[index] = await self._decided(context, questions[index])
 
-        async with open_task_group() as tasks:
-            for index in range(len(questions)):
-                tasks.start_soon(decide_one, index)
+        try:
+            async with open_task_group() as tasks:
+                for index in range(len(questions)):
+                    tasks.start_soon(decide_one, index)
+        except ExceptionGroup as group:  # several failed, perhaps for the same reason
+            raise first_of(group) from group
         made = [one for one in found if one is not None]
         is_exact = all(one.decided_by == "logprobs" for one in made)
         return Decided(
@@ -348,7 +366,7 @@ class ApiGenerator:
 
     def free(self, context: ApiContext) -> None:
         """Ends a call that nothing needs any more. The server keeps no state."""
-        self._leave_ahead(context)
+        self.leave_ahead(context)
 
     async def stats(self) -> Stats:
         """The counters of this session; those of the server are not known."""
@@ -442,7 +460,7 @@ class ApiGenerator:
         asked.trace, context.trace = context.trace, ""
         call = Call(call_params("" if continues else turn, upcoming, params))
         request = self._api.request(asked, call)
-        ahead = context.ahead = Ahead(turn if continues else "", params)
+        ahead = context.ahead = Ahead(turn if continues else "", params, self)
         context.is_ahead_inherited = False
         self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
 
@@ -486,7 +504,7 @@ class ApiGenerator:
         if not agrees or is_used_up:
             self._num_failed_speculations += 1
             if not self.capabilities.continuation and turn:
-                raise disagreement(self.capabilities.model, turn, ahead.text)
+                raise ahead.error or disagreement(self.capabilities.model, turn, ahead.text)
             return None
         # A constrained value ends where the program goes on; it is checked before it is visible.
         fixed = next((item for item in upcoming[:1] if isinstance(item, str)), None)
@@ -504,7 +522,7 @@ class ApiGenerator:
         if wrong or (not reason and not answer.is_visible):
             self._num_failed_speculations += 1
             if not self.capabilities.continuation:
-                raise disagreement(self.capabilities.model, turn, ahead.text)
+                raise ahead.error or disagreement(self.capabilities.model, turn, ahead.text)
             return None
         if ahead.error is not None and not answer.is_stopped:
             raise ahead.error
@@ -524,7 +542,7 @@ class ApiGenerator:
         nodes = context.messages()
         return sum([len(node.message.content) for node in nodes]) // CHARS_PER_TOKEN
 
-    def _leave_ahead(self, context: ApiContext) -> None:
+    def leave_ahead(self, context: ApiContext) -> None:
         """The context takes nothing more from the call that went on, which ends with its last user."""
         ahead, context.ahead = context.ahead, None
         if ahead is not None:
@@ -594,7 +612,9 @@ class ApiGenerator:
             with self._billing.charged(len(request.body), most) as charged:
                 self._num_running += 1
                 try:
-                    await self._transport.stream(request.path, request.body, new_sink, headers)
+                    await self._transport.stream(
+                        request.path, request.body, new_sink, headers, context.has_alternative
+                    )
                 except AgentflowError:
                     if not (answers and answers[-1].num_deltas):
                         charged(Usage())  # refused, or lost before the answer began

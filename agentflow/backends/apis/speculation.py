@@ -35,9 +35,11 @@ class Ahead:
     Args:
         before: The beginning of the turn that was part of the prompt.
         params: The parameters of the generation that made the call.
+        model: The generator that made the call.
     """
 
-    def __init__(self, before: str, params: GenParams) -> None:
+    def __init__(self, before: str, params: GenParams, model: object = None) -> None:
+        self.model = model
         self.text = before
         self.params = params
         self.reasoning = ""

@@ -251,6 +251,11 @@ class GenSpan:
                 "gen_ai.usage.output_tokens": value.usage.output_tokens,
             }
         )
+        if value.model:
+            self._span.set_attribute("gen_ai.response.model", value.model)
+        for one in value.passed_over:
+            attributes = {"gen_ai.request.model": one.model, "error.type": one.error.code}
+            self._span.add_event("agentflow.passed_over", attributes)
         if self._prompt is not None:
             answer = {**_message("assistant", text), "finish_reason": value.finish_reason}
             self._span.set_attribute("gen_ai.input.messages", _json([_message(*m) for m in self._prompt()]))

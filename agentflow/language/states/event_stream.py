@@ -31,7 +31,8 @@ class TextDelta(JsonRecord, msgspec.Struct, frozen=True):
 
 class VariableDone(JsonRecord, msgspec.Struct, frozen=True):
     """Variable ``name`` of the state at ``path`` is complete. ``value``: its text; of a reply, the prose.
-    ``finish_reason``, ``usage`` (in tokens) and ``tool_calls`` are as in ``Variable``.
+    ``finish_reason``, ``usage`` (in tokens) and ``tool_calls`` are as in ``Variable``. ``model``: the
+    one that answered, if the session chose among several (``af.Fallback``).
 
     >>> async for event in flow.stream(judge, essay):
     ...     if isinstance(event, af.VariableDone):
@@ -47,6 +48,7 @@ class VariableDone(JsonRecord, msgspec.Struct, frozen=True):
     finish_reason: str
     usage: Usage
     tool_calls: tuple[ToolCall, ...] = ()
+    model: str = ""
 
 
 class RunDone(JsonRecord, msgspec.Struct, frozen=True):
@@ -161,7 +163,7 @@ class EventStream:
                 self._num_read.pop(var_id, None)
                 path, end = variable.state.path, variable.end
                 calls = variable.tool_calls
-                return VariableDone(path, variable.name, text, end.finish_reason, end.usage, calls)
+                return VariableDone(path, variable.name, text, end.finish_reason, end.usage, calls, end.model)
         return None
 
 

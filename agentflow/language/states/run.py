@@ -446,6 +446,7 @@ class VariableNode:
         "is_shown",
         "kept",
         "line",
+        "model",
         "name",
         "notation",
         "outcome",
@@ -473,6 +474,7 @@ class VariableNode:
         self.notation = ""  # the text as it was received; for a reply, with its tool calls
         self.reasoning = ""  # the reasoning so far, if it is streamed
         self.error: ErrorInfo | None = None
+        self.model = ""  # the model that answered
         self.end_number = 0  # its place in the order in which the run's variables ended
         self.line: ProgramLine | None = None  # the line of the program that declared it
         self.outcome: Value | None = None  # how a text that the client provides was generated
@@ -574,6 +576,7 @@ class VariableNode:
         self.reasoning = value.reasoning or ""
         self.notation = self.notation[: value.at] + value.text
         self._value = self.outcome or value
+        self.model = self._value.model or self.state.capabilities.model
         self._wake()
         self.state.end_variable(self.id)
         run = self.state.run

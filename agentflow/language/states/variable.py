@@ -25,7 +25,7 @@ from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
-from agentflow.protocol.events import DecidedBy, ErrorInfo, TopLogprobs, Usage
+from agentflow.protocol.events import DecidedBy, ErrorInfo, PassedOver, TopLogprobs, Usage
 from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -365,6 +365,30 @@ class Variable(Reference[ValueT_co]):
         5
         """
         return self._node.end.usage
+
+    @property
+    def model(self) -> str:
+        """The model that wrote it: with ``af.Fallback`` the one that answered. Await the variable first.
+
+        >>> await s["answer"]
+        'Plants turn light into sugar.'
+        >>> s["answer"].model == flow.capabilities.model
+        True
+        """
+        _ = self._node.end  # raises its failure
+        return self._node.model
+
+    @property
+    def passed_over(self) -> tuple[PassedOver, ...]:
+        """With ``af.Fallback``, the models before the one that answered: each with the ``error`` for which it
+        did not. Await the variable first.
+
+        >>> await s["answer"]
+        'Plants turn light into sugar.'
+        >>> s["answer"].passed_over
+        ()
+        """
+        return self._node.end.passed_over
 
     @property
     def forced(self) -> tuple[tuple[int, int], ...]:

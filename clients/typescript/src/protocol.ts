@@ -413,32 +413,41 @@ export interface SelectOp {
 }
 
 /**
- * Answers `questions` about the state's content at this point, each by itself, and sets variable `var`
- * to the answers (`decisions.answers_text`). Appends nothing. `trace`: as in a `Gen`.
+ * Answers questions about the state's content at this point, each by itself, and stores the answers in a
+ * new variable. The state's own text does not change, and its assistant's turn must not be open.
+ * Rejected unless `capabilities.decisions`.
  */
 export interface DecideOp {
   op: "decide";
   state: number;
+  /** The variable's number. */
   var: number;
+  /** The variable's name, for error messages. */
   name: string;
+  /** 1 to 400, of different names. */
   questions: Question[];
+  /** As in `gen`; by default `""`. */
   trace?: string;
 }
 
 /**
- * A question. A `predicate` is true or false and has no options, a `choice` has options in any order,
- * and a `score` has levels from the lowest to the highest. `instructions`: by default the name.
+ * Part of `decide`. A `predicate` is true or false, with the answers `yes` and `no`. A `choice` has
+ * options in any order, and a `score` has levels from the lowest to the highest.
  */
 export interface Question {
   name: string;
   kind: "choice" | "predicate" | "score";
+  /** The question; without it, the name; by default `""`. */
   instructions?: string;
+  /** The answers, 2 to 255; none for a predicate; by default `[]`. */
   options?: Option[];
 }
 
-/** A choice, or a level of a score. */
+/** Part of a Question. */
 export interface Option {
+  /** The answer; no other option has it. */
   text: string;
+  /** By default `""`. */
   description?: string;
 }
 
@@ -706,7 +715,10 @@ export interface ValueEvent {
   at: number;
   /** The rest of the variable's text; often empty. */
   text: string;
-  /** `eos`, `stop` or `length`; for a select `choice`, for other variables `set`, `read` or `provided`. */
+  /**
+   * `eos`, `stop` or `length`; for a select `choice`, for a decide `decided`, for other variables `set`,
+   * `read` or `provided`.
+   */
   finish_reason: string;
   usage: Usage;
   /** Each token's log-probability, if `params` requested it. */
@@ -727,7 +739,15 @@ export interface ValueEvent {
   reasoning?: string | null;
   /** The text of each token that `logprobs` has an entry for. */
   tokens?: string[] | null;
+  /**
+   * For a `select` or a `decide`: by the log-probabilities of all choices, by a provider's endpoint for
+   * decisions, or by the text that the model wrote, which says nothing about the other choices.
+   */
   decided_by?: "endpoint" | "logprobs" | "text" | null;
+  /** The model that answered, if the session chose among several; by default `""`. */
+  model?: string;
+  /** The models before it, which did not answer; by default `[]`. */
+  passed_over?: PassedOver[];
 }
 
 /** Tokens of one generation. */
@@ -752,6 +772,14 @@ export interface Usage {
 
 /** Part of `value`. Written as a list of its fields, in this order. */
 export type TokenLogprob = [token_id: number, text: string, logprob: number];
+
+/** A model that did not answer, so that the next one was asked. */
+export interface PassedOver {
+  /** As in value. */
+  model: string;
+  /** Its failure; `overloaded` if its circuit was open. */
+  error: ErrorInfo;
+}
 
 /** A variable will never have a value. */
 export interface VarFailedEvent {
@@ -834,6 +862,25 @@ export interface Stats {
   saved_tokens: number;
   /** Of models behind an API: texts of earlier calls that did not fit. */
   failed_speculations: number;
+  /** The models that may answer in the place of one another. */
+  endpoints: EndpointStats[];
+}
+
+/** A model that may answer in the place of others, with its address. */
+export interface EndpointStats {
+  /** As in value. */
+  model: string;
+  /**
+   * `closed`: it is asked; `open`: it is left out after failures; `half_open`: one request may try it
+   * again.
+   */
+  circuit: "closed" | "half_open" | "open";
+  /** Requests, with repeated ones. */
+  answered: number;
+  /** Requests, with repeated ones. */
+  failed: number;
+  /** Until an open circuit is half open. */
+  retry_after_s: number | null;
 }
 
 /**
@@ -1019,7 +1066,13 @@ export interface Capabilities {
   continuation: boolean;
   /** A `gen` may stand outside turns. */
   plain_text: boolean;
+  /** A `decide` is answered. */
   decisions: boolean;
+  /**
+   * Those of the models that may answer in the place of one another; the other fields have the features
+   * that all of them have.
+   */
+  candidates: Capabilities[];
 }
 
 /** Part of `welcome`. */

@@ -646,6 +646,7 @@ async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():
         "generated_tokens": 6,
         "rerendered_tokens": 0,
         **dict.fromkeys(("cost", "saved_calls", "saved_tokens", "failed_speculations"), 0),
+        "endpoints": (),
     }
     hidden = dict.fromkeys(set(Stats.__struct_fields__) - set(shown))
     assert own == Stats(**shown, **hidden)  # f25e: not zeros

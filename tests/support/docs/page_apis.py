@@ -15,6 +15,9 @@ from support.programs import by_end
 OWNERS = {"8000": "vllm", "30000": "sglang", "8080": "llamacpp", "11434": "library"}
 """The owner of the models in the list of the server that pages show at a port."""
 
+OVERLOADED = "gpt-4.1"
+"""The model whose vendor is overloaded."""
+
 _answer_to = by_end(SCRIPT)
 
 
@@ -23,6 +26,8 @@ def answer(request: Received) -> AnyAnswer:
     if request.path.endswith("/models"):
         owner = OWNERS[request.path.split("/")[1]]
         return Answer(json.dumps({"object": "list", "data": [{"id": "m", "owned_by": owner}]}).encode())
+    if request.json["model"] == OVERLOADED:
+        return Answer(b"{}", 503)
     said = _answer_to(_prompt(request.json["messages"]))
     text = said if isinstance(said, str) else said.text
     if request.path.endswith("/messages"):

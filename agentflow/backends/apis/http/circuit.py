@@ -10,11 +10,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Literal
 
+from agentflow.protocol.events import CircuitStatus
 from agentflow.runtime.backoff import doubled_s
 
-CircuitStatus = Literal["closed", "open", "half_open"]
 MAX_FAILURES = 3
 """The failures in a row that open a circuit."""
 FIRST_PAUSE_S = 5.0
@@ -22,6 +21,13 @@ FIRST_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
 MAX_ASKED_S = 600.0
 """The longest pause that a server may ask for."""
+HasAlternative = Callable[[], bool]
+"""Whether another endpoint can answer a request now."""
+
+
+def no_alternative() -> bool:
+    """For a request that only one endpoint can answer."""
+    return False
 
 
 class Attempt:

@@ -20,7 +20,7 @@ import httpx2
 import msgspec
 
 from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fault, is_transient
-from agentflow.backends.apis.http.circuit import Attempt, Circuit
+from agentflow.backends.apis.http.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
@@ -69,11 +69,6 @@ class EventSink(Protocol):
 
 
 SinkT = TypeVar("SinkT", bound=EventSink)
-
-
-def no_alternative() -> bool:
-    """For a request that only one endpoint can answer."""
-    return False
 
 
 @asynccontextmanager
@@ -150,7 +145,7 @@ class ApiTransport:
         body: bytes,
         make_sink: Callable[[], SinkT],
         headers: Mapping[str, str] | None = None,
-        has_alternative: Callable[[], bool] = no_alternative,
+        has_alternative: HasAlternative = no_alternative,
     ) -> SinkT:
         """Sends ``body`` and reads the stream of its answer.
 

@@ -92,6 +92,7 @@ export class FakeServer {
             default_max_tokens: 256,
             continuation: true,
             plain_text: true,
+            candidates: [],
           } },
           limits: { frame_bytes: 1024 * 1024, resume_grace_s: this.graceS },
           ack: this.accepted.length,

@@ -1,0 +1,29 @@
+"""The addresses of models behind APIs, as ``af.session`` and ``af.Fallback`` take them."""
+
+from __future__ import annotations
+
+import os
+
+from agentflow.backends.apis.anthropic import Anthropic
+from agentflow.backends.apis.asked_server import AskedServer
+from agentflow.backends.apis.openai import OpenAI
+from agentflow.errors import BadArgument
+
+VENDORS = ("openai:", "anthropic:")
+
+
+def vendor_backend(address: str, api_key: str | None = None) -> OpenAI | Anthropic:
+    """A model of a vendor, such as ``openai:gpt-4.1-mini``. ``BadArgument`` if the address has no model."""
+    vendor, _, model = address.partition(":")
+    if not model:
+        raise BadArgument(f"{address!r:.200} names no model: write {vendor}:MODEL", param="url")
+    return OpenAI(model, api_key=api_key) if vendor == "openai" else Anthropic(model, api_key=api_key)
+
+
+def api_backend(address: str, api_key: str | None = None) -> OpenAI | Anthropic | AskedServer | None:
+    """The backend of an address; None if it is not that of an API."""
+    if address.startswith(VENDORS):
+        return vendor_backend(address, api_key)
+    if address.startswith(("http://", "https://")):
+        return AskedServer(address, api_key=api_key or os.environ.get("AGENTFLOW_API_KEY") or None)
+    return None

@@ -1,0 +1,406 @@
+"""Several endpoints that answer in the place of one another.
+
+A call goes to the first endpoint whose circuit is closed. If that fails before anything of its answer is
+visible, and another endpoint could answer, the call goes to the next one immediately. So the text of a
+variable is always that of one model.
+
+The endpoints read the same messages, which a context has once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from agentflow.backends.apis.addresses import api_backend
+from agentflow.backends.apis.asked_server import AskedServer
+from agentflow.backends.apis.http.api_errors import is_endpoint_fault, is_transient
+from agentflow.backends.apis.http.circuit import no_alternative
+from agentflow.backends.apis.prices import Costs
+from agentflow.backends.apis.serving import ApiBackend
+from agentflow.backends.local import interpreted
+from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, short_repr
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.decisions import Question
+from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats
+from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.generator import (
+    Decided,
+    EmbeddingOptions,
+    Embeddings,
+    Generated,
+    OnText,
+    Scored,
+    StateHint,
+    Upcoming,
+)
+
+if TYPE_CHECKING:  # they import httpx2
+    from agentflow.backends.apis.conversation import ApiContext
+    from agentflow.backends.apis.generator import ApiGenerator
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT", Generated, Scored, Decided)
+
+
+class _PaidBackend(Backend, Protocol):
+    def take_costs(self, costs: Costs) -> None:
+        """Takes the prices and the cap of the session."""
+
+
+class Fallback:
+    """Models behind APIs that answer in the place of one another: the first one that can.
+
+    Args:
+        backends: The models in the order in which they are asked: addresses as for ``af.session``
+            (``openai:MODEL``, ``anthropic:MODEL``, ``http://host:8000/v1``), or backends such as
+            ``af.OpenAI``. Sessions of one object share what it has learned about failures.
+
+    Raises:
+        BadArgument: There are fewer than two, or one is not behind an API.
+
+    >>> af.Fallback(af.OpenAI("gpt-4.1-mini", api_key="sk-..."), "http://127.0.0.1:8000/v1")
+    Fallback(OpenAI('gpt-4.1-mini'), OpenAICompatible('http://127.0.0.1:8000/v1'))
+    """
+
+    def __init__(self, *backends: str | os.PathLike[str] | Backend) -> None:
+        if len(backends) < 2:
+            raise BadArgument("Fallback: give at least two models", param="fallback")
+        self._backends = [_api_backend(backend) for backend in backends]
+
+    def __repr__(self) -> str:
+        return f"Fallback({', '.join(map(repr, self._backends))})"
+
+    def take_costs(self, costs: Costs) -> None:
+        """Gives all models the prices and the cap of the session. For the session."""
+        for backend in self._backends:
+            backend.take_costs(costs)
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens all models. A server that must be asked for its model and does not answer is left out.
+        For the session."""
+        async with AsyncExitStack() as stack:
+            found: list[ApiGenerator] = []
+            failures: list[AgentflowError] = []
+            for backend in self._backends:
+                try:
+                    connection = await stack.enter_async_context(backend.connect(_ignore, lost))
+                except AgentflowError as error:
+                    if not is_transient(error):
+                        raise
+                    logger.warning("%r is left out of the session: %s", backend, error)
+                    failures.append(error)
+                    continue
+                found.append(_generator(backend, connection))
+            if not found:
+                raise failures[0]
+            yield await stack.enter_async_context(interpreted(FallbackGenerator(found), deliver))
+
+
+def _api_backend(given: Any) -> _PaidBackend:
+    found: Any = api_backend(given) if isinstance(given, str) else given
+    backend: _PaidBackend = found
+    if not isinstance(found, ApiBackend | AskedServer):
+        raise BadArgument(
+            f"fallback: {short_repr(given)} is not behind an API: give an address such as openai:MODEL or "
+            "http://host:8000/v1, or a backend such as af.OpenAI(…)",
+            param="fallback",
+        )
+    return backend
+
+
+def _ignore(events: Iterable[Any]) -> None:
+    """Takes the events of a candidate's own interpreter, which runs nothing."""
+
+
+def _generator(backend: object, connection: Connection) -> ApiGenerator:
+    from agentflow.backends.apis.generator import ApiGenerator
+
+    generator = getattr(connection, "generator", None)
+    if not isinstance(generator, ApiGenerator):
+        raise BadArgument(
+            f"fallback: {backend!r:.200} is an agentflow server: give the address of its API, which ends in "
+            "/v1",
+            param="fallback",
+        )
+    return generator
+
+
+class FallbackGenerator:
+    """Generates with the first of several models that can.
+
+    Args:
+        candidates: The generators, in the order in which they are asked.
+    """
+
+    def __init__(self, candidates: Sequence[ApiGenerator]) -> None:
+        self._candidates = list(candidates)
+        self._first = candidates[0]
+        self.capabilities = common_capabilities([one.capabilities for one in candidates])
+        counts = Counter(one.capabilities.model for one in candidates)
+        self._names = {
+            one: one.capabilities.model if counts[one.capabilities.model] == 1 else one.endpoint
+            for one in candidates
+        }
+
+    async def generate(
+        self,
+        context: ApiContext,
+        params: GenParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
+    ) -> Generated:
+        """As ``ApiGenerator.generate``, with the first model that can."""
+        seen = _Seen(on_text, on_reasoning)
+        return await self._ask(
+            context,
+            seen,
+            lambda one: one.generate(context, params, seen.text, constraint, seen.on_reasoning),
+        )
+
+    async def reply(
+        self,
+        context: ApiContext,
+        params: GenParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
+    ) -> Generated:
+        """As ``ApiGenerator.reply``, with the first model that can."""
+        seen = _Seen(on_text, on_reasoning)
+        return await self._ask(
+            context, seen, lambda one: one.reply(context, params, seen.text, constraint, seen.on_reasoning)
+        )
+
+    async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
+        """As ``ApiGenerator.score``, with the first model that can."""
+        return await self._ask(context, _Seen(), lambda one: one.score(context, choices, method))
+
+    async def decide(self, context: ApiContext, questions: Sequence[Question]) -> Decided:
+        """As ``ApiGenerator.decide``, with the first model that can."""
+        return await self._ask(context, _Seen(), lambda one: one.decide(context, questions))
+
+    async def _ask(
+        self, context: ApiContext, seen: _Seen, call: Callable[[ApiGenerator], Awaitable[ResultT]]
+    ) -> ResultT:
+        untried = list(self._candidates)
+        passed: dict[ApiGenerator, AgentflowError] = {}
+        upcoming, trace = context.upcoming, context.trace
+
+        def has_alternative() -> bool:
+            return any(one.circuit.is_ready for one in untried)
+
+        chosen = self._begin(context, passed)
+        while True:
+            untried.remove(chosen)
+            passed.pop(chosen, None)
+            context.model, context.has_alternative = chosen, has_alternative
+            context.upcoming, context.trace = upcoming, trace
+            try:
+                result = await call(chosen)
+            except AgentflowError as error:
+                if seen.is_visible or not is_endpoint_fault(error):
+                    raise
+                passed[chosen] = error
+                chosen.leave_ahead(context)
+                if not has_alternative():
+                    raise self._failure(passed, error) from error
+            else:
+                over = [PassedOver(self._names[one], ErrorInfo.of(error)) for one, error in passed.items()]
+                return msgspec.structs.replace(result, model=self._names[chosen], passed_over=tuple(over))
+            finally:
+                context.has_alternative = no_alternative
+            chosen = next(one for one in untried if one.circuit.is_ready)
+
+    def _begin(self, context: ApiContext, passed: dict[ApiGenerator, AgentflowError]) -> ApiGenerator:
+        """The first candidate of a call: the one whose earlier call has the text already, else the first one
+        whose circuit is closed. If all are open, the one that is tried again first."""
+        if context.ahead is not None:
+            return next(one for one in self._candidates if one is context.ahead.model)
+        for one in self._candidates:
+            if one.circuit.is_ready:
+                return one
+            passed[one] = one.circuit_open()
+        chosen = min(self._candidates, key=lambda one: one.circuit.left_s)
+        del passed[chosen]
+        return chosen
+
+    def _failure(self, passed: dict[ApiGenerator, AgentflowError], last: AgentflowError) -> AgentflowError:
+        """The error of a call that no candidate answered."""
+        if len(passed) == 1:
+            return last
+        said = "; ".join(f"{self._names[one]}: {error}" for one, error in passed.items())
+        # One that another attempt may cure, so that a map tries again.
+        kind = type(next((error for error in passed.values() if is_transient(error)), last))
+        error = kind(f"no model answered: {said}")
+        if isinstance(error, Overloaded):
+            waits = [one.circuit.left_s for one in passed]
+            error.retry_after_s = min(waits) or None
+        return error
+
+    async def stats(self) -> Stats:
+        """The counters of the session, over all candidates."""
+        parts = [await one.stats() for one in self._candidates]
+        summed = {name: sum(getattr(part, name) for part in parts) for name in _COUNTERS}
+        endpoints = [
+            EndpointStats(
+                name,
+                one.circuit.status,
+                one.circuit.num_answered,
+                one.circuit.num_failures,
+                one.circuit.left_s or None,
+            )
+            for one, name in self._names.items()
+        ]
+        return msgspec.structs.replace(parts[0], **summed, endpoints=tuple(endpoints))
+
+    # The rest concerns the context alone, or is refused.
+
+    def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
+        """An empty context."""
+        return self._first.open(cache_salt, program=program, label=label)
+
+    def fill(self, context: ApiContext, text: str) -> None:
+        """Appends text."""
+        self._first.fill(context, text)
+
+    def begin_role(
+        self, context: ApiContext, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
+        """Opens a turn."""
+        self._first.begin_role(context, role, tool_call_id, name)
+
+    def end_role(self, context: ApiContext) -> None:
+        """Closes the turn."""
+        self._first.end_role(context)
+
+    def image(self, context: ApiContext, source: str) -> None:
+        """As ``ApiGenerator.image``."""
+        self._first.image(context, source)
+
+    async def converse(self, context: ApiContext, conversation: Conversation) -> None:
+        """Begins the context with a conversation."""
+        await self._first.converse(context, conversation)
+
+    async def offer_tools(self, context: ApiContext, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
+        """Replaces the tools that replies may call."""
+        await self._first.offer_tools(context, tools, choice)
+
+    async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
+        """Contexts that share the messages."""
+        return await self._first.fork(context, count)
+
+    def hint(self, context: ApiContext, hint: StateHint) -> None:
+        """As ``ApiGenerator.hint``."""
+        self._first.hint(context, hint)
+
+    def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
+        """Takes what follows the next gen in its turn."""
+        self._first.expect(context, upcoming)
+
+    def text(self, context: ApiContext) -> str:
+        """The content, with turns as ``<role>…</role>``."""
+        return self._first.text(context)
+
+    async def token_ids(self, context: ApiContext) -> list[int]:
+        """``NotSupported``."""
+        return await self._first.token_ids(context)
+
+    async def token_texts(self, context: ApiContext) -> list[str]:
+        """``NotSupported``."""
+        return await self._first.token_texts(context)
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
+        """``NotSupported``: the vectors of two models cannot be compared."""
+        raise NotSupported("a session with a fallback makes no embeddings: open one for the embedding model")
+
+    def watching(self) -> NoReturn:
+        """``NotSupported``."""
+        self._first.watching()
+
+    def free(self, context: ApiContext) -> None:
+        """Ends a call that nothing needs any more."""
+        self._first.free(context)
+
+
+_COUNTERS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "running",
+    "cost",
+    "saved_calls",
+    "saved_tokens",
+    "failed_speculations",
+)
+
+
+class _Seen:
+    """Notes whether something of an answer has become visible."""
+
+    def __init__(self, on_text: OnText | None = None, on_reasoning: OnText | None = None) -> None:
+        self._on_text = on_text
+        self._on_reasoning = on_reasoning
+        self.is_visible = False
+
+    def text(self, delta: str) -> None:
+        """More text."""
+        self.is_visible = True
+        if self._on_text is not None:
+            self._on_text(delta)
+
+    @property
+    def on_reasoning(self) -> OnText | None:
+        """Receives reasoning, if the program wants it."""
+        return None if self._on_reasoning is None else self._reasoning
+
+    def _reasoning(self, delta: str) -> None:
+        self.is_visible = True
+        if self._on_reasoning is not None:
+            self._on_reasoning(delta)
+
+
+def common_capabilities(candidates: Sequence[Capabilities]) -> Capabilities:
+    """The features that all models have. Its name is that of the first."""
+    first = candidates[0]
+
+    switches: dict[str, Any] = {name: all(getattr(one, name) for one in candidates) for name in _SWITCHES}
+    lengths = [one.max_context for one in candidates if one.max_context is not None]
+    outputs = [one.default_max_tokens for one in candidates if one.default_max_tokens is not None]
+    known = [one.sampling for one in candidates if one.sampling is not None]
+    return Capabilities(
+        first.model,
+        **switches,
+        max_context=min(lengths, default=None),
+        constraints=tuple(
+            [kind for kind in first.constraints if all(kind in one.constraints for one in candidates)]
+        ),
+        sampling=tuple([name for name in known[0] if all(name in one for one in known)]) if known else None,
+        default_max_tokens=max(outputs) if len(outputs) == len(candidates) else None,
+        candidates=tuple(candidates),
+    )
+
+
+_SWITCHES = (
+    "roles",
+    "select",
+    "logprobs",
+    "seeds",
+    "images",
+    "token_ids",
+    "conversations",
+    "continuation",
+    "plain_text",
+    "decisions",
+)
