@@ -225,6 +225,7 @@ class Stats(Record, msgspec.Struct, frozen=True):
     saved_tokens: int = 0
     failed_speculations: int = 0
     endpoints: tuple[EndpointStats, ...] = ()
+    hedged_calls: int = 0
 
     @property
     def hit_rate(self) -> float:

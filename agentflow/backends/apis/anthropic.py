@@ -49,6 +49,8 @@ class Anthropic(ApiBackend):
             visible.
         timeout_s: The time limit until an answer begins, in seconds.
         stall_timeout_s: The time limit between two events of an answer, in seconds.
+        hedge_after_s: The seconds until a request whose answer has not begun is sent a second time; the
+            answer that begins first is kept. None: never.
         ssl_context: Replaces the default context.
         proxy: The address of a proxy; default: the environment variables that httpx2 reads.
 
@@ -74,6 +76,7 @@ class Anthropic(ApiBackend):
         max_retries: int = 2,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 60.0,
+        hedge_after_s: float | None = None,
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
     ) -> None:
@@ -101,6 +104,7 @@ class Anthropic(ApiBackend):
             max_retries=max_retries,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
+            hedge_after_s=hedge_after_s,
             ssl_context=ssl_context,
             proxy=proxy,
             error_kind=AnthropicErrors,

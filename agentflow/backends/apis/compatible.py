@@ -29,6 +29,7 @@ class OpenAICompatible(ApiBackend):
         max_retries: As for ``af.OpenAI``.
         timeout_s: As for ``af.OpenAI``.
         stall_timeout_s: As for ``af.OpenAI``.
+        hedge_after_s: As for ``af.OpenAI``.
         ssl_context: As for ``af.OpenAI``.
         proxy: As for ``af.OpenAI``.
 
@@ -51,6 +52,7 @@ class OpenAICompatible(ApiBackend):
         max_retries: int = 2,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 60.0,
+        hedge_after_s: float | None = None,
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class OpenAICompatible(ApiBackend):
             max_retries=max_retries,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
+            hedge_after_s=hedge_after_s,
             ssl_context=ssl_context,
             proxy=proxy,
         ).check("OpenAICompatible")

@@ -343,6 +343,7 @@ _COUNTERS = (
     "saved_calls",
     "saved_tokens",
     "failed_speculations",
+    "hedged_calls",
 )
 
 

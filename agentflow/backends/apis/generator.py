@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import anyio
 import msgspec
@@ -25,8 +25,9 @@ from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext, prefix_key
+from agentflow.backends.apis.hedging import Lane, Race
 from agentflow.backends.apis.http.circuit import Circuit
-from agentflow.backends.apis.http.transport import ApiTransport
+from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.speculation import (
@@ -87,6 +88,7 @@ class ApiGenerator:
         decisions_api: Whether the API has OpenAI's endpoint for decisions; None: it may have one.
         speculates: Whether calls go on for later gens of their turn; None: where the API cannot continue a
             turn.
+        hedge_after_s: The seconds until a call whose answer has not begun is made a second time.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ApiGenerator:
         *,
         on_unsupported: OnUnsupported = "error",
         speculates: bool | None = None,
+        hedge_after_s: float | None = None,
         billing: Billing = FREE,
         decisions_api: bool | None = False,
     ) -> None:
@@ -110,6 +113,8 @@ class ApiGenerator:
         self._has_decisions = decisions_api is not False
         self._tasks = tasks
         self._speculates = not capabilities.continuation if speculates is None else speculates
+        self._hedge_after_s = hedge_after_s
+        self._num_hedged = 0
         self._num_failed_speculations = 0
         self._total = Usage()
         self._unscored: set[int] = set()  # hashes of choices that are no single tokens
@@ -394,6 +399,7 @@ class ApiGenerator:
             saved_calls=total.saved_calls,
             saved_tokens=total.saved_tokens,
             failed_speculations=self._num_failed_speculations,
+            hedged_calls=self._num_hedged,
         )
 
     def _greedy(self) -> GenParams:
@@ -589,46 +595,31 @@ class ApiGenerator:
         written = params if unwrap is None else msgspec.structs.replace(params, stop=(), stop_regex=None)
 
         def new_answer() -> Answer:
-            return Answer(
+            answer = Answer(
                 written,
                 on_text,
                 on_reasoning,
                 is_reply=call.is_reply,
                 is_held=is_held or unwrap is not None,
             )
+            answer.on_begin = has_begun
+            return answer
 
-        answers: list[Answer] = []
-
-        headers = {"traceparent": context.trace} if context.trace else None
+        headers = {"traceparent": context.trace} if context.trace else {}
         context.trace = ""
-        most = params.max_tokens or self.capabilities.default_max_tokens
         async with (request.gate or PrefixGate()).passed() as has_begun:
 
-            def new_sink() -> Any:
-                answers.append(new_answer())
-                answers[-1].on_begin = has_begun
-                return self._api.sink(request, answers[-1])
+            async def exchange(lane: Lane[Answer] | None) -> Answer:
+                return await self._exchange(context, request, call, headers, new_answer, lane)
 
-            with self._billing.charged(len(request.body), most) as charged:
-                self._num_running += 1
+            if self._hedge_after_s is None:
+                answer = await exchange(None)
+            else:
+                race = Race(exchange, self._hedge_after_s)
                 try:
-                    await self._transport.stream(
-                        request.path, request.body, new_sink, headers, context.has_alternative
-                    )
-                except AgentflowError:
-                    if not (answers and answers[-1].num_deltas):
-                        charged(Usage())  # refused, or lost before the answer began
-                    raise
-                except anyio.get_cancelled_exc_class():
-                    # The provider stops when the connection ends, and charges what it has read and written.
-                    num_deltas = answers[-1].num_deltas if answers else 0
-                    self._total += charged(Usage(len(request.body) // CHARS_PER_TOKEN, 0, num_deltas))
-                    raise
+                    answer = await race.result()
                 finally:
-                    self._num_running -= 1
-                answer = answers[-1]
-                usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
-                answer.usage = charged(usage)
+                    self._num_hedged += race.is_hedged
         self._total += answer.usage
         if request.gate is not None:
             answer.usage += request.gate.take_usage()
@@ -638,6 +629,54 @@ class ApiGenerator:
             answer.replace_text(text)
             if stops.is_stopped:
                 answer.finish_reason = "stop"
+        return answer
+
+    async def _exchange(
+        self,
+        context: ApiContext,
+        request: Request,
+        call: Call,
+        headers: Mapping[str, str],
+        new_answer: Callable[[], Answer],
+        lane: Lane[Answer] | None,
+    ) -> Answer:
+        """The answer to one request, with its cost. ``lane``: of two equal requests."""
+        answers: list[Answer] = []
+
+        def new_sink() -> EventSink:
+            answers.append(new_answer())
+            sink = self._api.sink(request, answers[-1])
+            return sink if lane is None else lane.sink(sink)
+
+        most = call.params.max_tokens or self.capabilities.default_max_tokens
+        with self._billing.charged(len(request.body), most) as charged:
+
+            def charge_left() -> None:
+                # The provider stops when the connection ends, and charges what it has read and written.
+                num_deltas = answers[-1].num_deltas if answers else 0
+                num_read = len(request.body) // CHARS_PER_TOKEN if answers else 0
+                self._total += charged(Usage(num_read, 0, num_deltas))
+
+            self._num_running += 1
+            try:
+                await self._transport.stream(
+                    request.path, request.body, new_sink, headers, context.has_alternative
+                )
+            except AgentflowError:
+                if not (answers and answers[-1].num_deltas):
+                    charged(Usage())  # refused, or lost before the answer began
+                raise
+            except anyio.get_cancelled_exc_class():
+                charge_left()
+                raise
+            finally:
+                self._num_running -= 1
+            answer = answers[-1]
+            if lane is not None and lane.is_lost:  # the cancellation has not come yet
+                charge_left()
+                return answer
+            usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
+            answer.usage = charged(usage)
         return answer
 
     async def _verified(

@@ -56,6 +56,7 @@ class ApiSettings:
     max_retries: int = 2
     timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
+    hedge_after_s: float | None = None
     ssl_context: ssl.SSLContext | None = None
     proxy: str | None = field(default=None, repr=False)  # it may have a password
     is_vendors_own: bool = False  # the address is the vendor's
@@ -93,6 +94,11 @@ class ApiSettings:
                 "stall_timeout_s",
                 is_number(self.stall_timeout_s, 0, 1e9) and self.stall_timeout_s > 0,
                 "a number of seconds",
+            ),
+            (
+                "hedge_after_s",
+                self.hedge_after_s is None or is_number(self.hedge_after_s, 0, 1e9),
+                "a number of seconds or None",
             ),
         )
         for param, is_valid, expected in checks:
@@ -235,6 +241,7 @@ async def generating(
             tasks,
             on_unsupported=settings.on_unsupported,
             speculates=settings.speculate,
+            hedge_after_s=settings.hedge_after_s,
             billing=billing,
             decisions_api=decisions_api,
         )

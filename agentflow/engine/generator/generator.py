@@ -88,7 +88,14 @@ MIN_AHEAD_TOKENS = 32
 
 
 _SHOWN_TO_ALL: Final = {"model", "prompt_tokens", "cached_tokens", "generated_tokens", "rerendered_tokens"}
-_OF_APIS: Final = {"cost", "saved_calls", "saved_tokens", "failed_speculations", "endpoints"}
+_OF_APIS: Final = {
+    "cost",
+    "saved_calls",
+    "saved_tokens",
+    "failed_speculations",
+    "endpoints",
+    "hedged_calls",
+}
 _HIDDEN: Final[dict[str, Any]] = dict.fromkeys(set(Stats.__struct_fields__) - _SHOWN_TO_ALL - _OF_APIS)
 """The counters that cover all tenants."""
 

@@ -864,6 +864,11 @@ export interface Stats {
   failed_speculations: number;
   /** The models that may answer in the place of one another. */
   endpoints: EndpointStats[];
+  /**
+   * Of models behind an API: requests that were sent a second time, because the answer did not begin in
+   * time.
+   */
+  hedged_calls: number;
 }
 
 /** A model that may answer in the place of others, with its address. */

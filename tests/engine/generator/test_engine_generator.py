@@ -647,6 +647,7 @@ async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():
         "rerendered_tokens": 0,
         **dict.fromkeys(("cost", "saved_calls", "saved_tokens", "failed_speculations"), 0),
         "endpoints": (),
+        "hedged_calls": 0,
     }
     hidden = dict.fromkeys(set(Stats.__struct_fields__) - set(shown))
     assert own == Stats(**shown, **hidden)  # f25e: not zeros

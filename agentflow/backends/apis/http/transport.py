@@ -152,7 +152,7 @@ class ApiTransport:
         Args:
             path: Below the base URL.
             body: A JSON object.
-            make_sink: Makes the sink of an attempt.
+            make_sink: Makes the sink of an attempt, when that is sent.
             headers: Further headers.
             has_alternative: Whether another endpoint can answer the request now. Then only a short wait for a
                 rate is kept, and nothing else is repeated.
@@ -170,13 +170,13 @@ class ApiTransport:
             return SHORT_WAIT_S if has_alternative() else math.inf
 
         while True:
-            sink = make_sink()
-            exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
             began_at, attempt = math.inf, None
             try:
                 async with self.pace.turn(longest_wait_s) as began_at:
                     if has_alternative() and not self.circuit.is_ready:
                         raise self.circuit_open()
+                    sink = make_sink()
+                    exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
                     attempt = self.circuit.attempt()
                     exchange.on_begin = attempt.begun
                     await self._attempt(exchange, path, body, sink, sent)
