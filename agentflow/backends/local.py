@@ -1,18 +1,20 @@
 """The embedded engine, whose model runs in a thread of this process.
 
-``interpreted`` interprets ops in this process with any generator; ``Scripted`` uses it too. The engine is
+``interpreted`` interprets ops in this process with any generator; ``Scripted`` uses it too.
+``open_backend_generator`` opens a generator without a session. The engine is
 imported only when a session opens; nothing else in the frontend needs it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from types import MappingProxyType
 from typing import Any, Generic, Literal
 
-from agentflow.errors import ModelError
-from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.errors import ModelError, NotSupported
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import Event
 from agentflow.protocol.ops import Op
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.generator import ContextT, Embedder, Generator
@@ -67,6 +69,24 @@ async def interpreted(
                 yield InterpretedConnection(interpreter, generator)
             finally:
                 group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_backend_generator(backend: Backend) -> AsyncIterator[Generator[Any]]:
+    """The generator of the default model of a backend that runs ops in this process, for a server that runs
+    the ops of its sessions on it. ``NotSupported`` for other backends."""
+    async with backend.connect(_ignore_events, _ignore_loss) as connection:
+        if not isinstance(connection, InterpretedConnection):
+            raise NotSupported(f"{backend!r} runs its ops elsewhere: a server cannot serve its model")
+        yield connection.generator
+
+
+def _ignore_events(events: Iterable[Event]) -> None:
+    """No op runs in this session, so there are none."""
+
+
+def _ignore_loss(error: Exception, *, is_final: bool = True) -> None:
+    """The calls of the generator fail themselves."""
 
 
 class Embedded:

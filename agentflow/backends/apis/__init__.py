@@ -5,6 +5,6 @@ opens them, and ``addresses`` finds them by an address. ``generator`` is their `
 ``conversation`` in an ``api_format`` (``chat``, ``responses``, ``messages``) over ``http``, and collects
 ``answers``. ``decisions`` answers questions about a state, and ``fallback`` asks several models in turn.
 ``speculation`` keeps the text of a call for several gens, ``prefix_gate`` lets the first branch of a fork go
-ahead, and ``hedging`` makes a slow call a second time. ``capability_table`` has the features of models, ``strict_schema`` the schemas that OpenAI enforces,
-and ``prices`` the costs.
+ahead, and ``hedging`` makes a slow call a second time. ``capability_table`` has the features of models,
+``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
 """

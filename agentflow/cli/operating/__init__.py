@@ -1,6 +1,6 @@
 """The commands of an operator.
 
-Reading order: ``serve`` runs the server, and ``up`` also pulls the model and opens the page. ``config`` shows
-the settings of both, and ``keys`` makes API keys. ``top`` watches a running server, and ``simulate`` replays
-a workload without one.
+Reading order: ``served_apis`` opens models behind an API, ``serve`` runs the server, and ``up`` also pulls
+the model and opens the page. ``config`` shows the settings of both, and ``keys`` makes API keys. ``top``
+watches a running server, and ``simulate`` replays a workload without one.
 """

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentflow.cli.command import Command
+from agentflow.cli.operating.served_apis import api_backend, open_api_generator
 from agentflow.engine.child_process import lower_priority
 from agentflow.server.addresses import is_loopback
 from agentflow.server.config.config import add_config_flags, read_flags
@@ -26,6 +28,8 @@ def pull_missing(config: ServeConfig) -> None:
     from agentflow.engine.store.model_store import is_missing, pull_model
 
     for model in config.models:
+        if model.api is not None:
+            continue
         if is_missing(model.path):
             pull_model(model.path)
         for adapter in missing_adapters(model.engine_options().loras):
@@ -51,9 +55,15 @@ def run_serve(
     gate = TenantGate(current=tenants.current)
     network = config.network
     shutdown = ShutdownBudget(config.overload.drain_s)
+    models = {
+        model.name: model.engine_options()
+        if model.api is None
+        else partial(open_api_generator, api_backend(model))
+        for model in config.models
+    }
     serve(
         lambda: open_models(
-            {model.name: model.engine_options() for model in config.models},
+            models,
             memory_share=config.engine.memory_share,
             compile_limits=config.compile_limits,
             gate=gate,
@@ -134,6 +144,7 @@ agentflow serve                              the default model
 agentflow serve --model qwen3-0.6b           another, by its short name
 agentflow serve --model OWNER/NAME           or from the Hugging Face hub
 agentflow serve --model ./my-llama --port 9000
+agentflow serve --model gpt=openai:gpt-4.1-mini    a model behind an API
 agentflow serve --config server.toml         settings from a file
 AGENTFLOW_SERVE_PORT=9000 agentflow serve    or from the environment
 agentflow serve --host 0.0.0.0 --keys-file keys.toml

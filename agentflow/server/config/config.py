@@ -25,7 +25,9 @@ from agentflow.engine.store.hub_names import served_name
 from agentflow.errors import BadArgument
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.server.addresses import is_loopback
+from agentflow.server.config.api_address import ApiAddress
 from agentflow.server.config.schema import (
+    API_SETTINGS,
     SECTIONS,
     TABLES,
     VARIABLE_PREFIX,
@@ -226,6 +228,8 @@ def _models(
     if engine.served_model_names:
         own = _renamed(own, engine.served_model_names)
     models = tuple(ModelConfig(name=name, **{"path": name, **shared, **table}) for name, table in own.items())
+    for model in models:
+        _check_model(model, own[model.name])
     names = Counter(name for model in models for name in (model.name, *model.aliases))
     for name, count in names.items():
         if count > 1:
@@ -252,8 +256,31 @@ def _named(text: str, where: str) -> tuple[str, str | None]:
         return name, path
     if not text or (equals and (not name or not path)):
         raise BadArgument(f"{where} must be NAME or NAME=PATH, not {text!r}")
-    own = served_name(text)
+    address = ApiAddress.of(text, where)
+    if address is not None and address.served_name is None:
+        raise BadArgument(f"{where} names no model: write NAME=http://HOST:PORT/v1, or add #MODEL to it")
+    own = served_name(text) if address is None else str(address.served_name)
     return own, None if own == text else text
+
+
+def _check_model(model: ModelConfig, own: Mapping[str, Any]) -> None:
+    """Checks that the settings of a model's own table are for models of its kind."""
+    is_api = model.api is not None
+    for name in own:
+        if is_api and name in shared_names():
+            kind, other = "models that this server runs", "is behind an API"
+        elif not is_api and name in API_SETTINGS:
+            kind, other = "models behind an API", "is run by this server"
+        else:
+            continue
+        raise BadArgument(f"models.{model.name}: {name} is for {kind}, and this one {other}", param=name)
+    if (model.input_price is None) != (model.output_price is None):
+        missing = "output_price" if model.output_price is None else "input_price"
+        raise BadArgument(f"models.{model.name}: {missing} is not set: give both prices", param=missing)
+    if model.input_price is None and model.cached_price is not None:
+        raise BadArgument(f"models.{model.name}: cached_price needs input_price", param="input_price")
+    if model.api is not None and model.input_price is not None and model.api.model is None:
+        raise BadArgument(f"models.{model.name}: a price needs the model: add #MODEL to path", param="path")
 
 
 def _check(config: ServeConfig) -> None:
@@ -293,8 +320,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=PATH]",
-        help="a model's name (short, or OWNER/NAME on the hub), its folder or GGUF file, or one of these "
-        "under a name of your choice; may be "
+        help="a model's name (short, or OWNER/NAME on the hub), its folder or GGUF file, the address of a "
+        "model behind an API (openai:MODEL, anthropic:MODEL, http://HOST/v1#MODEL), or one of these under a "
+        "name of your choice; may be "
         f"repeated; sessions that name no model get the first (default: {DEFAULT_MODEL})",
     )
     first.add_argument(

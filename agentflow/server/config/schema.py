@@ -31,9 +31,13 @@ from agentflow.runtime.declared import (
     doc,
     plain_type,
 )
+from agentflow.server.config.api_address import ApiAddress
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 
 Text = Annotated[str, Meta(min_length=1)]
+Price = Annotated[float, Meta(ge=0, le=1_000_000)]
+API_SETTINGS = ("api_key_variable", "input_price", "output_price", "cached_price")
+"""The keys of a model's own table that are for models behind an API."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 SECRET = {"secret": True}
 FILE = {"metavar": "FILE"}
@@ -54,8 +58,25 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     """One model: ``[models.NAME]``. What its table leaves out comes from ``[engine]``."""
 
     name: str
-    path: Annotated[Text, doc("a model's name, or a folder or GGUF file (not set: NAME)")]
+    path: Annotated[Text, doc("a model's name, a folder, a GGUF file or an API's address (not set: NAME)")]
     aliases: Annotated[tuple[Text, ...], doc("more names of the model, on the same engine")] = ()
+    api_key_variable: Annotated[
+        Text | None, doc("environment variable with the key of the model's API (not set: the vendor's)")
+    ] = None
+    input_price: Annotated[
+        Price | None, doc("US dollars for a million prompt tokens of the model's API (not set: if known)")
+    ] = None
+    output_price: Annotated[Price | None, doc("US dollars for a million output tokens, with input_price")] = (
+        None
+    )
+    cached_price: Annotated[
+        Price | None, doc("US dollars for a million cached prompt tokens (not set: input_price)")
+    ] = None
+
+    @property
+    def api(self) -> ApiAddress | None:
+        """The address of its API; None if an engine of this server runs it."""
+        return ApiAddress.of(self.path, f"models.{self.name}")
 
     def engine_options(self) -> EngineOptions:
         """The options of its engine."""

@@ -310,9 +310,10 @@ class Models:
 
 
 OpenModels: TypeAlias = Callable[[], AbstractAsyncContextManager[Models]]
+OpenGenerator: TypeAlias = Callable[[], AbstractAsyncContextManager[Generator[Any]]]
 
 
-def one_model(open_generator: Callable[[], AbstractAsyncContextManager[Generator[Any]]]) -> OpenModels:
+def one_model(open_generator: OpenGenerator) -> OpenModels:
     """The models of a server that has a single generator.
 
     >>> app = create_app(one_model(open_generator))

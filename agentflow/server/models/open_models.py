@@ -1,4 +1,5 @@
-"""Starts a server's models from their options, each in its own process, within the available memory."""
+"""Starts a server's models: engines from their options, each in its own process, within the available memory,
+and the generators of models behind an API."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import anyio.to_thread
 from msgspec.structs import replace
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
 from agentflow.engine.machine import FreeMemory, free_memory
@@ -26,7 +27,8 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
-from agentflow.server.models.models import EngineModel, Models
+from agentflow.server.models.api_model import ApiModel
+from agentflow.server.models.models import EngineModel, Model, Models, OpenGenerator
 from agentflow.server.tenants.rate_limit import TenantGate
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ _WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)
 
 @asynccontextmanager
 async def open_models(
-    models: Mapping[str, EngineOptions],
+    models: Mapping[str, EngineOptions | OpenGenerator],
     *,
     memory_share: float = EngineConfig().memory_share,
     compile_limits: CompileLimits | None = None,
@@ -49,7 +51,8 @@ async def open_models(
     """The models, warmed up.
 
     Args:
-        models: the options of each model, by its name.
+        models: the options of each model, by its name; for one behind an API, a function that opens its
+            generator.
         memory_share: the part of the free memory that all models may use.
         compile_limits: limits on the compilation of constraints.
         gate: the rate limits of tenants.
@@ -62,41 +65,77 @@ async def open_models(
         BadArgument: an invalid option, before anything is loaded.
         ModelError: an unusable model folder, before anything is loaded.
     """
-    if record_to is not None and len(models) > 1:
+    engines = {name: one for name, one in models.items() if isinstance(one, EngineOptions)}
+    if record_to is not None and (len(models) > 1 or not engines):
         raise BadArgument("a workload can be recorded of one model only: serve a single model")
+    async with AsyncExitStack() as stack:
+        opened: dict[str, Model] = {}
+        # First, because it takes little time and may fail.
+        for name, one in models.items():
+            if not isinstance(one, EngineOptions):
+                generator = await stack.enter_async_context(one())
+                opened[name] = ApiModel(name, generator, gate=gate, aliases=(aliases or {}).get(name, ()))
+        compiler: ConstraintCompiler | None = None
+        if engines:
+            compiler = await _open_engines(
+                stack,
+                engines,
+                opened,
+                memory_share=memory_share,
+                compile_limits=compile_limits,
+                gate=gate,
+                max_wait_s=max_wait_s,
+                record_to=record_to,
+                shutdown=shutdown,
+                aliases=aliases or {},
+            )
+        yield Models([opened[name] for name in models], compiler, gate)
+
+
+async def _open_engines(
+    stack: AsyncExitStack,
+    models: Mapping[str, EngineOptions],
+    opened: dict[str, Model],
+    *,
+    memory_share: float,
+    compile_limits: CompileLimits | None,
+    gate: TenantGate | None,
+    max_wait_s: float | None,
+    record_to: Path | None,
+    shutdown: ShutdownBudget | None,
+    aliases: Mapping[str, Sequence[str]],
+) -> ConstraintCompiler:
+    """Opens the models with engines into ``opened``. Returns the compiler that they share."""
     # In a thread, so that the server answers in the meantime.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
     free = await free_memory(options.device for options in models.values())
     sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
-    async with AsyncExitStack() as stack:
-        sink = None if record_to is None else stack.enter_context(open_sink(record_to))
-        # First, so that its process loads while the models do, at a lower priority.
-        compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
-        opened: list[EngineModel] = []
-        for name, options in sized.items():
-            client = await stack.enter_async_context(open_engine(options, shutdown))
-            logger.info("%s: %s", name, client.info.weights)
-            try:
-                await _warm_up(client)
-            except EngineFailed as error:
-                raise BadModelFolder(f"{folders[name]}: a first request failed: {error}") from error
-            if record_to is not None and sink is not None:
-                await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
-            embedding = None
-            if options.task == "embed":
-                embedding = await anyio.to_thread.run_sync(read_embedding_folder, folders[name])
-            model = EngineModel(
-                name,
-                client,
-                templates[name],
-                compiler=compiler,
-                gate=gate,
-                max_wait_s=max_wait_s,
-                embedding=embedding,
-                aliases=(aliases or {}).get(name, ()),
-            )
-            opened.append(model)
-        yield Models(opened, compiler, gate)
+    sink = None if record_to is None else stack.enter_context(open_sink(record_to))
+    # First, so that its process loads while the models do, at a lower priority.
+    compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
+    for name, options in sized.items():
+        client = await stack.enter_async_context(open_engine(options, shutdown))
+        logger.info("%s: %s", name, client.info.weights)
+        try:
+            await _warm_up(client)
+        except EngineFailed as error:
+            raise BadModelFolder(f"{folders[name]}: a first request failed: {error}") from error
+        if record_to is not None and sink is not None:
+            await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
+        embedding = None
+        if options.task == "embed":
+            embedding = await anyio.to_thread.run_sync(read_embedding_folder, folders[name])
+        opened[name] = EngineModel(
+            name,
+            client,
+            templates[name],
+            compiler=compiler,
+            gate=gate,
+            max_wait_s=max_wait_s,
+            embedding=embedding,
+            aliases=aliases.get(name, ()),
+        )
+    return compiler
 
 
 def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path], dict[str, ChatTemplate]]:

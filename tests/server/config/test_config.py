@@ -16,6 +16,7 @@ from agentflow.errors import BadArgument
 from agentflow.server.config.config import Effective, Flags, config_text, load_config
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.config.schema import (
+    API_SETTINGS,
     SECTIONS,
     ModelConfig,
     ServeConfig,
@@ -342,7 +343,7 @@ def test_the_limits_are_the_servers_own():
 
 def test_the_schema_agrees_with_the_engine():
     assert tuple(POLICIES) == POLICY_NAMES
-    assert {*model_settings()} == {"path", "aliases", *shared_names()}
+    assert {*model_settings()} == {"path", "aliases", *API_SETTINGS, *shared_names()}
     sections = {field.name: field.default for field in structs.fields(ServeConfig) if field.name != "models"}
     assert {name: type(default) for name, default in sections.items()} == {
         name: section.struct for name, section in SECTIONS.items()

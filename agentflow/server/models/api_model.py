@@ -1,0 +1,433 @@
+"""Models behind the APIs of vendors and other servers.
+
+``ApiModel`` is one of a server's models. Its requests go to the API with the server's key. Each tenant has a
+``TenantGenerator``, which applies the tenant's limits and counts its tokens and costs: the model's generator
+itself serves all tenants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+
+from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, Tenant
+from agentflow.errors import (
+    AgentflowError,
+    EngineDown,
+    EngineFailed,
+    NotAuthorized,
+    Overloaded,
+    RateLimited,
+    ServerError,
+    ServerLost,
+    ServerUnreachable,
+    UnknownModel,
+)
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Stats, Usage
+from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.generator import (
+    EmbeddingOptions,
+    Embeddings,
+    Generated,
+    Generator,
+    OnText,
+    Scored,
+    StateHint,
+    Upcoming,
+    View,
+)
+from agentflow.server.tenants.rate_limit import TenantGate
+
+CHARS_PER_TOKEN = 4
+"""An estimate: the API reports its tokens at the end of a call."""
+
+
+class CallObserver(Protocol):
+    """Observes the calls of an ``ApiModel``. Must not raise."""
+
+    def call_begun(self, call_id: int, tenant: str) -> None:
+        """A call was admitted."""
+
+    def call_has_text(self, call_id: int) -> None:
+        """The first text of the call has arrived."""
+
+    def call_ended(self, call_id: int, usage: Usage) -> None:
+        """The call is complete."""
+
+    def call_failed(self, call_id: int, code: str) -> None:
+        """The call failed, or was cancelled (``cancelled``)."""
+
+
+class ApiModel:
+    """A model behind an API.
+
+    Args:
+        name: its name on the server.
+        generator: generates with it, for all tenants.
+        gate: the rate limits of its tenants.
+        aliases: its other names.
+    """
+
+    makes_embeddings = False
+
+    def __init__(
+        self,
+        name: str,
+        generator: Generator[Any],
+        *,
+        gate: TenantGate | None = None,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.created_s = int(time.time())
+        self.inner = generator
+        self.gate = gate
+        self.observers: list[CallObserver] = []
+        self._aliases = tuple(ApiAlias(self, alias) for alias in aliases)
+        self._generators: dict[tuple[str, str], TenantGenerator] = {}  # by tenant and name
+        self._tenants: dict[str, Tenant] = {}
+        self._call_ids = itertools.count(1)
+        self._running: set[int] = set()
+        self._is_idle = anyio.Event()
+
+    @property
+    def num_running(self) -> int:
+        """The calls that run."""
+        return len(self._running)
+
+    def named(self) -> Sequence[ApiAlias]:
+        return self._aliases
+
+    def adapted(self) -> Sequence[ApiAlias]:
+        return ()
+
+    def generator(self, tenant: Tenant, name: str = "") -> TenantGenerator:
+        """The generator of the tenant. ``name``: the alias that answers show."""
+        name = name or self.name
+        generator = self._generators.get((tenant.name, name))
+        if generator is None:
+            known = self._tenants.get(tenant.name, tenant)
+            generator = self._generators[tenant.name, name] = TenantGenerator(self, known, name)
+        return generator
+
+    def observe(self, observer: CallObserver) -> None:
+        """Registers an observer of all calls."""
+        self.observers.append(observer)
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
+        self._generators = {key: one for key, one in self._generators.items() if key[0] in self._tenants}
+        for (name, _), generator in self._generators.items():
+            generator.tenant = self._tenants[name]
+
+    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
+        """``RateLimited`` if the tenant may not send a request now. Calls wait for nothing here, so that
+        there is no ``Overloaded``."""
+        if self.gate is not None:
+            self.gate.check(tenant)
+
+    async def until_idle(self) -> None:
+        while self._running:
+            await self._is_idle.wait()
+
+    @contextmanager
+    def calling(self) -> Iterator[int]:
+        """The scope of a call. Gives its number."""
+        call_id = next(self._call_ids)
+        self._running.add(call_id)
+        try:
+            yield call_id
+        finally:
+            self._running.remove(call_id)
+            if not self._running:
+                self._is_idle.set()
+                self._is_idle = anyio.Event()
+
+
+class ApiAlias:
+    """A model behind an API under another name."""
+
+    makes_embeddings = False
+
+    def __init__(self, base: ApiModel, name: str) -> None:
+        self.name = name
+        self.created_s = base.created_s
+        self._base = base
+
+    def named(self) -> Sequence[ApiAlias]:
+        return ()
+
+    def adapted(self) -> Sequence[ApiAlias]:
+        return ()
+
+    def generator(self, tenant: Tenant) -> TenantGenerator:
+        return self._base.generator(tenant, self.name)
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Has no effect: the model does it."""
+
+    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
+        self._base.check_admission(tenant, priority)
+
+    async def until_idle(self) -> None:
+        await self._base.until_idle()
+
+
+class TenantGenerator:
+    """The generator of one tenant on a model behind an API: a ``Generator`` that counts.
+
+    Args:
+        model: the model.
+        tenant: its limits apply, and it separates the caches of servers that have salts.
+        name: the name of the model in answers.
+    """
+
+    def __init__(self, model: ApiModel, tenant: Tenant, name: str) -> None:
+        self.model = model
+        self.tenant = tenant
+        self.capabilities = msgspec.structs.replace(model.inner.capabilities, model=name)
+        self._inner = model.inner
+        self._own = Usage()
+
+    def check_gate(self, num_requests: int) -> None:
+        """Raises ``RateLimited`` if the tenant may not send this many requests now."""
+        if self.model.gate is not None:
+            self.model.gate.check(self.tenant, num_requests)
+
+    def open(self, cache_salt: str, *, program: str = "", label: str = "") -> Any:
+        """An empty context, with a salt that other tenants do not have."""
+        if self.tenant.name:  # hashed, as servers of others receive it
+            cache_salt = hashlib.sha256(f"{self.tenant.name}\n{cache_salt}".encode()).hexdigest()
+        return self._inner.open(cache_salt, program=program, label=label)
+
+    def fill(self, context: Any, text: str) -> None:
+        """Appends text."""
+        self._inner.fill(context, text)
+
+    def begin_role(
+        self, context: Any, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
+        """Opens a turn."""
+        self._inner.begin_role(context, role, tool_call_id, name)
+
+    def end_role(self, context: Any) -> None:
+        """Closes the turn."""
+        self._inner.end_role(context)
+
+    def image(self, context: Any, source: str) -> None:
+        """Appends an image."""
+        self._inner.image(context, source)
+
+    async def converse(self, context: Any, conversation: Conversation) -> None:
+        """Begins the context with a conversation."""
+        await self._inner.converse(context, conversation)
+
+    async def offer_tools(self, context: Any, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
+        """Replaces the tools that replies may call."""
+        await self._inner.offer_tools(context, tools, choice)
+
+    def expect(self, context: Any, upcoming: Sequence[Upcoming]) -> None:
+        """Takes what follows the next gen in its turn."""
+        expect = getattr(self._inner, "expect", None)
+        if expect is not None:
+            expect(context, upcoming)
+
+    async def generate(
+        self,
+        context: Any,
+        params: GenParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
+    ) -> Generated:
+        """Generates a continuation."""
+        with self._call(context) as call:
+            generated = await self._inner.generate(
+                context, params, call.counting(on_text), constraint, call.counting_or_none(on_reasoning)
+            )
+            call.end(generated.usage)
+        return generated
+
+    async def reply(
+        self,
+        context: Any,
+        params: GenParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
+    ) -> Generated:
+        """As ``generate``, but the model may call the context's tools."""
+        with self._call(context) as call:
+            generated = await self._inner.reply(
+                context, params, call.counting(on_text), constraint, call.counting_or_none(on_reasoning)
+            )
+            call.end(generated.usage)
+        return generated
+
+    async def score(self, context: Any, choices: Sequence[str], method: str) -> Scored:
+        """Appends the choice with the highest score."""
+        with self._call(context) as call:
+            scored = await self._inner.score(context, choices, method)
+            call.end(scored.usage)
+        return scored
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
+        """Makes embeddings, if the model can."""
+        with self._call(None) as call:
+            made = await self._inner.embed(texts, options)
+            call.end(made.usage)
+        return made
+
+    async def fork(self, context: Any, count: int) -> list[Any]:
+        """Contexts that continue from here."""
+        return await self._inner.fork(context, count)
+
+    def hint(self, context: Any, hint: StateHint) -> None:
+        """Takes advice about the context's next ops."""
+        self._inner.hint(context, hint)
+
+    def text(self, context: Any) -> str:
+        """The text of the context."""
+        return self._inner.text(context)
+
+    async def token_ids(self, context: Any) -> list[int]:
+        """The token ids, if the API reports them."""
+        return await self._inner.token_ids(context)
+
+    async def token_texts(self, context: Any) -> list[str]:
+        """The texts of the tokens, if the API reports them."""
+        return await self._inner.token_texts(context)
+
+    def free(self, context: Any) -> None:
+        """Releases the context."""
+        self._inner.free(context)
+
+    async def stats(self) -> Stats:
+        """The counters of the tenant. One that sees the metrics also gets the number of all running calls and
+        of all failed speculations. The counters of an engine are None."""
+        own, inner = self._own, await self._inner.stats()
+        return msgspec.structs.replace(
+            inner,
+            model=self.capabilities.model,
+            prompt_tokens=own.prompt_tokens,
+            cached_tokens=own.cached_tokens,
+            generated_tokens=own.output_tokens,
+            running=self.model.num_running if self.tenant.sees_metrics else None,
+            cost=own.cost,
+            saved_calls=own.saved_calls,
+            saved_tokens=own.saved_tokens,
+            failed_speculations=inner.failed_speculations if self.tenant.sees_metrics else 0,
+        )
+
+    def watching(self) -> AbstractContextManager[View]:
+        """``NotSupported``, as the API has no scheduler to watch."""
+        return self._inner.watching()
+
+    @contextmanager
+    def metered(self) -> Iterator[None]:
+        """The scope of work that counts as a request of the tenant but generates nothing. Raises
+        ``RateLimited``."""
+        with self._admitted(0):
+            yield
+
+    @contextmanager
+    def _call(self, context: Any) -> Iterator[_Call]:
+        """The scope of one call, which is counted at its end. Errors of the API are those of the server's
+        own models, as its clients know no API."""
+        num_chars = 0 if context is None else len(self._inner.text(context))
+        with self._admitted(num_chars // CHARS_PER_TOKEN) as admitted, self.model.calling() as call_id:
+            call = _Call(call_id, admitted, self.model.observers)
+            call.begin(self.tenant.name)
+            try:
+                yield call
+            except AgentflowError as error:
+                shown = self._shown(error)
+                call.fail(shown.code)
+                if shown is error:
+                    raise
+                raise shown from error
+            except BaseException:
+                call.fail("cancelled")
+                raise
+            self._own += call.usage
+
+    @contextmanager
+    def _admitted(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
+        if self.model.gate is None:
+            yield AdmittedRequest(prompt_tokens)
+            return
+        with self.model.gate.request(self.tenant, prompt_tokens) as admitted:
+            yield admitted
+
+    def _shown(self, error: AgentflowError) -> AgentflowError:
+        """The error for the server's clients: keys and limits at the API are the operator's, not theirs."""
+        name = self.capabilities.model
+        match error:
+            case NotAuthorized():
+                return EngineFailed(
+                    f"the API of {name} refused this server's key: its operator must check it"
+                )
+            case UnknownModel():
+                return EngineFailed(f"the API of {name} does not have its model: {error}")
+            case RateLimited():
+                limited = Overloaded(f"the API of {name} limits this server's requests: {error}")
+                limited.retry_after_s = error.retry_after_s
+                return limited
+            case ServerUnreachable() | ServerLost():
+                return EngineDown(f"the API of {name} cannot be reached: {error}")
+            case ServerError() if not isinstance(error, Overloaded):
+                return EngineFailed(f"the API of {name} failed: {error}")
+        return error
+
+
+class _Call:
+    """One call, and its use so far."""
+
+    def __init__(self, call_id: int, admitted: AdmittedRequest, observers: Sequence[CallObserver]) -> None:
+        self.usage = Usage()
+        self._id = call_id
+        self._admitted = admitted
+        self._observers = observers
+        self._num_chars = 0
+
+    def begin(self, tenant: str) -> None:
+        for observer in self._observers:
+            observer.call_begun(self._id, tenant)
+
+    def counting(self, on_text: OnText) -> OnText:
+        """``on_text``, with its characters as an estimate of the tokens until the end."""
+
+        def count(text: str) -> None:
+            if not self._num_chars and text:
+                for observer in self._observers:
+                    observer.call_has_text(self._id)
+            self._num_chars += len(text)
+            self._admitted.output_tokens = -(-self._num_chars // CHARS_PER_TOKEN)
+            on_text(text)
+
+        return count
+
+    def counting_or_none(self, on_text: OnText | None) -> OnText | None:
+        """As ``counting``, for a listener that may be None."""
+        return None if on_text is None else self.counting(on_text)
+
+    def end(self, usage: Usage) -> None:
+        """Takes the usage that the API reported."""
+        self.usage = usage
+        self._admitted.prompt_tokens, self._admitted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        self._admitted.output_tokens = usage.output_tokens
+        for observer in self._observers:
+            observer.call_ended(self._id, usage)
+
+    def fail(self, code: str) -> None:
+        for observer in self._observers:
+            observer.call_failed(self._id, code)

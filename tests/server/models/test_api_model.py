@@ -1,0 +1,194 @@
+"""Sessions on a server whose models are behind APIs: programs run as on any model, with the server's key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.apis.anthropic_answers import text_stream as anthropic_text
+from support.apis.fake_server import Hold, RawAnswer, Received
+from support.apis.openai_answers import (
+    BROKEN,
+    NO_MODEL,
+    WRONG_KEY,
+    rate_limited,
+    stream,
+    text_chunks,
+    text_stream,
+    usage,
+)
+from support.server.api_models import SECRET, served_apis
+from support.server.http_clients import only_asyncio
+
+import agentflow as af
+from agentflow.errors import EngineDown, EngineFailed, NotSupported, Overloaded, RateLimited, UnknownModel
+from agentflow.server.tenants.keys import Tenants, hashed_key
+
+pytestmark = pytest.mark.anyio
+anyio_backend = pytest.fixture(only_asyncio)
+BOTH = {"gpt": "openai:gpt-4.1-mini", "claude": "anthropic:claude-opus-5-5"}
+
+
+def last_words(request: Received) -> Any:
+    """An answer that repeats the last message."""
+    content = request.json["messages"][-1]["content"]
+    said = content if isinstance(content, str) else content[0]["text"]
+    if request.path.endswith("/messages"):
+        return anthropic_text(f"<{said}>")
+    return text_stream(f"<{said}>")
+
+
+@af.program
+async def judged(s: af.State) -> list[str]:
+    s += af.system("Be a judge.")
+    async with s.fork(2) as branches:
+        for number, branch in enumerate(branches):
+            branch += af.user(f"part {number}") + af.assistant(af.gen("judgment"))
+    s += af.user(branches[0]["judgment"], " and ", branches[1]["judgment"])
+    s += af.assistant(af.gen("report"))
+    return [await s["report"], *[await branch["judgment"] for branch in branches]]
+
+
+async def test_a_program_with_forks_and_wiring_runs_on_the_vendors_model() -> None:
+    async with served_apis(last_words) as served, af.session(served.ws_url) as flow:
+        assert await flow.run(judged) == ["<<part 0> and <part 1>>", "<part 0>", "<part 1>"]
+    assert {one.headers["authorization"] for one in served.vendor.received} == {f"Bearer {SECRET}"}
+    assert {one.json["model"] for one in served.vendor.received} == {"gpt-4.1-mini"}
+
+
+async def test_a_session_has_the_models_under_their_served_names() -> None:
+    async with served_apis(last_words, BOTH) as served, af.session(served.ws_url) as flow:
+        for model, path in (("gpt", "/v1/chat/completions"), ("claude", "/v1/messages")):
+            s = flow.state(model=model)
+            s += af.user("hello") + af.assistant(af.gen("word"))
+            assert await s["word"] == "<hello>"
+            assert served.vendor.last.path == path
+        with pytest.raises(UnknownModel):
+            flow.state(model="gpt-4.1-mini")
+
+
+async def test_an_alias_is_the_same_model() -> None:
+    async with (
+        served_apis(last_words, aliases={"gpt": ["default"]}) as served,
+        af.session(served.ws_url, model="default") as flow,
+    ):
+        s = flow.state()
+        s += af.user("hello") + af.assistant(af.gen("word"))
+        assert await s["word"] == "<hello>"
+
+
+async def test_parameters_that_the_model_lacks_are_refused_before_anything_is_sent() -> None:
+    async with served_apis(last_words) as served, af.session(served.ws_url) as flow:
+        s = flow.state()
+        with pytest.raises(NotSupported) as refused:
+            s += af.user("hello") + af.assistant(af.gen("word", min_tokens=3))
+        assert refused.value.param == "min_tokens"
+    assert served.vendor.received == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (WRONG_KEY, EngineFailed),
+        (NO_MODEL, EngineFailed),
+        (BROKEN, EngineFailed),
+        (rate_limited(s=3), Overloaded),
+    ],
+)
+async def test_faults_between_server_and_vendor_are_not_the_clients(answer: Any, kind: Any) -> None:
+    async with served_apis([answer]) as served, af.session(served.ws_url) as flow:
+        s = flow.state()
+        s += af.user("hello") + af.assistant(af.gen("word"))
+        with pytest.raises(kind) as failed:
+            await s["word"]
+        assert not isinstance(failed.value, RateLimited)
+        assert SECRET not in str(failed.value)
+
+
+async def test_a_vendor_that_is_gone_is_an_engine_that_is_down() -> None:
+    async with served_apis([RawAnswer([])]) as served, af.session(served.ws_url) as flow:
+        s = flow.state()
+        s += af.user("hello") + af.assistant(af.gen("word"))
+        with pytest.raises(EngineDown):
+            await s["word"]
+
+
+async def test_a_cancelled_state_cancels_the_call_at_the_vendor() -> None:
+    hold = Hold()
+    async with (
+        served_apis([stream(text_chunks("one"), hold)]) as served,
+        af.session(served.ws_url) as flow,
+    ):
+        s = flow.state()
+        s += af.user("hello") + af.assistant(af.gen("word"))
+        with anyio.fail_after(20):
+            await hold.reached.wait()
+        s.cancel()
+        await served.vendor.wait_until_gone()
+
+
+def keys_file(folder: Path, **limits: Any) -> Path:
+    """Two tenants, of which the first has limits."""
+    lines = ["[tenants.ann]", f'keys = ["{hashed_key("af-ann")}"]']
+    lines += [f"{name} = {value}" for name, value in limits.items()]
+    lines += ["[tenants.bob]", f'keys = ["{hashed_key("af-bob")}"]']
+    path = folder / "keys.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+async def ask(url: str, key: str, text: str = "hello") -> af.Usage:
+    """The usage of a gen."""
+    async with af.session(url, api_key=key) as flow:
+        s = flow.state()
+        s += af.user(text) + af.assistant(af.gen("word"))
+        await s["word"]
+        return s["word"].usage
+
+
+async def test_tokens_of_a_vendor_count_towards_the_tenants_limit(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, tokens_per_minute=20))
+    answers = [text_stream("a", usage=usage(30, 5)), text_stream("b")]
+    async with served_apis(answers, tenants=tenants) as served:
+        assert (await ask(served.ws_url, "af-ann")).prompt_tokens == 30
+        with pytest.raises(RateLimited) as refused:
+            await ask(served.ws_url, "af-ann")
+        assert refused.value.retry_after_s is not None
+        await ask(served.ws_url, "af-bob")
+    assert len(served.vendor.received) == 2
+
+
+async def test_a_tenant_gets_only_its_models(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, models=["claude"]))
+    async with served_apis(last_words, BOTH, tenants=tenants) as served:
+        async with af.session(served.ws_url, api_key="af-ann") as flow:
+            with pytest.raises(UnknownModel):
+                flow.state(model="gpt")
+        with pytest.raises(UnknownModel):
+            async with af.session(served.ws_url, api_key="af-ann", model="gpt"):
+                pass
+
+
+async def test_stats_are_of_the_tenant_alone(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path))
+    answers = [text_stream("a", usage=usage(30, 5)), text_stream("b", usage=usage(7, 2))]
+    async with served_apis(answers, tenants=tenants) as served:
+        await ask(served.ws_url, "af-ann")
+        await ask(served.ws_url, "af-bob")
+        async with af.session(served.ws_url, api_key="af-bob") as flow:
+            stats = await flow.stats()
+    assert (stats.model, stats.prompt_tokens, stats.generated_tokens) == ("gpt", 7, 2)
+    assert (stats.running, stats.total_slots, stats.steps) == (None, None, None)
+    assert stats.cost > 0
+
+
+async def test_tenants_have_different_salts_where_servers_take_some(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path))
+    async with served_apis(last_words, {"own": "compatible:m"}, tenants=tenants) as served:
+        for key in ("af-ann", "af-bob", "af-ann"):
+            await ask(served.ws_url, key)
+    salts = [one.json["cache_salt"] for one in served.vendor.received]
+    assert salts[0] == salts[2] != salts[1]
+    assert "ann" not in salts[0]
