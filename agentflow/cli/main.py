@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(
             f"agentflow: `{options.command}` needs the package {error.name!r}: "
-            "pip install 'agentflow-lm[engine,server]'",
+            "pip install 'agentflow-lm[engine,server]' ([server,api] if all models are behind an API)",
             file=sys.stderr,
         )
         return 1

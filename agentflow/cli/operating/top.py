@@ -57,6 +57,10 @@ class Scrape:
         """The sum of the samples with this name and these labels. A label that a sample lacks is ignored."""
         return sum(one.value for one in self._found(name, labels))
 
+    def has(self, name: str, **labels: str) -> bool:
+        """Whether there is a sample with this name and these labels."""
+        return any(True for _ in self._found(name, labels))
+
     def cumulative(self, name: str, **labels: str) -> dict[float, float]:
         """A histogram: the number of values up to each bound."""
         found: dict[float, float] = {}
@@ -84,22 +88,23 @@ class Quantiles:
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
     """One model. Rates, quantiles and ``hit_rate`` are for the time between the scrapes, ``total_hit_rate``
-    for the time since the server started. Hit rates are None if there were no prompts."""
+    for the time since the server started. Hit rates are None if there were no prompts. A model behind an API
+    has None for the figures of an engine."""
 
     name: str
-    is_up: bool
+    is_up: bool | None
     running: int
-    waiting: int
+    waiting: int | None
     input_per_s: float
     output_per_s: float
     hit_rate: float | None
     total_hit_rate: float | None
-    kv_in_use: int
-    kv_cached: int
-    kv_free: int
+    kv_in_use: int | None
+    kv_cached: int | None
+    kv_free: int | None
     ttft: Quantiles
     tpot: Quantiles
-    restarts: int
+    restarts: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,10 @@ def figures(before: Scrape, now: Scrape) -> Figures:
     """
     over_s = max(now.at_s - before.at_s, 1e-9)
     models = now.values("model") or [NO_NAME]
-    tenants = now.values("tenant")
+    # Calls to an API do not wait.
+    tenants = [
+        name for name in now.values("tenant") if now.has("agentflow_queue_wait_seconds_count", tenant=name)
+    ]
     return Figures(
         over_s=over_s,
         sessions=int(now.total("agentflow_sessions")),
@@ -143,26 +151,27 @@ def _model(name: str, before: Scrape, now: Scrape, over_s: float) -> ModelFigure
     def grown(counter: str, **labels: str) -> float:
         return growth(before.total(counter, model=name, **labels), now.total(counter, model=name, **labels))
 
+    has_engine = now.has("agentflow_engine_up", model=name)
+
+    def of_engine(metric: str, **labels: str) -> int | None:
+        return int(now.total(metric, model=name, **labels)) if has_engine else None
+
     prompts, computed = "agentflow_prompt_tokens_total", {"source": "computed"}
-    kv = {
-        state: int(now.total("agentflow_kv_tokens", model=name, state=state))
-        for state in ("in_use", "cached", "free")
-    }
     return ModelFigures(
         name=name,
-        is_up=now.total("agentflow_engine_up", model=name) > 0,
+        is_up=now.total("agentflow_engine_up", model=name) > 0 if has_engine else None,
         running=int(now.total("agentflow_running_requests", model=name)),
-        waiting=int(now.total("agentflow_waiting_requests", model=name)),
+        waiting=of_engine("agentflow_waiting_requests"),
         input_per_s=grown(prompts) / over_s,
         output_per_s=grown("agentflow_generated_tokens_total") / over_s,
         hit_rate=_hit_rate(grown(prompts), grown(prompts, **computed)),
         total_hit_rate=_hit_rate(now.total(prompts, model=name), now.total(prompts, model=name, **computed)),
-        kv_in_use=kv["in_use"],
-        kv_cached=kv["cached"],
-        kv_free=kv["free"],
+        kv_in_use=of_engine("agentflow_kv_tokens", state="in_use"),
+        kv_cached=of_engine("agentflow_kv_tokens", state="cached"),
+        kv_free=of_engine("agentflow_kv_tokens", state="free"),
         ttft=_quantiles("agentflow_ttft_seconds", before, now, model=name),
         tpot=_quantiles("agentflow_tpot_seconds", before, now, model=name),
-        restarts=int(now.total("agentflow_engine_restarts_total", model=name)),
+        restarts=of_engine("agentflow_engine_restarts_total"),
     )
 
 
@@ -346,9 +355,9 @@ def _load(now: Figures) -> Table:
     table.add_column("KV: # in use, = cached", no_wrap=True)
     for model in now.models:
         table.add_row(
-            Text(model.name) if model.is_up else Text(f"{model.name} (down)", style="red"),
+            Text(f"{model.name} (down)", style="red") if model.is_up is False else Text(model.name),
             f"{model.running:,}",
-            Text(f"{model.waiting:,}", style="yellow" if model.waiting else ""),
+            Text(_count(model.waiting), style="yellow" if model.waiting else ""),
             _rate(model.input_per_s),
             _rate(model.output_per_s),
             _percent(model.hit_rate),
@@ -363,7 +372,7 @@ def _times(now: Figures) -> Table:
     for header in ("TTFT p50", "p95", "TPOT p50", "p95", "restarts"):
         table.add_column(header, justify="right", no_wrap=True)
     for model in now.models:
-        restarts = Text(f"{model.restarts:,}", style="red" if model.restarts else "")
+        restarts = Text(_count(model.restarts), style="red" if model.restarts else "")
         table.add_row(Text(model.name), *_seconds(model.ttft), *_seconds(model.tpot), restarts)
     return table
 
@@ -389,18 +398,23 @@ def _table(first: str) -> Table:
 
 def kv_bar(model: ModelFigures) -> str:
     """The use of the pool: by running requests, by the cache, and the percentage of both."""
-    total = model.kv_in_use + model.kv_cached + model.kv_free
+    in_use_tokens, cached_tokens = model.kv_in_use or 0, model.kv_cached or 0
+    total = in_use_tokens + cached_tokens + (model.kv_free or 0)
     if not total:
         return "-"
     # At least one cell for each part that is not empty.
-    in_use = math.ceil(BAR_CELLS * model.kv_in_use / total)
-    used = max(in_use, math.ceil(BAR_CELLS * (model.kv_in_use + model.kv_cached) / total))
+    in_use = math.ceil(BAR_CELLS * in_use_tokens / total)
+    used = max(in_use, math.ceil(BAR_CELLS * (in_use_tokens + cached_tokens) / total))
     bar = f"{'#' * in_use}{'=' * (used - in_use)}{'·' * (BAR_CELLS - used)}"
-    return f"{bar} {(model.kv_in_use + model.kv_cached) / total:.0%}"
+    return f"{bar} {(in_use_tokens + cached_tokens) / total:.0%}"
 
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def _percent(value: float | None) -> str:

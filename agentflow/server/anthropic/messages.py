@@ -20,11 +20,13 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
+from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.completion import completing, prompt_ids
-from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, param_of_tool
 from agentflow.server.http.call import ALLOWED, ApiCall
+from agentflow.server.models.api_model import TenantGenerator
 
 T = TypeVar("T")
 
@@ -137,6 +139,7 @@ def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
+        unset=names_of_unset(temperature=body.temperature, top_p=body.top_p),
     )
 
 
@@ -177,6 +180,10 @@ def _naming_field() -> Iterator[None]:
             error.param = "output_config.format.schema"
         elif error.param == "choice":
             error.param = "tool_choice"
+        elif error.param == EFFORT:
+            error.param = "output_config.effort"
+        elif error.param == "max_reasoning_tokens":
+            error.param = "thinking"
         elif error.param is not None and error.param.startswith("tools["):
             error.param = param_of_tool(error.param, "input_schema")
         raise
@@ -185,8 +192,10 @@ def _naming_field() -> Iterator[None]:
 async def create_message(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.beside(read_request, call, MessagesRequest)
-    generator = call.generator(body.model, priority=body.priority)
+    generator = call.text_generator(body.model, body, priority=body.priority)
     request = await call.beside(completion_of, call, body)
+    if body.thinking is None and isinstance(generator, TenantGenerator):
+        request = replace(request, thinks=None)  # some models of vendors always reason
     capabilities = generator.capabilities
     shows_reasoning = body.thinking is None or body.thinking.display != "omitted"
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_reasoning)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.errors import ApiError, invalid_field, param_of_tool
+from agentflow.server.models.models import TextGenerator
 
 
 @contextmanager
@@ -26,18 +27,22 @@ def naming_param(param: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def naming_field(
-    generator: EngineGenerator,
+    generator: TextGenerator,
     prompt: str,
     form: str = "response_format",
     arguments: str = "function.parameters",
+    effort: str = "reasoning_effort",
 ) -> Iterator[None]:
     """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids, ``form`` if the constraint is rejected, and the ``arguments`` of a tool."""
+    has unknown ids, ``form`` if the constraint is rejected, the ``arguments`` of a tool, or ``effort`` if its
+    reasoning cannot be changed."""
     try:
         yield
     except PromptTooLong as error:
         # Agents that shorten their conversation recognise the error by these words.
-        text = f"This model's maximum context length is {generator.limits.max_tokens()} tokens: {error}"
+        most = generator.capabilities.max_context
+        limit = "exceeded" if most is None else f"{most} tokens"
+        text = f"This model's maximum context length is {limit}: {error}"
         raise ApiError(400, "context_length_exceeded", text, prompt) from error
     except (BadArgument, RequestRefused) as error:
         if error.param == "prompt":
@@ -46,13 +51,15 @@ def naming_field(
             error.param = form
         elif error.param == "choice":
             error.param = "tool_choice"
+        elif error.param in (EFFORT, "max_reasoning_tokens"):
+            error.param = effort
         elif error.param is not None and error.param.startswith("tools["):
             error.param = param_of_tool(error.param, arguments)
         raise
 
 
 def check_num_logprobs(
-    params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str
+    params: SamplingParams, generator: TextGenerator, num_answers: int, param: str
 ) -> None:
     """``ApiError`` if a request asks for too many log-probabilities. An answer has at most as many tokens as
     the context."""

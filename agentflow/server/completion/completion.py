@@ -10,7 +10,8 @@ Several requests run as one: their answers are numbered consecutively, and an er
 Leaving the block aborts the answers that still run. Deltas that are not fetched in time are merged, so a slow
 consumer gets fewer and larger ones.
 
-``Completion`` collects the deltas of all requests, ``_Run`` runs one request, and ``_AnswerReader`` and
+``Completion`` collects the deltas of all requests, ``_Run`` runs one request on an engine and ``ApiRun`` (in
+``api_run``) on a model behind an API, and ``_AnswerReader`` and
 ``LogprobReader`` (in ``logprobs``) turn the engine's progress on one answer into deltas.
 """
 
@@ -53,6 +54,7 @@ from agentflow.protocol.chat import (
 )
 from agentflow.protocol.events import Usage
 from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.server.completion.api_run import ApiRun
 from agentflow.server.completion.checks import check_answer
 from agentflow.server.completion.logprobs import LogprobReader, prompt_delta
 from agentflow.server.completion.request import (
@@ -74,6 +76,7 @@ from agentflow.server.completion.request import (
     answers_of,
     merged,
 )
+from agentflow.server.models.models import TextGenerator
 
 COUNTED_CONTEXTS = 4
 """Prompts of up to this many contexts are counted, so that clients learn how much to leave out."""
@@ -86,7 +89,7 @@ _ANY_ANSWERS = ("x", " x")
 
 @asynccontextmanager
 async def completing(
-    generator: EngineGenerator,
+    generator: TextGenerator,
     *requests: CompletionRequest,
     trace: str = "",
     on_cut: Callable[[Usage], None] | None = None,
@@ -138,22 +141,20 @@ class Completion:
     """Requests that run, and the deltas of their answers. ``completing`` creates it."""
 
     def __init__(
-        self, generator: EngineGenerator, requests: Sequence[CompletionRequest], trace: str = ""
+        self, generator: TextGenerator, requests: Sequence[CompletionRequest], trace: str = ""
     ) -> None:
         self._num_answers = 0
-        self.runs: list[_Run] = []
+        self.runs: list[_Run | ApiRun] = []
         for request in requests:
-            self.runs.append(
-                _Run(
-                    generator,
-                    request,
-                    self._num_answers,
-                    trace,
-                    most_logprobs=MAX_LOGPROB_TOKENS // len(requests),
-                    on_delta=self._add,
-                    on_sent=self._count_sent,
+            place = (request, self._num_answers, trace)
+            if isinstance(generator, EngineGenerator):
+                most = MAX_LOGPROB_TOKENS // len(requests)
+                run: _Run | ApiRun = _Run(
+                    generator, *place, most_logprobs=most, on_delta=self._add, on_sent=self._count_sent
                 )
-            )
+            else:
+                run = ApiRun(generator, *place, on_delta=self._add, on_sent=self._count_sent)
+            self.runs.append(run)
             self._num_answers += request.n
         self._num_sent = 0
         self._num_running = len(requests)
@@ -195,6 +196,7 @@ class Completion:
                 min(usage.cached_tokens for usage in usages),
                 sum(usage.output_tokens for usage in usages),
                 reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+                cost=sum(usage.cost for usage in usages),
             )
             start += run.num_answers
         return total
@@ -250,7 +252,7 @@ class Completion:
         """All answers, at the end. No deltas may have been fetched."""
         return answers_of(await self.rest(), self._num_answers)
 
-    async def follow(self, run: _Run) -> None:
+    async def follow(self, run: _Run | ApiRun) -> None:
         """Runs one request to its end."""
         try:
             await run.run()

@@ -56,6 +56,7 @@ class CompletionRequest:
     thinks: bool | None = None  # whether a reasoning model thinks first; None: its template decides
     reasoning_budget: int | None = None  # the most tokens of its reasoning
     effort: str | None = None  # for templates that have a variable for it
+    unset: tuple[str, ...] = ()  # ``params`` that the client did not give, which have the route's defaults
 
     @property
     def conversation(self) -> Conversation:
@@ -63,6 +64,11 @@ class CompletionRequest:
         if isinstance(self.prompt, str | TokenIds | Continuation):
             raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
         return Conversation(self.prompt, self.tools, self.tool_choice)
+
+
+def names_of_unset(**given: object) -> tuple[str, ...]:
+    """The names of the parameters that are None, for ``CompletionRequest.unset``."""
+    return tuple([name for name, value in given.items() if value is None])
 
 
 @dataclass(frozen=True, slots=True)

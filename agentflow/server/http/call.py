@@ -33,7 +33,14 @@ from agentflow.protocol.wire import HALF_PAIR, json_fault
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server import event_stream
-from agentflow.server.errors import MAX_PARAM_CHARS, ApiError, api_error_of, not_ready, truncated
+from agentflow.server.errors import (
+    MAX_PARAM_CHARS,
+    ApiError,
+    api_error_of,
+    not_ready,
+    truncated,
+    unsupported,
+)
 from agentflow.server.event_stream import EventStream
 from agentflow.server.http.whole_numbers import (
     MAX_REWRITTEN_BYTES,
@@ -42,6 +49,8 @@ from agentflow.server.http.whole_numbers import (
     with_whole_numbers,
 )
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
+from agentflow.server.models.api_model import TenantGenerator
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, LimitState
@@ -184,11 +193,30 @@ class ApiCall:
         if to_generate:
             found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
+        if isinstance(generator, TenantGenerator):
+            text = f"{found.name} is behind an API: this route needs a model of this server"
+            raise ApiError(400, "unsupported", text, "model")
         if not isinstance(generator, EngineGenerator):
             raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
         if to_generate:
             generator.check_task(embeds=embeds)
         self.record.model = generator.capabilities.model
+        return generator
+
+    def text_generator(
+        self, model: str | None, body: object, *, to_generate: bool = True, priority: int | None = None
+    ) -> TextGenerator:
+        """As ``generator``, also for a model behind an API. ``ApiError`` if such a model is given a field of
+        ``body`` that needs an engine."""
+        found = self.service.models.find(model, self.tenant)
+        generator = found.generator(self.tenant)
+        if not isinstance(generator, TenantGenerator):
+            return self.generator(model, to_generate=to_generate, priority=priority)
+        self._is_prompt_charged = to_generate
+        if to_generate:
+            found.check_admission(self.tenant, priority or 0)
+        self.record.model = generator.capabilities.model
+        _check_engine_fields(body, generator.capabilities.model)
         return generator
 
     async def reply(self, payload: Any, *, status: int = 200) -> None:
@@ -331,6 +359,31 @@ class ApiCall:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.is_gone = True
+
+
+_ENGINE_FIELDS: dict[str, object] = {
+    "add_generation_prompt": True,
+    "bad_words": [],
+    "best_of": 1,
+    "chat_template_kwargs": msgspec.Raw(b"null"),
+    "echo": False,
+    "logprobs": False,
+    "prompt_logprobs": None,
+    "return_token_ids": False,
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
+"""The fields that need an engine, with the values that ask for nothing."""
+
+
+def _check_engine_fields(body: object, model: str) -> None:
+    """``ApiError`` if the body has a field that a model behind an API cannot honour."""
+    for name, neutral in _ENGINE_FIELDS.items():
+        value = getattr(body, name, None)
+        if value is None or (type(value) is type(neutral) and value == neutral):
+            continue
+        if name != "best_of" or value != getattr(body, "n", None):
+            raise unsupported(name, f"{model} is behind an API")
 
 
 def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "") -> T:

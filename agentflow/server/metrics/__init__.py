@@ -1,4 +1,5 @@
 """Metrics for Prometheus.
 
-``request_times`` measures requests, and ``metrics`` collects and renders all metrics.
+``request_times`` measures requests, ``api_calls`` the calls to models behind an API, and ``metrics`` collects
+and renders all metrics.
 """

@@ -26,7 +26,9 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import AgentflowError
 from agentflow.protocol.events import Stats
 from agentflow.runtime.generator import Generator
+from agentflow.server.metrics.api_calls import ApiCalls
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
+from agentflow.server.models.api_model import ApiModel
 from agentflow.server.models.models import Models
 from agentflow.server.websocket.sessions import Sessions
 
@@ -62,6 +64,14 @@ class MetricFamilies(Collector):
     def _models(self) -> Mapping[str, ModelMetrics]:
         return self._metrics.by_model
 
+    @property
+    def _engines(self) -> Mapping[str, ModelMetrics]:
+        return {name: of for name, of in self._models.items() if of.calls is None}
+
+    @property
+    def _apis(self) -> Mapping[str, ApiCalls]:
+        return {name: of.calls for name, of in self._models.items() if of.calls is not None}
+
     def _gauges(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("agentflow_sessions", "Open sessions.", value=self._metrics.num_sessions)
         yield GaugeMetricFamily(
@@ -75,11 +85,12 @@ class MetricFamilies(Collector):
         yield self._gauge(
             "engine_up",
             "1 if the engine answered this scrape.",
-            {name: int(of.is_engine_up) for name, of in self._models.items()},
+            {name: int(of.is_engine_up) for name, of in self._engines.items()},
         )
-        last = {name: of.totals.last for name, of in self._models.items()}
+        last = {name: of.totals.last for name, of in self._engines.items()}
         running = {name: stats.running or 0 for name, stats in last.items()}
-        yield self._gauge("running_requests", "Requests in the batch.", running)
+        running |= {name: calls.num_running for name, calls in self._apis.items()}
+        yield self._gauge("running_requests", "Requests in the batch, or calls to an API.", running)
         waiting = {name: stats.waiting or 0 for name, stats in last.items()}
         yield self._gauge("waiting_requests", "Requests that wait to be admitted.", waiting)
         slots = GaugeMetricFamily("agentflow_kv_tokens", "Tokens of the KV pool.", labels=["model", "state"])
@@ -103,7 +114,11 @@ class MetricFamilies(Collector):
             "Prompt tokens of admitted requests, by source.",
             labels=["model", "source"],
         )
-        for model, of in self._models.items():
+        for model, calls in self._apis.items():
+            tokens = calls.all_tokens
+            prompts.add_metric([model, "prompt_cache"], tokens.cached)
+            prompts.add_metric([model, "computed"], tokens.prompt - tokens.cached)
+        for model, of in self._engines.items():
             count = of.totals.count
             cached, cached_output = count("cached_tokens"), count("cached_output_tokens")
             prompts.add_metric([model, "prompt_cache"], cached - cached_output)
@@ -111,14 +126,17 @@ class MetricFamilies(Collector):
             prompts.add_metric([model, "computed"], count("prompt_tokens") - cached)
         yield prompts
         for name, text in _ENGINE_COUNTERS:
-            values = {model: of.totals.count(name) for model, of in self._models.items()}
+            values = {model: of.totals.count(name) for model, of in self._engines.items()}
+            if name == "generated_tokens":
+                values |= {model: calls.all_tokens.output for model, calls in self._apis.items()}
             yield self._counter(name, text, values)
-        embeddings = {model: of.requests.num_embeddings for model, of in self._models.items()}
+        embeddings = {model: of.requests.num_embeddings for model, of in self._engines.items()}
         yield self._counter("embeddings", "Embeddings made, one for each text.", embeddings)
-        tokens = {model: of.requests.embedding_tokens for model, of in self._models.items()}
-        yield self._counter("embedding_tokens", "Tokens of the texts of embeddings.", tokens)
+        embedded = {model: of.requests.embedding_tokens for model, of in self._engines.items()}
+        yield self._counter("embedding_tokens", "Tokens of the texts of embeddings.", embedded)
         yield self._tenant_tokens()
-        restarts = {model: of.totals.restarts for model, of in self._models.items()}
+        yield from self._api_counters()
+        restarts = {model: of.totals.restarts for model, of in self._engines.items()}
         yield self._counter("engine_restarts", "Engine processes that died.", restarts)
         answers = CounterMetricFamily(
             "agentflow_http_answers", "Answers of the HTTP APIs.", labels=["route", "status"]
@@ -159,6 +177,25 @@ class MetricFamilies(Collector):
                 family.add_metric([model, tenant, "output"], use.output)
         return family
 
+    def _api_counters(self) -> Iterator[Metric]:
+        costs = CounterMetricFamily(
+            "agentflow_tenant_cost_dollars",
+            "Costs of a tenant's calls to an API, in US dollars, if the price is known.",
+            labels=["model", "tenant"],
+        )
+        errors = CounterMetricFamily(
+            "agentflow_api_errors",
+            "Calls to an API that failed, by the code of the error.",
+            labels=["model", "code"],
+        )
+        for model, calls in self._apis.items():
+            for tenant, cost in calls.cost.items():
+                costs.add_metric([model, tenant], cost)
+            for code, number in calls.errors.items():
+                errors.add_metric([model, code], number)
+        yield costs
+        yield errors
+
     def _counter(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(f"agentflow_{name}", text, labels=["model"])
         for model, value in values.items():
@@ -186,7 +223,7 @@ class MetricFamilies(Collector):
         )
         phases = [
             ((model, phase), counts)
-            for model, of in models.items()
+            for model, of in self._engines.items()
             for phase, counts in zip(PHASES, of.totals.phases(), strict=True)
         ]
         yield _histogram("step", "Duration of the phases of a step.", STEP_BOUNDS_S, phases, "phase")
@@ -286,9 +323,17 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.requests = RequestTimes()
+        self.calls: ApiCalls | None = None  # to an API, for a model without an engine
         self.totals = EngineTotals()
         self.is_engine_up = False
         self._has_been_watched = False
+
+    def watch_calls(self, model: ApiModel) -> None:
+        """Measures the calls to the model's API from now on. They add to earlier ones."""
+        self.calls = self.calls or ApiCalls()
+        self.requests = self.calls
+        self.requests.forget_pending()
+        model.observe(self.calls)
 
     def watch(self, generator: Generator[Any]) -> None:
         """Times the requests of this engine from now on. Its counters add to earlier engines'."""
@@ -339,7 +384,10 @@ class ServerMetrics:
         self._compiled_before = self.compile_counts
         self._models = models
         for model in models:
-            self.of(model.name).watch(model.generator(ANONYMOUS))
+            if isinstance(model, ApiModel):
+                self.of(model.name).watch_calls(model)
+            else:
+                self.of(model.name).watch(model.generator(ANONYMOUS))
 
     @property
     def compile_counts(self) -> CompileCounts:
@@ -357,7 +405,8 @@ class ServerMetrics:
             metrics.is_engine_up = False
         async with anyio.create_task_group() as group:
             for model in models or ():
-                group.start_soon(self.of(model.name).query, model.generator(ANONYMOUS))
+                if not isinstance(model, ApiModel):
+                    group.start_soon(self.of(model.name).query, model.generator(ANONYMOUS))
         return self.text()
 
     def text(self) -> bytes:

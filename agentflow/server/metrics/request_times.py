@@ -7,7 +7,7 @@ experience them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from agentflow.engine.messages import BucketCounts, Failed, Finished, FromEngine, Progress, Started
@@ -23,7 +23,9 @@ OTHER_TENANTS = "other"
 
 
 @dataclass(slots=True)
-class _Pending:
+class PendingRequest:
+    """A request that has not ended."""
+
     sent_s: float
     tenant: str
     generates: bool
@@ -53,11 +55,11 @@ class RequestTimes:
         """Finished requests for the embedding of one text."""
         self.embedding_tokens = 0
         self._clock = clock
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, PendingRequest] = {}
 
     def sent(self, submit: Submit) -> None:
         """Starts the time of a request."""
-        self._pending[submit.request_id] = _Pending(
+        self._pending[submit.request_id] = PendingRequest(
             self._clock(),
             submit.origin.tenant,
             generates=submit.params is not None and not submit.score_from,
@@ -88,7 +90,7 @@ class RequestTimes:
         """Forgets requests without an end, because the next engine may use their ids again."""
         self._pending.clear()
 
-    def _has_started(self, pending: _Pending | None, now_s: float) -> None:
+    def _has_started(self, pending: PendingRequest | None, now_s: float) -> None:
         if pending is None or pending.is_started:  # it runs again after a restart: the first wait counts
             return
         pending.is_started = True
@@ -98,7 +100,7 @@ class RequestTimes:
             counts = self.queue_wait[tenant] = BucketCounts.empty(WAIT_BOUNDS_S)
         counts.count(WAIT_BOUNDS_S, now_s - pending.sent_s)
 
-    def _count_tokens(self, pending: _Pending, end: Finished) -> None:
+    def _count_tokens(self, pending: PendingRequest, end: Finished) -> None:
         use = self.tokens.setdefault(self._label(pending.tenant), TokenUse())
         use.prompt += end.prompt_tokens
         use.cached += end.cached_tokens
@@ -107,11 +109,11 @@ class RequestTimes:
             self.num_embeddings += 1
             self.embedding_tokens += end.prompt_tokens
 
-    def _has_first_token(self, pending: _Pending, now_s: float) -> None:
+    def _has_first_token(self, pending: PendingRequest, now_s: float) -> None:
         pending.first_s = now_s
         self.ttft.count(WAIT_BOUNDS_S, now_s - pending.sent_s)
 
-    def _has_finished(self, pending: _Pending, now_s: float, output_tokens: int) -> None:
+    def _has_finished(self, pending: PendingRequest, now_s: float, output_tokens: int) -> None:
         if not pending.generates:
             return
         if pending.first_s is None:  # it ended with its first token
@@ -120,6 +122,10 @@ class RequestTimes:
             self.tpot.count(TPOT_BOUNDS_S, (now_s - pending.first_s) / (output_tokens - 1))
 
     def _label(self, tenant: str) -> str:
-        label = tenant[:MAX_TENANT_CHARS].encode("utf-8", "replace").decode() or NO_TENANT
-        named = len(self.queue_wait.keys() - {OTHER_TENANTS})
-        return label if label in self.queue_wait or named < MAX_TENANTS else OTHER_TENANTS
+        return label_of(tenant, self.queue_wait.keys())
+
+
+def label_of(tenant: str, known: Set[str]) -> str:
+    """The label of a tenant, with those that are ``known`` already."""
+    label = tenant[:MAX_TENANT_CHARS].encode("utf-8", "replace").decode() or NO_TENANT
+    return label if label in known or len(known - {OTHER_TENANTS}) < MAX_TENANTS else OTHER_TENANTS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -46,6 +47,8 @@ from agentflow.runtime.generator import (
     View,
 )
 from agentflow.server.tenants.rate_limit import TenantGate
+
+logger = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 4
 """An estimate: the API reports its tokens at the end of a call."""
@@ -369,24 +372,27 @@ class TenantGenerator:
             yield admitted
 
     def _shown(self, error: AgentflowError) -> AgentflowError:
-        """The error for the server's clients: keys and limits at the API are the operator's, not theirs."""
-        name = self.capabilities.model
+        """The error for the server's clients. Keys, limits and faults between the server and the API are the
+        operator's: the log has them."""
+        name, shown = self.capabilities.model, error
         match error:
             case NotAuthorized():
-                return EngineFailed(
-                    f"the API of {name} refused this server's key: its operator must check it"
-                )
+                shown = EngineFailed(f"the API of {name} refused the server's key: ask its operator")
             case UnknownModel():
-                return EngineFailed(f"the API of {name} does not have its model: {error}")
+                shown = EngineFailed(f"the API of {name} does not have its model: ask the server's operator")
             case RateLimited():
-                limited = Overloaded(f"the API of {name} limits this server's requests: {error}")
+                limited = Overloaded(f"the API of {name} limits the server's requests: try again later")
                 limited.retry_after_s = error.retry_after_s
-                return limited
-            case ServerUnreachable() | ServerLost():
-                return EngineDown(f"the API of {name} cannot be reached: {error}")
-            case ServerError() if not isinstance(error, Overloaded):
-                return EngineFailed(f"the API of {name} failed: {error}")
-        return error
+                shown = limited
+            case Overloaded():
+                pass
+            case ServerUnreachable() | ServerLost() | EngineDown():
+                shown = EngineDown(f"the API of {name} cannot be reached: try again later")
+            case ServerError() | EngineFailed():
+                shown = EngineFailed(f"the API of {name} failed: the server's log says why")
+        if shown is not error:
+            logger.warning("a call to the API of %s failed: %s", name, error)
+        return shown
 
 
 class _Call:

@@ -20,8 +20,12 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import UnknownModel, listed
 from agentflow.runtime.generator import Generator, SessionModels
 from agentflow.server.models.admission import Admission
+from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.models.request_spans import request_spans
 from agentflow.server.tenants.rate_limit import TenantGate
+
+TextGenerator: TypeAlias = EngineGenerator | TenantGenerator
+"""A generator that the HTTP APIs can use: of an engine, or of a model behind an API."""
 
 
 class Model(Protocol):

@@ -14,6 +14,7 @@ from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.ollama.answer import AnswerLines
 from agentflow.server.ollama.request import (
     check_generation,
@@ -25,6 +26,7 @@ from agentflow.server.ollama.request import (
     sampling_of,
     thinks,
     tools_of,
+    unset_of,
 )
 from agentflow.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest
 
@@ -33,7 +35,7 @@ async def chat(call: ApiCall) -> None:
     """Continues a conversation."""
     began_ns = time.perf_counter_ns()
     body = await call.beside(call.read, OllamaChatRequest)
-    generator = call.generator(model_of(call, body.model), to_generate=bool(body.messages))
+    generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.messages))
     request = await call.beside(_chat_of, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
@@ -42,12 +44,12 @@ async def generate(call: ApiCall) -> None:
     """Answers a message, or continues a text."""
     began_ns = time.perf_counter_ns()
     body = await call.beside(call.read, OllamaGenerateRequest)
-    generator = call.generator(model_of(call, body.model), to_generate=bool(body.prompt))
+    generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.prompt))
     request = await call.beside(_generation_of, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
 
-def _chat_of(call: ApiCall, body: OllamaChatRequest, generator: EngineGenerator) -> CompletionRequest:
+def _chat_of(call: ApiCall, body: OllamaChatRequest, generator: TextGenerator) -> CompletionRequest:
     check_generation(body, generator)
     return CompletionRequest(
         conversation_of(body.messages or (), generator),
@@ -57,12 +59,11 @@ def _chat_of(call: ApiCall, body: OllamaChatRequest, generator: EngineGenerator)
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
         thinks=thinks(body),
         effort=effort_of(body),
+        unset=unset_of(body),
     )
 
 
-def _generation_of(
-    call: ApiCall, body: OllamaGenerateRequest, generator: EngineGenerator
-) -> CompletionRequest:
+def _generation_of(call: ApiCall, body: OllamaGenerateRequest, generator: TextGenerator) -> CompletionRequest:
     check_generation(body, generator)
     return CompletionRequest(
         prompt_of(body, generator),
@@ -71,7 +72,8 @@ def _generation_of(
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
         thinks=thinks(body),
         effort=effort_of(body),
-        returns_prompt=not body.raw,
+        unset=unset_of(body),
+        returns_prompt=not body.raw and isinstance(generator, EngineGenerator),
     )
 
 
@@ -79,7 +81,7 @@ async def _answer(
     call: ApiCall,
     body: OllamaChatRequest | OllamaGenerateRequest,
     request: CompletionRequest,
-    generator: EngineGenerator,
+    generator: TextGenerator,
     began_ns: int,
 ) -> None:
     is_chat = isinstance(body, OllamaChatRequest)
@@ -88,7 +90,7 @@ async def _answer(
         with generator.metered():
             await call.reply(lines.loaded())
         return
-    with naming_field(generator, "messages" if is_chat else "prompt", "format"):
+    with naming_field(generator, "messages" if is_chat else "prompt", "format", effort="think"):
         async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
             lines.times = completion.times
             if body.stream is not False:

@@ -21,9 +21,10 @@ from agentflow.server.compatible.field_errors import check_num_logprobs, naming_
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.functions import function_tool
-from agentflow.server.completion.request import Continuation
+from agentflow.server.completion.request import Continuation, names_of_unset
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.ollama.types import (
     GivenToolCall,
     OllamaChatRequest,
@@ -48,12 +49,17 @@ def model_of(call: ApiCall, name: str) -> str:
     return name if name in known else name.removesuffix(LATEST)
 
 
-def check_generation(body: Generation, generator: EngineGenerator) -> None:
+def check_generation(body: Generation, generator: TextGenerator) -> None:
     """``ApiError`` for a field that asks for something that is not supported."""
-    if body.think and reasoning_marks(generator.template.source) is None:
-        raise unsupported("think", f"{generator.capabilities.model} does not think before its answer")
+    if body.think and isinstance(generator, EngineGenerator):
+        _check_thinks(generator)
     if body.top_logprobs and not body.logprobs:
         raise invalid_field("top_logprobs", "it needs 'logprobs' to be true")
+
+
+def _check_thinks(generator: EngineGenerator) -> None:
+    if reasoning_marks(generator.template.source) is None:
+        raise unsupported("think", f"{generator.capabilities.model} does not think before its answer")
 
 
 def thinks(body: Generation) -> bool | None:
@@ -66,7 +72,7 @@ def effort_of(body: Generation) -> str | None:
     return body.think if isinstance(body.think, str) else None
 
 
-def sampling_of(body: Generation, generator: EngineGenerator) -> SamplingParams:
+def sampling_of(body: Generation, generator: TextGenerator) -> SamplingParams:
     """The sampling parameters, with Ollama's defaults."""
     options = body.options or Options()
     room = generator.capabilities.max_context or SamplingParams().max_tokens
@@ -94,6 +100,15 @@ def sampling_of(body: Generation, generator: EngineGenerator) -> SamplingParams:
     return params
 
 
+def unset_of(body: Generation) -> tuple[str, ...]:
+    """The parameters that a request leaves to the server, by the names of ``SamplingParams``."""
+    options = body.options or Options()
+    limit = None if (options.num_predict or 0) <= 0 else options.num_predict
+    return names_of_unset(
+        max_tokens=limit, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k
+    )
+
+
 def constraint_of(form: Unread) -> Constraint | None:
     """The form of the answer: any object, one that conforms to a schema, or None for any text."""
     if form is None or not is_given(form):
@@ -117,7 +132,7 @@ def tools_of(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
 
 
 def prompt_of(
-    body: OllamaGenerateRequest, generator: EngineGenerator
+    body: OllamaGenerateRequest, generator: TextGenerator
 ) -> tuple[Message, ...] | Continuation | str:
     """The prompt: a message, with ``context`` after that, and with ``raw`` only its text, which is also what
     a model without a chat template gets."""
@@ -136,12 +151,14 @@ def prompt_of(
     turns = (*([Message("system", body.system)] if body.system else ()), Message("user", prompt))
     if not context:
         return turns
+    if not isinstance(generator, EngineGenerator):
+        raise unsupported("context", f"{generator.capabilities.model} is behind an API, which takes no ids")
     with naming_param("context"):
         generator.limits.check_ids(context)
     return Continuation(tuple(context), turns)
 
 
-def conversation_of(messages: Sequence[OllamaMessage], generator: EngineGenerator) -> tuple[Message, ...]:
+def conversation_of(messages: Sequence[OllamaMessage], generator: TextGenerator) -> tuple[Message, ...]:
     """The conversation. ``ApiError`` names the message that is wrong."""
     turns = _Turns()
     for number, message in enumerate(messages):
@@ -197,7 +214,7 @@ class _Turns:
         raise invalid_field(f"{place}.tool_name", "no earlier message has an open call of this tool")
 
 
-def _check_images(images: Unread, place: str, generator: EngineGenerator) -> None:
+def _check_images(images: Unread, place: str, generator: TextGenerator) -> None:
     if images is None or not is_given(images):
         return
     # Only a list without members is so short, and larger ones are not decoded.

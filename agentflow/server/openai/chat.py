@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
@@ -29,10 +28,12 @@ from agentflow.server.completion.request import (
     TokenLogprob,
     ToolArguments,
     ToolCallBegun,
+    names_of_unset,
 )
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
@@ -71,7 +72,7 @@ _KIND = "chat.completion.chunk"
 async def create_chat_completion(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.beside(call.read, ChatRequest)
-    generator = call.generator(body.model, priority=body.priority)
+    generator = call.text_generator(body.model, body, priority=body.priority)
     form, request = await call.beside(_request_of, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
@@ -97,9 +98,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     )
 
 
-def _request_of(
-    call: ApiCall, body: ChatRequest, generator: EngineGenerator
-) -> tuple[str, CompletionRequest]:
+def _request_of(call: ApiCall, body: ChatRequest, generator: TextGenerator) -> tuple[str, CompletionRequest]:
     """The field of its form, and the request as the engine takes it. ``ApiError`` names the field that is
     wrong or not supported."""
     limits = call.service.http_limits
@@ -129,6 +128,7 @@ def _request_of(
         thinks=_thinks(body),
         reasoning_budget=_reasoning_budget(body),
         effort=body.reasoning_effort,
+        unset=names_of_unset(max_tokens=max_tokens, temperature=body.temperature, top_p=body.top_p),
     )
 
 

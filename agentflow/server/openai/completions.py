@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.prompts import Prompt, prompts_of
@@ -23,10 +22,12 @@ from agentflow.server.completion.request import (
     PromptDelta,
     TextDelta,
     TokenLogprob,
+    names_of_unset,
 )
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
@@ -93,7 +94,7 @@ class TextAnswer(msgspec.Struct, kw_only=True):
 async def create_completion(call: ApiCall) -> None:
     """Continues one text or several."""
     body = await call.beside(call.read, TextRequest)
-    generator = call.generator(body.model, priority=body.priority)
+    generator = call.text_generator(body.model, body, priority=body.priority)
     form, requests = await call.beside(_requests_of, call, body, generator)
     n = requests[0].n
     num_answers = n * len(requests)
@@ -124,7 +125,7 @@ async def create_completion(call: ApiCall) -> None:
 
 
 def _requests_of(
-    call: ApiCall, body: TextRequest, generator: EngineGenerator
+    call: ApiCall, body: TextRequest, generator: TextGenerator
 ) -> tuple[str, list[CompletionRequest]]:
     """The field of their form, and a request for each prompt."""
     limits = call.service.http_limits
@@ -155,6 +156,7 @@ def _requests_of(
             returns_prompt=bool(body.echo or body.return_token_ids or wanted),
             prompt_logprobs=max(wanted, default=None),
             generates=max_tokens > 0,
+            unset=names_of_unset(temperature=body.temperature, top_p=body.top_p),
         )
         for prompt in prompts
     ]

@@ -22,6 +22,7 @@ from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
 from agentflow.server.compatible.functions import function_tool
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import decoded
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,
@@ -101,13 +102,15 @@ def _check_stream_options(request: SharedFields, options: StreamOptions) -> None
 
 
 def sampling_of(
-    request: SharedFields, generator: EngineGenerator, max_tokens: int | None, top_logprobs: int | None
+    request: SharedFields, generator: TextGenerator, max_tokens: int | None, top_logprobs: int | None
 ) -> SamplingParams:
     """The sampling parameters. ``max_tokens`` None: the rest of the context. ``top_logprobs`` None: no
     log-probabilities."""
     room = generator.capabilities.max_context or SamplingParams().max_tokens
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    biases = (request.logit_bias or {}) | _bad_words(request.bad_words or (), generator)
+    biases = request.logit_bias or {}
+    if isinstance(generator, EngineGenerator):
+        biases = biases | _bad_words(request.bad_words or (), generator)
     params = SamplingParams(
         max_tokens=room if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens or 0,
@@ -129,6 +132,8 @@ def sampling_of(
     )
     with naming_param():
         params.check()
+    if not isinstance(generator, EngineGenerator):
+        return params
     for name, token_ids in (("logit_bias", biases), ("stop_token_ids", params.stop_token_ids)):
         with naming_param(name):
             generator.limits.check_ids(tuple(token_ids))

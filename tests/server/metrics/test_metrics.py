@@ -40,11 +40,12 @@ from agentflow.engine.messages import (
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import EngineDown, RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.events import Stats
+from agentflow.protocol.events import Stats, Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generator
 from agentflow.server.app import create_app
 from agentflow.server.metrics import metrics as metrics_module
+from agentflow.server.metrics.api_calls import ApiCalls
 from agentflow.server.metrics.metrics import EngineTotals, ServerMetrics
 from agentflow.server.metrics.request_times import (
     MAX_TENANTS,
@@ -460,6 +461,11 @@ def test_the_page_lists_what_there_is():
     metrics.of("model").requests.sent(submit(1))
     metrics.of("model").requests.received([Started([1]), finished(1, 1)])
     metrics.answers["/v1/models", 0] += 1
+    calls = metrics.of("behind an API").calls = ApiCalls()
+    for call_id in (1, 2):
+        calls.call_begun(call_id, "")
+    calls.call_ended(1, Usage(10, output_tokens=2, cost=0.5))
+    calls.call_failed(2, "cancelled")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.MULTILINE)
     documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
     assert documented == [

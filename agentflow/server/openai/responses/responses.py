@@ -28,10 +28,11 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.completion.completion import completing, prompt_ids
-from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import announce, report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.request import NO_EFFORT, TEMPERATURE
 from agentflow.server.openai.responses.answer import ResponseWriter
 from agentflow.server.openai.responses.conversations import (
@@ -72,9 +73,9 @@ _UNSUPPORTED = {
 async def create_response(call: ApiCall) -> None:
     """Answers a turn of a conversation."""
     body = await call.beside(call.read, ResponseRequest)
-    generator = call.generator(body.model, priority=body.priority)
+    generator = call.text_generator(body.model, body, priority=body.priority)
     turn = await call.beside(_Turn, call, body, generator)
-    if body.truncation == "auto":
+    if body.truncation == "auto" and isinstance(generator, EngineGenerator):
         with _naming_fields(generator):
             turn.request = await _truncated(generator, turn.request)
     if body.background:
@@ -93,11 +94,11 @@ async def create_response(call: ApiCall) -> None:
     await call.reply(turn.writer.answer)
 
 
-def _naming_fields(generator: EngineGenerator) -> AbstractContextManager[None]:
-    return naming_field(generator, "input", "text.format.schema", "parameters")
+def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
+    return naming_field(generator, "input", "text.format.schema", "parameters", effort="reasoning.effort")
 
 
-async def _run_in_background(call: ApiCall, turn: _Turn, generator: EngineGenerator) -> None:
+async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerator) -> None:
     """Starts the response, and answers when its request is accepted, or streams its events."""
     writer, streams, trace = turn.writer, bool(turn.body.stream), call.trace
     memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
@@ -146,7 +147,7 @@ class _Turn:
     """The request as the engine takes it, and its response. ``ApiError`` names the field that is wrong or not
     supported."""
 
-    def __init__(self, call: ApiCall, body: ResponseRequest, generator: EngineGenerator) -> None:
+    def __init__(self, call: ApiCall, body: ResponseRequest, generator: TextGenerator) -> None:
         _check_fields(body)
         self.body = body
         self._tenant, self._responses = call.tenant.name, call.service.responses
@@ -195,6 +196,9 @@ class _Turn:
             max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
             thinks=None if effort is None else effort not in NO_EFFORT,
             effort=effort,
+            unset=names_of_unset(
+                max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p
+            ),
         )
         answer = _begun(body, model, params)
         answer.conversation = None if self._conversation is None else ConversationId(self._conversation.id)
@@ -254,7 +258,7 @@ def _check_fields(body: ResponseRequest) -> None:
             raise unsupported("stream_options.include_obfuscation", "events are not padded")
 
 
-def _sampling_of(body: ResponseRequest, generator: EngineGenerator) -> SamplingParams:
+def _sampling_of(body: ResponseRequest, generator: TextGenerator) -> SamplingParams:
     room = generator.capabilities.max_context or SamplingParams().max_tokens
     wants_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
     params = SamplingParams(

@@ -1,0 +1,282 @@
+"""Runs completion requests on a model behind an API, with the deltas that an engine's answers have.
+
+A request becomes a context of the model's generator, and each of its answers a call. What the model cannot do
+is refused before anything is sent, with the parameter's name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import anyio
+import msgspec
+
+from agentflow.engine.grammar.compiler.messages import PartedConstraint, Relaxed
+from agentflow.errors import NotSupported, PromptTooLong, RequestRefused
+from agentflow.protocol.chat import (
+    Arguments,
+    CallBegun,
+    CalledTool,
+    ReplyReader,
+    TextPiece,
+)
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
+from agentflow.protocol.sampling import GenParams, SamplingParams
+from agentflow.runtime.generator import Generated, StateHint
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.completion.request import (
+    AnswerEnded,
+    CompletionDelta,
+    CompletionRequest,
+    Continuation,
+    FinishReason,
+    ReasoningDelta,
+    TextDelta,
+    Times,
+    TokenIds,
+    ToolArguments,
+    ToolCallBegun,
+)
+from agentflow.server.models.api_model import CHARS_PER_TOKEN, TenantGenerator
+
+EFFORT: Final = "effort"
+"""The ``param`` of errors about how much the model is to reason."""
+# Until then, an error of the API has its status. After that a stream begins, which keeps connections open.
+_ACCEPTED_AFTER_S = 10.0
+_SENT_IF_GIVEN = ("max_tokens", "temperature", "top_p")
+_OF_CONSTRAINTS = ("schema", "regex", "choices", "grammar", "tags")
+_NEUTRAL = SamplingParams()
+
+
+def params_of(request: CompletionRequest) -> GenParams:
+    """The parameters that the client gave: an API has defaults of its own, and refuses many parameters."""
+    found: dict[str, Any] = {}
+    for name in GenParams.__struct_fields__:
+        value = getattr(request.params, name)
+        is_sent = name in _SENT_IF_GIVEN or value != getattr(_NEUTRAL, name)
+        if is_sent and name not in request.unset:
+            found[name] = value
+    return GenParams(**{**found, "stream_reasoning": True})
+
+
+def checked_params(generator: TenantGenerator, request: CompletionRequest) -> GenParams:
+    """The parameters, with those of reasoning. ``NotSupported`` names what the model cannot do."""
+    model, features = generator.capabilities.model, generator.capabilities
+
+    def refuse(param: str, why: str) -> NotSupported:
+        return NotSupported(f"{model} is behind an API: {why}", param=param)
+
+    match request.prompt:
+        case TokenIds():
+            raise refuse("prompt", "it takes text, and no token ids")
+        case Continuation():
+            raise refuse("context", "it takes messages, and no token ids")
+        case str() if not features.plain_text:
+            raise refuse("prompt", "it takes conversations only")
+        case _:
+            pass
+    if request.params.wants_logprobs:
+        raise refuse("logprobs", "its log-probabilities are not passed on")
+    if request.prompt_logprobs is not None or request.returns_prompt:
+        raise refuse("prompt", "its prompts cannot be returned")
+    if not request.generates:
+        raise refuse("max_tokens", "it generates at least one token")
+    params = params_of(request)
+    can_limit = features.accepts("max_reasoning_tokens")
+    if request.effort is not None and not (request.thinks is False and can_limit):
+        raise refuse(EFFORT, "its effort of reasoning cannot be set")
+    if request.thinks is False and can_limit:
+        params = msgspec.structs.replace(params, max_reasoning_tokens=0)
+    elif request.reasoning_budget is not None:
+        params = msgspec.structs.replace(params, max_reasoning_tokens=request.reasoning_budget)
+    elif request.thinks and not can_limit:
+        raise refuse(EFFORT, "whether it reasons cannot be set")
+    features.require_params(params)
+    return params
+
+
+class ApiRun:
+    """One request, whose answers are numbered from ``first_index``."""
+
+    def __init__(
+        self,
+        generator: TenantGenerator,
+        request: CompletionRequest,
+        first_index: int,
+        trace: str,
+        *,
+        on_delta: Callable[[CompletionDelta], None],
+        on_sent: Callable[[], None],
+    ) -> None:
+        self.num_answers = request.n
+        self.relaxed: tuple[Relaxed, ...] = ()
+        self.times = Times()
+        self.num_prompt_tokens = 0  # an estimate, until an answer has ended
+        self._generator = generator
+        self._request = request
+        self._first_index = first_index
+        self._trace = trace
+        self._on_delta = on_delta
+        self._on_sent = on_sent
+        self._answers = [_Answer(first_index + number, on_delta) for number in range(request.n)]
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        """The estimated tokens of each answer."""
+        return [-(-answer.num_chars // CHARS_PER_TOKEN) for answer in self._answers]
+
+    async def run(self) -> None:
+        generator, request = self._generator, self._request
+        params = checked_params(generator, request)
+        constraint = _plain(request.constraint)
+        with _naming_constraint(constraint):
+            generator.capabilities.require(constraint)
+        contexts = [generator.open(request.cache_salt)]
+        try:
+            if self._trace:
+                generator.hint(contexts[0], StateHint(trace=self._trace))
+            if isinstance(request.prompt, str):
+                generator.fill(contexts[0], request.prompt)
+            else:
+                await generator.converse(contexts[0], request.conversation.check())
+            self.num_prompt_tokens = len(generator.text(contexts[0])) // CHARS_PER_TOKEN
+            most = request.max_prompt_tokens
+            if most is not None and self.num_prompt_tokens > most:
+                raise PromptTooLong(
+                    f"the prompt has about {self.num_prompt_tokens:,} tokens, and {most:,} are the limit"
+                )
+            if request.n > 1:
+                contexts += await generator.fork(contexts[0], request.n - 1)
+            async with open_task_group() as group:
+                for number, context in enumerate(contexts):
+                    own = params
+                    if params.seed is not None:
+                        own = msgspec.structs.replace(params, seed=(params.seed + number) % 2**63)
+                    group.start_soon(self._answer, self._answers[number], context, own, constraint)
+        finally:
+            for context in contexts:
+                generator.free(context)
+
+    async def _answer(
+        self, answer: _Answer, context: Any, params: GenParams, constraint: Constraint | None
+    ) -> None:
+        times = self.times if answer.index == self._first_index else Times()
+        accepted = anyio.Event()
+
+        def accept() -> None:
+            if not accepted.is_set():
+                accepted.set()
+                times.accepted = time.perf_counter_ns()
+                self._on_sent()
+
+        async def accept_late() -> None:
+            with anyio.move_on_after(_ACCEPTED_AFTER_S):
+                await accepted.wait()
+            accept()
+
+        def has_begun() -> None:
+            times.first_token = times.first_token or time.perf_counter_ns()
+            accept()
+
+        answer.on_begin = has_begun
+        async with open_task_group() as group:
+            group.start_soon(accept_late)
+            generated = await self._generated(answer, context, params, constraint)
+            has_begun()
+            times.ended = time.perf_counter_ns()
+            group.cancel_scope.cancel()
+        self.num_prompt_tokens = generated.usage.prompt_tokens or self.num_prompt_tokens
+        answer.end(generated, self._request.params.stop)
+
+    async def _generated(
+        self, answer: _Answer, context: Any, params: GenParams, constraint: Constraint | None
+    ) -> Generated:
+        generator = self._generator
+        generate, on_text = generator.generate, answer.add_text
+        if self._request.tools:
+            generate, on_text = generator.reply, answer.add_notation
+        with _naming_constraint(constraint):
+            return await generate(context, params, on_text, constraint, answer.add_reasoning)
+
+
+@contextmanager
+def _naming_constraint(constraint: Constraint | None) -> Iterator[None]:
+    """Makes the errors of a constraint name it."""
+    try:
+        yield
+    except RequestRefused as error:
+        if error.param in _OF_CONSTRAINTS or (error.param is None and constraint is not None):
+            error.param = "constraint"
+        raise
+
+
+def _plain(constraint: Constraint | None) -> Constraint | None:
+    """The constraint without the parts that a compiler of this server may relax."""
+    if not isinstance(constraint, PartedConstraint):
+        return constraint
+    fields = {name: getattr(constraint, name) for name in Constraint.__struct_fields__}
+    return Constraint(**{**fields, "instead": _plain(constraint.instead)})
+
+
+class _Answer:
+    """Turns the text of one answer into deltas. ``on_begin`` is called before the first."""
+
+    def __init__(self, index: int, on_delta: Callable[[CompletionDelta], None]) -> None:
+        self.index = index
+        self.num_chars = 0
+        self.on_begin: Callable[[], None] = _nothing
+        self._on_delta = on_delta
+        self._notation = ReplyReader()
+        self._call = -1
+        self._arguments: list[str] = []  # of the latest call
+
+    def add_text(self, text: str) -> None:
+        self._emit(TextDelta(self.index, text), text)
+
+    def add_reasoning(self, text: str) -> None:
+        self._emit(ReasoningDelta(self.index, text), text)
+
+    def add_notation(self, text: str) -> None:
+        """More of the notation of a reply."""
+        for piece in self._notation.push(text):
+            match piece:
+                case TextPiece():
+                    self.add_text(piece.text)
+                case CallBegun():
+                    self._call += 1
+                    self._arguments = []
+                    self._emit(ToolCallBegun(self.index, self._call, piece.id, piece.name), piece.name)
+                case Arguments():
+                    self._arguments.append(piece.text)
+                    self._emit(ToolArguments(self.index, self._call, piece.text), piece.text)
+
+    def end(self, generated: Generated, stops: Sequence[str]) -> None:
+        stop = stops[0] if generated.finish_reason == "stop" and len(stops) == 1 else None
+        self._on_delta(AnswerEnded(self.index, self._reason(generated), _counted(generated.usage), stop))
+
+    def _reason(self, generated: Generated) -> FinishReason:
+        if generated.finish_reason == "length":
+            return "length"
+        if self._call < 0:
+            return "stop"
+        # A call that was cut must look truncated, so that no client runs it.
+        return "tool_calls" if CalledTool("", "", "".join(self._arguments)).is_whole else "length"
+
+    def _emit(self, delta: CompletionDelta, text: str) -> None:
+        if text:
+            self.num_chars += len(text)
+            self.on_begin()
+            self._on_delta(delta)
+
+
+def _counted(usage: Usage) -> Usage:
+    """The usage without the forced tokens and saved calls that only programs have."""
+    return msgspec.structs.replace(usage, forced_tokens=0, saved_calls=0, saved_tokens=0)
+
+
+def _nothing() -> None:
+    """Before a call begins."""
