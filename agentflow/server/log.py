@@ -72,6 +72,7 @@ class RequestRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     is_streamed: bool = False
+    cost: float | None = None  # in US dollars, of a call to an API whose price is known
     error: str | None = None  # the code of the error, or ``client_gone``
     param: str | None = None  # the field that the error is about
     message: str | None = None  # of the error
@@ -83,11 +84,11 @@ class RequestRecord:
     def count(self, usage: Usage) -> None:
         """Records the tokens of the request."""
         self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        self.output_tokens = usage.output_tokens
+        self.output_tokens, self.cost = usage.output_tokens, usage.cost or None
 
 
 _QUOTED = ("param", "message")
-_OPTIONAL = ("error", "param", "relaxed", "violated", "message", "asked", "answered")
+_OPTIONAL = ("cost", "error", "param", "relaxed", "violated", "message", "asked", "answered")
 
 
 def log_request(record: RequestRecord) -> None:

@@ -31,7 +31,7 @@ def api_backend(model: ModelConfig) -> Backend:
                 f"models.{model.name}: the environment variable {model.api_key_variable} is not set",
                 param="api_key_variable",
             )
-    backend = _backend_at(address, key)
+    backend = _backend_at(address, key, model)
     if model.input_price is not None and model.output_price is not None and address.model is not None:
         from agentflow.backends.apis.prices import Costs, Price, Spending
 
@@ -40,21 +40,30 @@ def api_backend(model: ModelConfig) -> Backend:
     return backend
 
 
-def _backend_at(address: ApiAddress, key: str | None) -> OpenAI | Anthropic | OpenAICompatible:
+def _backend_at(
+    address: ApiAddress, key: str | None, model: ModelConfig
+) -> OpenAI | Anthropic | OpenAICompatible:
+    on_unsupported = model.on_unsupported or "error"
     match address.vendor:
         case "openai":
             from agentflow.backends.apis.openai import OpenAI
 
-            return OpenAI(str(address.model), api_key=key)
+            return OpenAI(str(address.model), api_key=key, on_unsupported=on_unsupported)
         case "anthropic":
             from agentflow.backends.apis.anthropic import Anthropic
 
-            return Anthropic(str(address.model), api_key=key)
+            return Anthropic(str(address.model), api_key=key, on_unsupported=on_unsupported)
         case _:
             from agentflow.backends.apis.compatible import OpenAICompatible
 
             key = key or os.environ.get("AGENTFLOW_API_KEY") or None
-            return OpenAICompatible(str(address.url), address.model, api_key=key)
+            return OpenAICompatible(
+                str(address.url),
+                address.model,
+                flavour=model.flavour,
+                api_key=key,
+                on_unsupported=on_unsupported,
+            )
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ import anyio
 import msgspec
 
 from agentflow.engine.grammar.compiler.messages import PartedConstraint, Relaxed
-from agentflow.errors import NotSupported, PromptTooLong, RequestRefused
+from agentflow.errors import EngineFailed, InvalidValue, NotSupported, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
@@ -199,8 +199,11 @@ class ApiRun:
         generate, on_text = generator.generate, answer.add_text
         if self._request.tools:
             generate, on_text = generator.reply, answer.add_notation
-        with _naming_constraint(constraint):
-            return await generate(context, params, on_text, constraint, answer.add_reasoning)
+        try:
+            with _naming_constraint(constraint):
+                return await generate(context, params, on_text, constraint, answer.add_reasoning)
+        except InvalidValue as error:  # the model did not keep the constraint
+            raise EngineFailed(str(error)) from error
 
 
 @contextmanager

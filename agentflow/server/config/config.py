@@ -274,6 +274,11 @@ def _check_model(model: ModelConfig, own: Mapping[str, Any]) -> None:
         else:
             continue
         raise BadArgument(f"models.{model.name}: {name} is for {kind}, and this one {other}", param=name)
+    if model.flavour is not None and model.api is not None and model.api.vendor != "compatible":
+        raise BadArgument(
+            f"models.{model.name}: flavour is for http://… addresses, and {model.path} has one",
+            param="flavour",
+        )
     if (model.input_price is None) != (model.output_price is None):
         missing = "output_price" if model.output_price is None else "input_price"
         raise BadArgument(f"models.{model.name}: {missing} is not set: give both prices", param=missing)

@@ -36,7 +36,14 @@ from agentflow.server.config.limits import HttpLimits, ServerLimits
 
 Text = Annotated[str, Meta(min_length=1)]
 Price = Annotated[float, Meta(ge=0, le=1_000_000)]
-API_SETTINGS = ("api_key_variable", "input_price", "output_price", "cached_price")
+API_SETTINGS = (
+    "api_key_variable",
+    "flavour",
+    "on_unsupported",
+    "input_price",
+    "output_price",
+    "cached_price",
+)
 """The keys of a model's own table that are for models behind an API."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 SECRET = {"secret": True}
@@ -62,6 +69,14 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     aliases: Annotated[tuple[Text, ...], doc("more names of the model, on the same engine")] = ()
     api_key_variable: Annotated[
         Text | None, doc("environment variable with the key of the model's API (not set: the vendor's)")
+    ] = None
+    flavour: Annotated[
+        Literal["vllm", "sglang", "llamacpp", "ollama", "generic"] | None,
+        doc("kind of the server with OpenAI's API (not set: the server is asked at the start)"),
+    ] = None
+    on_unsupported: Annotated[
+        Literal["error", "retry"] | None,
+        doc("constraints that the API lacks: refused, or checked and asked for again (not set: error)"),
     ] = None
     input_price: Annotated[
         Price | None, doc("US dollars for a million prompt tokens of the model's API (not set: if known)")

@@ -164,6 +164,20 @@ async def test_a_schema_is_the_vendors_to_keep() -> None:
     assert served.vendor.last.json["response_format"]["json_schema"]["schema"] == schema
 
 
+@each_form
+async def test_answers_are_checked_where_the_operator_wants_it(stream: bool) -> None:
+    answers = [words("gpt", "many"), words("gpt", "12")]
+    async with served_apis(answers, MODELS, on_unsupported="retry") as served:
+        answer = await ask(served, CHAT, "How many?", stream=stream, extra={"regex": "[0-9]+"})
+    assert answer.text == "12"
+
+
+async def test_answers_that_never_fit_are_a_failure_of_the_model() -> None:
+    async with served_apis([words("gpt", "many")] * 3, MODELS, on_unsupported="retry") as served:
+        found = await refused(served, CHAT, "How many?", extra={"regex": "[0-9]+"})
+    assert found == (500, "engine_failed", None)
+
+
 UNSUPPORTED: list[tuple[Api, dict[str, Any], str]] = [
     (CHAT, {"logprobs": True}, "logprobs"),
     (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -101,6 +101,8 @@ def test_the_file_mixes_both_kinds_of_models(write: Callable[[str], Path]) -> No
         ('path = "smollm2-135m"\ninput_price = 1', "input_price"),
         ('path = "openai:gpt-4.1"\ninput_price = 1', "output_price"),
         ('path = "openai:gpt-4.1"\ncached_price = 1', "input_price"),
+        ('path = "openai:gpt-4.1"\nflavour = "vllm"', "flavour"),
+        ('path = "smollm2-135m"\non_unsupported = "retry"', "on_unsupported"),
         ('path = "http://host/v1"\ninput_price = 1\noutput_price = 1', "path"),
     ],
 )

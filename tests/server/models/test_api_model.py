@@ -13,6 +13,7 @@ from support.apis.openai_answers import (
     BROKEN,
     NO_MODEL,
     WRONG_KEY,
+    ending,
     rate_limited,
     stream,
     text_chunks,
@@ -21,9 +22,13 @@ from support.apis.openai_answers import (
 )
 from support.server.api_models import SECRET, served_apis
 from support.server.http_clients import only_asyncio
+from websockets.asyncio.client import connect
 
 import agentflow as af
 from agentflow.errors import EngineDown, EngineFailed, NotSupported, Overloaded, RateLimited, UnknownModel
+from agentflow.protocol import ops
+from agentflow.protocol.events import Event, StatsReply, Watched
+from agentflow.protocol.wire import VERSION, Events, Hello, Ops, encode, server_frames
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
 pytestmark = pytest.mark.anyio
@@ -192,3 +197,66 @@ async def test_tenants_have_different_salts_where_servers_take_some(tmp_path: Pa
     salts = [one.json["cache_salt"] for one in served.vendor.received]
     assert salts[0] == salts[2] != salts[1]
     assert "ann" not in salts[0]
+
+
+async def test_running_requests_count_towards_the_tenants_limit(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, max_unfinished=1))
+    hold = Hold()
+    answers = [stream(text_chunks("one"), hold, ending()), text_stream("two")]
+    async with served_apis(answers, tenants=tenants) as served, anyio.create_task_group() as group:
+        group.start_soon(ask, served.ws_url, "af-ann")
+        with anyio.fail_after(20):
+            await hold.reached.wait()
+        with pytest.raises(RateLimited):
+            await ask(served.ws_url, "af-ann")
+        await ask(served.ws_url, "af-bob")
+        hold.go_on()
+
+
+async def test_a_call_that_was_left_is_charged_by_estimate(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, tokens_per_minute=40))
+    hold = Hold()
+    async with served_apis([stream(text_chunks("word " * 100), hold)], tenants=tenants) as served:
+        async with af.session(served.ws_url, api_key="af-ann") as flow:
+            s = flow.state()
+            s += af.user("hello") + af.assistant(af.gen("word"))
+            with anyio.fail_after(20):
+                await hold.reached.wait()
+        await served.vendor.wait_until_gone()
+        await served.server.service.models.until_idle()
+        with pytest.raises(RateLimited):
+            await ask(served.ws_url, "af-ann")
+
+
+async def test_a_revoked_tenants_call_is_cancelled(tmp_path: Path) -> None:
+    path = keys_file(tmp_path)
+    hold = Hold()
+    async with (
+        served_apis([stream(text_chunks("one"), hold)], tenants=Tenants(file=path)) as served,
+        af.session(served.ws_url, api_key="af-ann") as flow,
+    ):
+        s = flow.state()
+        s += af.user("hello") + af.assistant(af.gen("word"))
+        with anyio.fail_after(20):
+            await hold.reached.wait()
+        path.write_text(f'[tenants.bob]\nkeys = ["{hashed_key("af-bob")}"]\n')
+        await served.server.service.reload_tenants()
+        await served.vendor.wait_until_gone()
+        with pytest.raises(af.AgentflowError):
+            await s["word"]
+
+
+async def test_the_page_learns_that_an_api_has_no_scheduler_to_watch() -> None:
+    events: list[Event] = []
+    async with served_apis([]) as served, connect(f"{served.ws_url}/v1/session") as socket:
+        await socket.send(encode(Hello(VERSION), binary=True))
+        await socket.send(encode(Ops(1, (ops.Watch(1), ops.GetStats(2))), binary=True))
+        read = server_frames().decode
+        with anyio.fail_after(20):
+            while len(events) < 2:
+                frame = read(await socket.recv())
+                events += frame.events if isinstance(frame, Events) else ()
+    watched = next(event for event in events if isinstance(event, Watched))
+    assert watched.error is not None
+    assert watched.error.code == "not_supported"
+    assert any(isinstance(event, StatsReply) for event in events)

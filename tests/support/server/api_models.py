@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from support.apis.fake_server import FakeServer, Script, fake_server
 
+from agentflow.backends.apis.answers.verification import OnUnsupported
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.openai import OpenAI
@@ -34,6 +35,7 @@ class Options(TypedDict):
 
     api_key: str
     max_retries: int
+    on_unsupported: OnUnsupported
 
 
 @dataclass
@@ -54,10 +56,10 @@ class Served:
         return self.server.url
 
 
-def backend_of(vendor: FakeServer, address: str) -> ApiBackend:
+def backend_of(vendor: FakeServer, address: str, on_unsupported: OnUnsupported) -> ApiBackend:
     """The backend for the model of an address, at the fake vendor."""
     kind, _, model = address.partition(":")
-    url, options = f"{vendor.url}/v1", Options(api_key=SECRET, max_retries=0)
+    url, options = f"{vendor.url}/v1", Options(api_key=SECRET, max_retries=0, on_unsupported=on_unsupported)
     backend: OpenAI | Anthropic | OpenAICompatible
     match kind:
         case "openai":
@@ -78,12 +80,13 @@ async def served_apis(
     tenants: Tenants | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
     http_limits: HttpLimits | None = None,
+    on_unsupported: OnUnsupported = "error",
 ) -> AsyncIterator[Served]:
     """A server with these models (a name, and ``openai:…``, ``anthropic:…`` or ``compatible:…``)."""
     tenants = tenants or Tenants()
     async with fake_server(script) as vendor:
         opening = {
-            name: partial(open_backend_generator, backend_of(vendor, address))
+            name: partial(open_backend_generator, backend_of(vendor, address, on_unsupported))
             for name, address in (models or {"gpt": "openai:gpt-4.1-mini"}).items()
         }
         gate = TenantGate(current=tenants.current)
