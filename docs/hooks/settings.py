@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentflow.runtime.declared import allowed_values
-from agentflow.server.config.schema import TABLES, Setting, all_settings, model_settings
+from agentflow.server.config.schema import (
+    API_SETTINGS,
+    TABLES,
+    Setting,
+    all_settings,
+    model_settings,
+    shared_names,
+)
 
 MARK = "<!-- settings -->"
 
@@ -17,9 +24,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _tables() -> Iterator[str]:
-    own = ", ".join(f"`{name}`" for name in model_settings())
+    own = model_settings()
+    shared = ", ".join(f"`{name}`" for name in shared_names())
     yield "## [models.NAME]\n"
-    yield f"One table for each model. Its keys are {own}. All but `path` default to `[engine]`.\n"
+    yield f"One table for each model. For one that the server runs it may have {shared}, which default to"
+    yield "`[engine]`. Its other keys, which have neither flags nor variables, are:\n"
+    yield "| key | value | meaning |"
+    yield "|---|---|---|"
+    for name, setting in own.items():
+        if name not in shared_names():
+            kind = "a [model behind an API](serving-apis.md): " if name in API_SETTINGS else ""
+            yield f"| `{name}` | {allowed_values(setting.kind)} | {kind}{_words(setting)} |"
+    yield ""
     for table in TABLES:
         yield f"## [{table}]\n"
         yield "| key, flag and variable | value | default | meaning |"
@@ -30,9 +46,12 @@ def _tables() -> Iterator[str]:
 
 def _row(setting: Setting) -> str:
     names = f"`{setting.name}`<br>`{setting.flag}`<br>`{setting.variable}`"
-    # Angle brackets and bars would be markup.
-    words = setting.help.replace("<", "&lt;").replace("|", "\\|")
-    return f"| {names} | {allowed_values(setting.kind)} | {_default(setting)} | {words} |"
+    return f"| {names} | {allowed_values(setting.kind)} | {_default(setting)} | {_words(setting)} |"
+
+
+def _words(setting: Setting) -> str:
+    """The help. Angle brackets and bars would be markup."""
+    return setting.help.replace("<", "&lt;").replace("|", "\\|")
 
 
 def _default(setting: Setting) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from support.apis.anthropic_answers import text_stream as anthropic_text
-from support.apis.fake_server import Hold, RawAnswer, Received
+from support.apis.fake_server import Hold, RawAnswer, Received, fake_server
 from support.apis.openai_answers import (
     BROKEN,
     NO_MODEL,
@@ -20,15 +22,20 @@ from support.apis.openai_answers import (
     text_stream,
     usage,
 )
-from support.server.api_models import SECRET, served_apis
+from support.fake_engine import TEMPLATE, FakeEngine
+from support.server.api_models import SECRET, backend_of, served_apis
 from support.server.http_clients import only_asyncio
 from websockets.asyncio.client import connect
 
 import agentflow as af
+from agentflow.backends.local import open_backend_generator
 from agentflow.errors import EngineDown, EngineFailed, NotSupported, Overloaded, RateLimited, UnknownModel
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event, StatsReply, Watched
 from agentflow.protocol.wire import VERSION, Events, Hello, Ops, encode, server_frames
+from agentflow.server.models.api_model import ApiModel
+from agentflow.server.models.models import EngineModel, Models
+from agentflow.server.serve import running_server
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
 pytestmark = pytest.mark.anyio
@@ -61,6 +68,41 @@ async def test_a_program_with_forks_and_wiring_runs_on_the_vendors_model() -> No
         assert await flow.run(judged) == ["<<part 0> and <part 1>>", "<part 0>", "<part 1>"]
     assert {one.headers["authorization"] for one in served.vendor.received} == {f"Bearer {SECRET}"}
     assert {one.json["model"] for one in served.vendor.received} == {"gpt-4.1-mini"}
+
+
+async def test_the_fields_of_a_turn_take_one_call_at_the_vendor() -> None:
+    """The server's interpreter tells the generator what follows in the turn (speculation)."""
+    answers = [text_stream("Name: Ada\nJob: engineer\nEnd")]
+    async with served_apis(answers) as served, af.session(served.ws_url) as flow:
+        s = flow.state()
+        s += af.user("Who?")
+        s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
+        assert [await s["name"], await s["job"]] == ["Ada", "engineer"]
+        assert s["job"].usage.saved_calls == 1
+    assert len(served.vendor.received) == 1
+
+
+async def test_a_program_uses_an_engine_and_a_vendor() -> None:
+    engine = FakeEngine()
+    async with fake_server(last_words) as vendor, AsyncExitStack() as stack:
+        backend = backend_of(vendor, "openai:gpt-4.1-mini", "error")
+        gpt = ApiModel("gpt", await stack.enter_async_context(open_backend_generator(backend)))
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[Models]:
+            async with engine.open_client() as client:
+                yield Models([EngineModel("own", client, TEMPLATE), gpt])
+
+        server = await stack.enter_async_context(running_server(opening))
+        async with af.session(server.url) as flow:
+            s = flow.state()
+            s += af.user("hello") + af.assistant(af.gen("draft", max_tokens=4))
+            other = flow.state(model="gpt")
+            other += af.user(s["draft"]) + af.assistant(af.gen("review"))
+            s += af.user(other["review"]) + af.assistant(af.gen("final", max_tokens=4))
+            assert await other["review"] == f"<{await s['draft']}>"
+            assert await s["final"]
+            assert [message["content"] for message in vendor.last.json["messages"]] == [await s["draft"]]
 
 
 async def test_a_session_has_the_models_under_their_served_names() -> None:
