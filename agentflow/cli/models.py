@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentflow.backends.apis.chat.flavours import CONTEXT_FIELDS
 from agentflow.cli.command import Command, printable
 from agentflow.cli.server_query import API_KEY_VARIABLE, http_url, query_server
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, ProtocolError
@@ -27,8 +28,6 @@ SERVER_COLUMNS = ("model", "owner", "context", "loaded")
 NUMBERS = ("size", "memory", "fits", "context")
 DISPENSABLE = ("tools", "chat")
 """Columns that a narrow terminal does not show, in this order."""
-CONTEXT_NAMES = ("context_length", "max_model_len", "context_window")
-"""Names of the field in the answers of servers. OpenAI's API has no such field."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
@@ -154,7 +153,7 @@ def server_models(content: bytes, url: str) -> list[tuple[str, ...]]:
 
 
 def _server_row(model: dict[str, Any]) -> tuple[str, ...]:
-    context = next((model[name] for name in CONTEXT_NAMES if model.get(name)), None)
+    context = next((model[name] for name in CONTEXT_FIELDS if model.get(name)), None)
     created = model.get("created")
     since = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%d %H:%M UTC") if created else "-"
     return (

@@ -22,7 +22,8 @@ class OpenAICompatible(ApiBackend):
         model: The model's name; None for the only one of the server.
         flavour: The kind of server, which decides on the features beyond OpenAI's API: ``vllm``, ``sglang``,
             ``llamacpp``, ``ollama``, or ``generic`` for the features that all have. None: as the list of the
-            server's models says.
+            server's models says. With a model and a flavour, the server is asked nothing, also not for the
+            length of the model's context.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.
         speculate: As for ``af.OpenAI``.

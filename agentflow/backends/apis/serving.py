@@ -11,9 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+import msgspec
+
 from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.apis.capability_table import ModelFacts, model_facts
-from agentflow.backends.apis.chat.flavours import Flavour, flavour_of, listed_fields
+from agentflow.backends.apis.chat.flavours import (
+    Flavour,
+    flavour_of,
+    listed_context,
+    listed_fields,
+    shown_context,
+)
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.circuit import Circuit
@@ -64,9 +72,13 @@ class ApiSettings:
     error_kind: type[ErrorMapping] = ErrorMapping
     circuit: Circuit = field(default_factory=Circuit)  # sessions of one backend share it
 
-    def errors(self, model: str, params: Mapping[str, str] | None = None) -> ErrorMapping:
-        """Makes the errors of requests to ``model``. ``params``: as in ``ErrorMapping``."""
-        return self.error_kind(self.server, model, self.key_source, self.api_key, params=params or {})
+    def errors(
+        self, model: str, params: Mapping[str, str] | None = None, max_context: int | None = None
+    ) -> ErrorMapping:
+        """Makes the errors of requests to ``model``. ``params``, ``max_context``: as in ``ErrorMapping``."""
+        return self.error_kind(
+            self.server, model, self.key_source, self.api_key, params=params or {}, max_context=max_context
+        )
 
     def billing(self, vendor: str, model: str, longest_output: int | None) -> Billing:
         """The billing of the model. ``NotSupported`` if the session has a cap and the price is unknown."""
@@ -180,18 +192,23 @@ async def connected(
     """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
     is None, and the table of models for the ``facts``. ``UnknownModel`` if no model was given and the server
     has none, or several."""
-    model = settings.model
+    model, context = settings.model, None
     if model is None or flavour is None:
         async with transport_of(settings, settings.errors(model or "the model")) as transport:
             found = await _listed(transport, is_needed=model is None)
         model = _only_model(found, settings.server) if model is None else model
         flavour = flavour or flavour_of(found)
+        context = listed_context(found, model)
+        if context is None and flavour.name == "ollama":
+            context = await _ollama_context(settings, model)
     facts = facts or model_facts(flavour.name, model)
+    if context is not None:
+        facts = msgspec.structs.replace(facts, context=context)
     if not facts.chat:
         raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
     params = {place: name for name, place in flavour.params.items()}
     params["max_completion_tokens"] = "max_tokens"
-    async with transport_of(settings, settings.errors(model, params)) as transport:
+    async with transport_of(settings, settings.errors(model, params, facts.context)) as transport:
         from agentflow.backends.apis.chat.chat_completions import ChatCompletions
         from agentflow.backends.apis.chat.completions import TextCompletions
 
@@ -217,6 +234,18 @@ async def _listed(transport: ApiTransport, *, is_needed: bool) -> Any:
         if is_needed:
             raise
         return None
+
+
+async def _ollama_context(settings: ApiSettings, model: str) -> int | None:
+    """The context of a model of Ollama, from its own API."""
+    root = replace(settings, url=settings.url.rstrip("/").removesuffix("/v1"))
+    async with transport_of(root, settings.errors(model)) as transport:
+        try:
+            return shown_context(await transport.post("api/show", msgspec.json.encode({"model": model})))
+        except (ServerUnreachable, NotAuthorized):
+            raise
+        except AgentflowError:  # a proxy may pass on the API of OpenAI's kind alone
+            return None
 
 
 @asynccontextmanager

@@ -33,9 +33,11 @@ from agentflow.errors import (
 )
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Stats, Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
+    Decided,
     EmbeddingOptions,
     Embeddings,
     Generated,
@@ -282,6 +284,13 @@ class TenantGenerator:
             scored = await self._inner.score(context, choices, method)
             call.end(scored.usage)
         return scored
+
+    async def decide(self, context: Any, questions: Sequence[Question]) -> Decided:
+        """Answers questions about the context."""
+        with self._call(context) as call:
+            decided = await self._inner.decide(context, questions)
+            call.end(decided.usage)
+        return decided
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """Makes embeddings, if the model can."""

@@ -193,8 +193,10 @@ async def test_a_deadline_ends_a_request(server: ApiServer) -> None:
             await s["x"]
 
 
-async def test_a_prompt_that_is_too_long_is_refused(server: ApiServer) -> None:
-    async with af.session(backend=client(server)) as flow, flow.state() as s:
+@pytest.mark.parametrize("flavour", ["vllm", None])
+async def test_a_prompt_that_is_too_long_is_refused(server: ApiServer, flavour: Any) -> None:
+    async with af.session(backend=client(server, flavour)) as flow, flow.state() as s:
+        assert flavour is not None or flow.capabilities.max_context == 1024
         s += af.user("word " * 5000) + af.assistant(greedy("x"))
         with pytest.raises(PromptTooLong):
             await s["x"]

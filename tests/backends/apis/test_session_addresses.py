@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from support.apis import openai_answers as answers
 from support.apis.fake_server import Answer, AnyAnswer, Received, fake_server
 
 import agentflow as af
-from agentflow.errors import BadArgument, NotAuthorized, ServerUnreachable, UnknownModel
+from agentflow.errors import BadArgument, NotAuthorized, PromptTooLong, ServerUnreachable, UnknownModel
 
 pytestmark = pytest.mark.anyio
 
@@ -83,6 +84,40 @@ async def test_the_owner_of_the_models_tells_the_flavour() -> None:
             alike = af.OpenAICompatible(f"{server.url}/v1", "m", **given)
             async with af.session(f"{server.url}/v1") as found, af.session(backend=alike) as expected:
                 assert found.capabilities == expected.capabilities
+
+
+SHOWN = {"parameters": "temperature 0.7\nnum_ctx 8192", "model_info": {"qwen3.context_length": 40_960}}
+
+
+@pytest.mark.parametrize(
+    ("owner", "fields", "shown", "expected"),
+    [
+        ("vllm", {"max_model_len": 4096}, None, 4096),
+        ("llamacpp", {"meta": {"n_ctx": 2048, "n_ctx_train": 8192}}, None, 2048),
+        ("llamacpp", {"meta": {"n_ctx": 0}}, None, None),
+        ("library", {}, SHOWN, 8192),
+        ("library", {}, {"parameters": "", "model_info": SHOWN["model_info"]}, 40_960),
+        ("library", {}, None, None),
+        ("me", {"context_length": 100}, None, 100),
+        ("me", {"context_length": True, "context_window": "5"}, None, None),
+    ],
+)
+async def test_the_context_of_a_model_is_asked_for(
+    owner: str, fields: dict[str, Any], shown: Any, expected: int | None
+) -> None:
+    def answer(request: Received) -> AnyAnswer:
+        if request.path == "/v1/models":
+            row = {"id": "m", "owned_by": owner, **fields}
+            return Answer(json.dumps({"data": [row, {"id": "other"}]}).encode())
+        if request.path == "/api/show" and shown is not None and request.json == {"model": "m"}:
+            return Answer(json.dumps(shown).encode())
+        return answers.TOO_LONG if request.path.startswith("/v1/chat") else Answer(b"no such page", 404)
+
+    async with fake_server(answer) as server, af.session(f"{server.url}/v1", model="m") as flow:
+        assert flow.capabilities.max_context == expected
+        with pytest.raises(PromptTooLong) as caught:
+            await asked(flow)
+        assert expected is None or f"{expected:,} tokens" in str(caught.value)
 
 
 async def test_the_key_is_sent_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ def answer(request: Received) -> AnyAnswer:
     if request.path.endswith("/models"):
         owner = OWNERS[request.path.split("/")[1]]
         return Answer(json.dumps({"object": "list", "data": [{"id": "m", "owned_by": owner}]}).encode())
+    if request.path.endswith("/api/show"):
+        return Answer(b'{"model_info": {"qwen3.context_length": 40960}}')
     if request.json["model"] == OVERLOADED:
         return Answer(b"{}", 503)
     said = _answer_to(_prompt(request.json["messages"]))

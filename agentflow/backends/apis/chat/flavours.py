@@ -14,6 +14,7 @@ from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.sampling import is_whole
 
 FlavourName = Literal["generic", "vllm", "sglang", "llamacpp", "ollama"]
 
@@ -136,6 +137,11 @@ FLAVOURS: Final[dict[str, Flavour]] = {
     "ollama": Flavour("ollama", _same(*_OF_OPENAI), has_completions=False, is_strict=False),
 }
 
+CONTEXT_FIELDS: Final = ("context_length", "max_model_len", "context_window", "max_context_length")
+"""The fields of a model's context in the lists of servers. OpenAI's API has none."""
+
+MAX_CONTEXT: Final = 1 << 40
+
 # The owners of models in the lists of servers. Our own server has vLLM's fields.
 _OWNERS: Final = {
     "agentflow": "vllm",
@@ -152,9 +158,46 @@ def listed_fields(found: Any, field: str) -> list[str]:
     >>> listed_fields({"data": [{"id": "Qwen/Qwen3-8B", "owned_by": "vllm"}, {"id": 3}, None]}, "id")
     ['Qwen/Qwen3-8B']
     """
+    return [value for row in _rows(found) if isinstance(value := row.get(field), str)]
+
+
+def _rows(found: Any) -> list[dict[str, Any]]:
     rows = found.get("data") if isinstance(found, dict) else None
-    values = [row.get(field) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return [value for value in values if isinstance(value, str)]
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def listed_context(found: Any, model: str) -> int | None:
+    """The context of a model in a server's answer to ``GET /models``, in tokens; None if it is not there.
+
+    >>> listed_context({"data": [{"id": "Qwen/Qwen3-8B", "max_model_len": 40_960}]}, "Qwen/Qwen3-8B")
+    40960
+    """
+    rows = _rows(found)
+    row = rows[0] if len(rows) == 1 else next((row for row in rows if row.get("id") == model), {})
+    meta = row.get("meta")  # llama.cpp's; a router of its servers reports 0
+    values = [row.get(name) for name in CONTEXT_FIELDS] + [
+        meta.get("n_ctx") if isinstance(meta, dict) else None
+    ]
+    return next((value for value in values if is_whole(value, 1, MAX_CONTEXT)), None)
+
+
+def shown_context(found: Any) -> int | None:
+    """The context of a model in Ollama's answer to ``/api/show``: ``num_ctx``, if the model's file sets it,
+    and otherwise the longest that the model can have, in tokens; None if neither is there.
+
+    >>> shown_context({"parameters": "num_ctx 8192", "model_info": {"qwen3.context_length": 40_960}})
+    8192
+    """
+    if not isinstance(found, dict):
+        return None
+    info, parameters = found.get("model_info"), found.get("parameters")
+    set_in_file = (
+        re.search(r"^num_ctx\s+(\d{1,9})\s*$", parameters, re.M) if isinstance(parameters, str) else None
+    )
+    items = info.items() if isinstance(info, dict) else ()
+    values = [int(set_in_file[1])] if set_in_file else []
+    values += [value for name, value in items if name.endswith(".context_length")]
+    return min([value for value in values if is_whole(value, 1, MAX_CONTEXT)], default=None)
 
 
 def flavour_of(models: Any) -> Flavour:

@@ -76,6 +76,7 @@ class ErrorMapping:
         key_source: Where the API key comes from, such as ``OPENAI_API_KEY``.
         secret: The API key, which is removed from messages that the server sends.
         params: The parameters of ``GenParams`` by the fields in which the API receives them.
+        max_context: The tokens of the model's context; None: unknown.
     """
 
     server: str
@@ -83,6 +84,7 @@ class ErrorMapping:
     key_source: str = "api_key="
     secret: str | None = field(default=None, repr=False)
     params: Mapping[str, str] = field(default_factory=dict)
+    max_context: int | None = None
 
     def of_response(self, status: int, headers: Mapping[str, str], body: bytes) -> AgentflowError:
         """The error for a response with a status other than 200."""
@@ -148,7 +150,8 @@ class ErrorMapping:
             or status == 413
             or _TOO_LONG.search(detail.message)
         ):
-            return PromptTooLong(f"the prompt and max_tokens exceed the context of {self.model}{said}")
+            size = "" if self.max_context is None else f" ({self.max_context:,} tokens)"
+            return PromptTooLong(f"the prompt and max_tokens exceed the context of {self.model}{size}{said}")
         if detail.code == "model_not_found" or (
             status in (400, 404) and _UNKNOWN_MODEL.search(detail.message)
         ):
