@@ -50,8 +50,9 @@ class SessionOptions(TypedDict, total=False):
         models: Several models for the session, by the names that ``flow.state(model=…)`` and
             ``s.fork(…, model=…)`` use; the first is the default. Each is a model for this process as for
             ``model``, an address as for ``url``, or a backend.
-        embed_model: The model for ``flow.embed``. On a server, the name of one of its embedding models;
-            default: the first. In this process, it is loaded in addition to ``model``.
+        embed_model: The model for ``flow.embed``. On a server or at a vendor, the name of one of its
+            embedding models; default: the first of an agentflow server. In this process, it is loaded in
+            addition to ``model``.
         quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
             ``af.Embedded`` has its other options.
         chat_template: A Jinja file that replaces the model's chat template.
@@ -320,9 +321,9 @@ def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
     if url.startswith(_VENDORS):
         from agentflow.backends.apis.addresses import vendor_backend
 
-        if _chosen(options, *_OF_MODEL):
+        if _chosen(options, "model"):
             raise BadArgument(f"session: {url!r:.200} names the model: leave out model=", param="model")
-        return vendor_backend(url, options.get("api_key"))
+        return vendor_backend(url, options.get("api_key"), options.get("embed_model"))
     api_key = options.get("api_key") or os.environ.get("AGENTFLOW_API_KEY") or None
     if url.startswith(("http://", "https://")):
         from agentflow.backends.apis.asked_server import AskedServer

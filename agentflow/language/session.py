@@ -325,7 +325,8 @@ class Session(AsyncOnly):
 
         Args:
             texts: A text, or several.
-            model: One of ``flow.capabilities.embedding_models``; by default the first.
+            model: One of ``flow.capabilities.embedding_models``, or the name of a model of the session that
+                makes embeddings; by default the first.
             dimensions: Keeps only this many leading dimensions, for models that are trained for it.
             prompt: A text to put before each text.
             prompt_name: The name of a prompt of the model to use instead, such as ``"query"``.
@@ -342,10 +343,7 @@ class Session(AsyncOnly):
         (2, 32)
         """
         link = self._link
-        names = link.capabilities.embedding_models
-        wanted = ops.Embed(
-            0, 0, "", (), model or (names[0] if names else ""), dimensions, prompt, prompt_name
-        )
+        wanted = ops.Embed(0, 0, "", (), model or "", dimensions, prompt, prompt_name)
         given = [texts] if isinstance(texts, str) else list(texts)
         vectors = await embed_texts(link, given, wanted, _shown() if progress else None)
         return vectors[0] if isinstance(texts, str) else vectors

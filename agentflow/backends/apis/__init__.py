@@ -3,8 +3,9 @@
 Reading order: ``openai``, ``anthropic``, ``compatible`` and ``asked_server`` are the backends, ``serving``
 opens them, and ``addresses`` finds them by an address. ``generator`` is their ``Generator``: it sends a
 ``conversation`` in an ``api_format`` (``chat``, ``responses``, ``messages``) over ``http``, and collects
-``answers``. ``decisions`` answers questions about a state, and ``fallback`` asks several models in turn.
-``speculation`` keeps the text of a call for several gens, ``prefix_gate`` lets the first branch of a fork go
-ahead, and ``hedging`` makes a slow call a second time. ``capability_table`` has the features of models,
-``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
+``answers``. ``decisions`` answers questions about a state, ``embeddings`` serves ``flow.embed``, and
+``fallback`` asks several models in turn. ``speculation`` keeps the text of a call for several gens,
+``prefix_gate`` lets the first branch of a fork go ahead, and ``hedging`` makes a slow call a second time.
+``capability_table`` has the features of models, ``strict_schema`` the schemas that OpenAI enforces, and
+``prices`` the costs.
 """

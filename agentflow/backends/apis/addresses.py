@@ -12,12 +12,22 @@ from agentflow.errors import BadArgument
 VENDORS = ("openai:", "anthropic:")
 
 
-def vendor_backend(address: str, api_key: str | None = None) -> OpenAI | Anthropic:
-    """A model of a vendor, such as ``openai:gpt-4.1-mini``. ``BadArgument`` if the address has no model."""
+def vendor_backend(
+    address: str, api_key: str | None = None, embed_model: str | None = None
+) -> OpenAI | Anthropic:
+    """A model of a vendor, such as ``openai:gpt-4.1-mini``. ``BadArgument`` if the address has no model, or
+    the vendor none for embeddings."""
     vendor, _, model = address.partition(":")
     if not model:
         raise BadArgument(f"{address!r:.200} names no model: write {vendor}:MODEL", param="url")
-    return OpenAI(model, api_key=api_key) if vendor == "openai" else Anthropic(model, api_key=api_key)
+    if vendor == "openai":
+        return OpenAI(model, api_key=api_key, embed_model=embed_model)
+    if embed_model is not None:
+        raise BadArgument(
+            f"session: {vendor} has no models for embeddings: give one of another vendor in models=",
+            param="embed_model",
+        )
+    return Anthropic(model, api_key=api_key)
 
 
 def api_backend(address: str, api_key: str | None = None) -> OpenAI | Anthropic | AskedServer | None:

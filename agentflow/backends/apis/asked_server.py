@@ -14,7 +14,7 @@ from agentflow.backends.apis.chat.flavours import listed_fields
 from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.remote import Remote
-from agentflow.errors import AgentflowError, BadArgument, NotAuthorized, ServerUnreachable
+from agentflow.errors import AgentflowError, NotAuthorized, ServerUnreachable
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 
 OWNER = "agentflow"
@@ -28,7 +28,7 @@ class AskedServer:
         url: The address of a server, or of its API (``http://host:8000/v1``).
         api_key: The API key.
         model: The name of a model of the server; None for the first, or the only one of an API.
-        embed_model: As for ``Remote``.
+        embed_model: The name of the server's model for embeddings.
     """
 
     def __init__(
@@ -40,30 +40,22 @@ class AskedServer:
         embed_model: str | None = None,
     ) -> None:
         self._remote = Remote(url, api_key=api_key, model=model, embed_model=embed_model)
-        self._api: OpenAICompatible | None = None
         self._is_certain = url.rstrip("/").endswith("/v1")
-        if self._is_certain and embed_model is not None:
-            raise BadArgument(
-                f"session: {url!r:.200} is an API, which makes no embeddings here: leave out embed_model",
-                param="embed_model",
-            )
-        if embed_model is None:
-            address = url.rstrip("/") if self._is_certain else f"{url.rstrip('/')}/v1"
-            self._api = OpenAICompatible(address, model, api_key=api_key)
+        address = url.rstrip("/") if self._is_certain else f"{url.rstrip('/')}/v1"
+        self._api = OpenAICompatible(address, model, embed_model=embed_model, api_key=api_key)
 
     def __repr__(self) -> str:
         return repr(self._api if self._is_certain else self._remote)
 
     def take_costs(self, costs: Costs) -> None:
         """As ``OpenAI.take_costs``."""
-        if self._api is not None:
-            self._api.take_costs(costs)
+        self._api.take_costs(costs)
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Asks the server, and opens a session. For the session."""
         backend: Backend = self._remote
-        if self._api is not None and (self._is_certain or await _is_other(self._api)):
+        if self._is_certain or await _is_other(self._api):
             backend = self._api
         async with backend.connect(deliver, lost) as connection:
             yield connection

@@ -79,6 +79,25 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tools == "always" or (self.tools == "unless reasoning" and not reasons)
 
 
+class EmbeddingFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The limits of a model that makes embeddings: one row of the table, or the defaults for a model that is
+    not in it."""
+
+    names: tuple[str, ...] = ()
+    dimensions: int | None = None  # of its embeddings; None: unknown
+    shortens: bool = True  # a request may ask for fewer dimensions
+    context: int | None = None  # tokens of one text; None: unknown
+    max_inputs: int = 32  # texts of one request
+    encoding: Literal["base64", "float"] = "base64"  # that requests ask for; answers may have either
+
+
+def embedding_facts(vendor: str, model: str) -> EmbeddingFacts | None:
+    """The facts of a model that makes embeddings and generates no text; None if the table has no such model.
+    Arguments as in ``model_facts``."""
+    rows = [msgspec.convert(row, EmbeddingFacts) for row in _tables()[vendor].get("embeddings", ())]
+    return next((facts for facts in rows if _pattern(facts.names).fullmatch(model)), None)
+
+
 def model_facts(vendor: str, model: str) -> ModelFacts:
     """The facts of a model. One that the table does not know gets those of the vendor's newest family.
 
@@ -132,12 +151,15 @@ def capabilities(facts: ModelFacts, model: str, reasons: bool | None = None) -> 
 
 
 @functools.cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("agentflow.backends.apis").joinpath("models.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
 def _rows() -> dict[str, list[tuple[ModelFacts, re.Pattern[str]]]]:
     """The rows of each vendor, with the patterns of their names."""
-    text = files("agentflow.backends.apis").joinpath("models.toml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = tomllib.loads(text)
     found: dict[str, list[tuple[ModelFacts, re.Pattern[str]]]] = {}
-    for vendor, content in table.items():
+    for vendor, content in _tables().items():
         rows = [msgspec.convert(content["defaults"] | row, ModelFacts) for row in content["models"]]
         found[vendor] = [(facts, _pattern(facts.names)) for facts in rows]
     return found

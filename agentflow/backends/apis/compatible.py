@@ -24,6 +24,7 @@ class OpenAICompatible(ApiBackend):
             ``llamacpp``, ``ollama``, or ``generic`` for the features that all have. None: as the list of the
             server's models says. With a model and a flavour, the server is asked nothing, also not for the
             length of the model's context.
+        embed_model: The model for ``flow.embed``. It may be the only model of the server.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.
         speculate: As for ``af.OpenAI``.
@@ -47,6 +48,7 @@ class OpenAICompatible(ApiBackend):
         model: str | None = None,
         *,
         flavour: FlavourName | None = None,
+        embed_model: str | None = None,
         api_key: str | None = None,
         on_unsupported: OnUnsupported = "error",
         speculate: bool | None = None,
@@ -75,6 +77,7 @@ class OpenAICompatible(ApiBackend):
             hedge_after_s=hedge_after_s,
             ssl_context=ssl_context,
             proxy=proxy,
+            embed_model=embed_model,
         ).check("OpenAICompatible")
         self.url = self._settings.server
         self.model = model

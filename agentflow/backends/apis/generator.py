@@ -25,6 +25,7 @@ from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext, prefix_key
+from agentflow.backends.apis.embeddings import ApiEmbedder
 from agentflow.backends.apis.hedging import Lane, Race
 from agentflow.backends.apis.http.circuit import Circuit
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
@@ -89,6 +90,7 @@ class ApiGenerator:
         speculates: Whether calls go on for later gens of their turn; None: where the API cannot continue a
             turn.
         hedge_after_s: The seconds until a call whose answer has not begun is made a second time.
+        embedder: Makes the embeddings; None: there are none.
     """
 
     def __init__(
@@ -103,8 +105,12 @@ class ApiGenerator:
         hedge_after_s: float | None = None,
         billing: Billing = FREE,
         decisions_api: bool | None = False,
+        embedder: ApiEmbedder | None = None,
     ) -> None:
         self._billing = billing
+        self._embedder = embedder
+        if embedder is not None:
+            capabilities = msgspec.structs.replace(capabilities, embedding_models=(embedder.model,))
         self.capabilities = capabilities
         self._transport = transport
         self._api = api
@@ -362,8 +368,12 @@ class ApiGenerator:
         raise NotSupported(f"{self.capabilities.model} is behind an API that reports no tokens")
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
-        """``NotSupported``."""
-        raise NotSupported(f"{self.capabilities.model} makes no embeddings here")
+        """The embeddings of texts. ``NotSupported`` without an embedding model."""
+        if self._embedder is None:
+            raise NotSupported(f"{self.capabilities.model} makes no embeddings here: give embed_model=")
+        made = await self._embedder.embed(texts, options)
+        self._total += made.usage
+        return made
 
     def watching(self) -> NoReturn:
         """``NotSupported``."""

@@ -15,6 +15,7 @@ from agentflow.backends.apis.serving import (
     ApiBackend,
     ApiSettings,
     connected,
+    embedder_of,
     flavoured_capabilities,
     for_display,
     generating,
@@ -51,6 +52,8 @@ class OpenAI(ApiBackend):
             other one serves the model.
         like: A model of OpenAI with the same features, for a model with another name. Default: a model that
             is not known has the features of the newest family.
+        embed_model: The model for ``flow.embed``, such as ``text-embedding-3-small``; ``model`` may be
+            such a model too.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
             checked, and asked for again with the fault, at most three times.
         speculate: Whether the call of a gen goes on for the later gens of its turn; None: where the API
@@ -82,6 +85,7 @@ class OpenAI(ApiBackend):
         project: str | None = None,
         api: Literal["chat", "responses"] | None = None,
         like: str | None = None,
+        embed_model: str | None = None,
         on_unsupported: OnUnsupported = "error",
         speculate: bool | None = None,
         max_retries: int = 2,
@@ -120,6 +124,7 @@ class OpenAI(ApiBackend):
             hedge_after_s=hedge_after_s,
             ssl_context=ssl_context,
             proxy=proxy,
+            embed_model=embed_model,
         ).check("OpenAI")
         if like is not None and not (isinstance(like, str) and is_known("openai", like)):
             raise BadArgument(f"OpenAI: like={like!r:.100} is no model of OpenAI", param="like")
@@ -145,5 +150,17 @@ class OpenAI(ApiBackend):
             responses = OpenAIResponses(self.model, self._facts, errors)
             features = flavoured_capabilities(self.model, RESPONSES, self._facts, settings.on_unsupported)
             billing = settings.billing("openai", self.model, self._facts.output)
-            async with generating(settings, transport, responses, features, billing, deliver) as connection:
+            embedder = None
+            if settings.embed_model is not None:
+                embedder = embedder_of(settings, transport, OPENAI, settings.embed_model)
+            async with generating(
+                settings,
+                transport,
+                responses,
+                features,
+                billing,
+                deliver,
+                embedder,
+                decisions_api=self._facts.decisions,
+            ) as connection:
                 yield connection

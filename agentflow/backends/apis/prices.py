@@ -116,7 +116,12 @@ def highest_cost(price: Price, prompt_tokens: int, max_tokens: int) -> float:
 
 
 def find_price(
-    vendor: str, model: str, own: Prices | None = None, base_url: str | None = None
+    vendor: str,
+    model: str,
+    own: Prices | None = None,
+    base_url: str | None = None,
+    *,
+    embeds: bool = False,
 ) -> Price | None:
     """The price of a model, None if it is unknown.
 
@@ -125,18 +130,26 @@ def find_price(
         model: The name of the model.
         own: Prices of the program, which come first.
         base_url: The address of the API, if it is not the vendor's own. It tells the provider.
+        embeds: The model makes embeddings, and has no output to pay for.
     """
     found = (own or {}).get(model)
-    return found.check() if found is not None else _known_price(vendor, model, base_url)
+    return found.check() if found is not None else _known_price(vendor, model, base_url, embeds)
 
 
-def require_price(vendor: str, model: str, own: Prices | None = None, base_url: str | None = None) -> Price:
+def require_price(
+    vendor: str,
+    model: str,
+    own: Prices | None = None,
+    base_url: str | None = None,
+    *,
+    embeds: bool = False,
+) -> Price:
     """As ``find_price``, for a session with a cap.
 
     Raises:
         NotSupported: The price is unknown, so the cap could not be kept.
     """
-    price = find_price(vendor, model, own, base_url)
+    price = find_price(vendor, model, own, base_url, embeds=embeds)
     if price is not None:
         return price
     remedy = f"give it as prices={{{model!r}: Price(input=…, output=…)}}, or leave out max_cost"
@@ -254,11 +267,19 @@ class Costs(NamedTuple):
     spending: Spending
     prices: Prices | None = None
 
-    def of_model(self, vendor: str, model: str, base_url: str | None, longest_output: int | None) -> Billing:
+    def of_model(
+        self,
+        vendor: str,
+        model: str,
+        base_url: str | None,
+        longest_output: int | None,
+        *,
+        embeds: bool = False,
+    ) -> Billing:
         """The billing of one model; the arguments are those of ``find_price`` and ``Billing``.
         ``NotSupported`` if the session has a cap and the price is unknown."""
         find = find_price if self.spending.max_cost is None else require_price
-        price = find(vendor, model, self.prices, base_url)
+        price = find(vendor, model, self.prices, base_url, embeds=embeds)
         return Billing(price, self.spending, longest_output or LONGEST_OUTPUT)
 
 
@@ -267,7 +288,7 @@ NO_COSTS = Costs(UNCAPPED)
 
 
 @functools.lru_cache(maxsize=256)
-def _known_price(vendor: str, model: str, base_url: str | None) -> Price | None:
+def _known_price(vendor: str, model: str, base_url: str | None, embeds: bool) -> Price | None:
     """The current price in ``genai-prices``."""
     if base_url is None and vendor not in ("openai", "anthropic"):
         return None
@@ -282,14 +303,14 @@ def _known_price(vendor: str, model: str, base_url: str | None) -> Price | None:
         _, found = data_snapshot.get_snapshot().find_provider_model(model, None, **place)
     except LookupError:
         return None
-    return _price(found.get_prices(datetime.now(UTC)))
+    return _price(found.get_prices(datetime.now(UTC)), embeds)
 
 
-def _price(prices: Any) -> Price | None:
+def _price(prices: Any, embeds: bool) -> Price | None:
     """A price from a ``ModelPrice``; None if it does not price text."""
     fields = {
         "input": prices.input_mtok,
-        "output": prices.output_mtok,
+        "output": 0.0 if embeds else prices.output_mtok,
         "cached": prices.cache_read_mtok,
         "written": prices.cache_write_mtok,
     }

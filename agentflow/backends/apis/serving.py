@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import msgspec
 
 from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
-from agentflow.backends.apis.capability_table import ModelFacts, model_facts
+from agentflow.backends.apis.capability_table import ModelFacts, embedding_facts, model_facts
 from agentflow.backends.apis.chat.flavours import (
     Flavour,
     flavour_of,
@@ -25,7 +25,7 @@ from agentflow.backends.apis.chat.flavours import (
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.circuit import Circuit
-from agentflow.backends.apis.prices import NO_COSTS, Billing, Costs
+from agentflow.backends.apis.prices import FREE, NO_COSTS, Billing, Costs
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
     AgentflowError,
@@ -43,6 +43,7 @@ from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # they import httpx2
     from agentflow.backends.apis.api_format import ApiFormat
+    from agentflow.backends.apis.embeddings import ApiEmbedder
     from agentflow.backends.apis.http.transport import ApiTransport
 
 # Valid in a header without escaping.
@@ -69,6 +70,7 @@ class ApiSettings:
     proxy: str | None = field(default=None, repr=False)  # it may have a password
     is_vendors_own: bool = False  # the address is the vendor's
     costs: Costs = NO_COSTS
+    embed_model: str | None = None
     error_kind: type[ErrorMapping] = ErrorMapping
     circuit: Circuit = field(default_factory=Circuit)  # sessions of one backend share it
 
@@ -80,10 +82,12 @@ class ApiSettings:
             self.server, model, self.key_source, self.api_key, params=params or {}, max_context=max_context
         )
 
-    def billing(self, vendor: str, model: str, longest_output: int | None) -> Billing:
+    def billing(
+        self, vendor: str, model: str, longest_output: int | None, *, embeds: bool = False
+    ) -> Billing:
         """The billing of the model. ``NotSupported`` if the session has a cap and the price is unknown."""
         place = None if self.is_vendors_own else for_display(self.url)
-        return self.costs.of_model(vendor, model, place, longest_output)
+        return self.costs.of_model(vendor, model, place, longest_output, embeds=embeds)
 
     def check(self, name: str) -> Self:
         """Returns itself, or raises ``BadArgument`` for the class ``name``."""
@@ -96,6 +100,11 @@ class ApiSettings:
             (
                 "model",
                 self.model is None or (isinstance(self.model, str) and self.model != ""),
+                "the name of a model",
+            ),
+            (
+                "embed_model",
+                self.embed_model is None or (isinstance(self.embed_model, str) and self.embed_model != ""),
                 "the name of a model",
             ),
             ("on_unsupported", self.on_unsupported in ("error", "retry"), "'error' or 'retry'"),
@@ -192,15 +201,18 @@ async def connected(
     """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
     is None, and the table of models for the ``facts``. ``UnknownModel`` if no model was given and the server
     has none, or several."""
-    model, context = settings.model, None
+    model, embed_model = settings.model, settings.embed_model
+    context, found = None, None
     if model is None or flavour is None:
         async with transport_of(settings, settings.errors(model or "the model")) as transport:
             found = await _listed(transport, is_needed=model is None)
-        model = _only_model(found, settings.server) if model is None else model
+        model = _only_model(found, settings.server, embed_model) if model is None else model
         flavour = flavour or flavour_of(found)
         context = listed_context(found, model)
         if context is None and flavour.name == "ollama":
             context = await _ollama_context(settings, model)
+    known = embedding_facts(flavour.name, model)
+    only_embeds = known is not None or model == embed_model or lists_embedder(found, model)
     facts = facts or model_facts(flavour.name, model)
     if context is not None:
         facts = msgspec.structs.replace(facts, context=context)
@@ -211,7 +223,16 @@ async def connected(
     async with transport_of(settings, settings.errors(model, params, facts.context)) as transport:
         from agentflow.backends.apis.chat.chat_completions import ChatCompletions
         from agentflow.backends.apis.chat.completions import TextCompletions
+        from agentflow.backends.apis.embeddings import EmbeddingsOnly
 
+        if only_embeds:
+            embedder = embedder_of(settings, transport, flavour, embed_model or model)
+            features = _embedding_capabilities(model, context or (known.context if known else None))
+            only = EmbeddingsOnly(model)
+            async with generating(settings, transport, only, features, FREE, deliver, embedder) as connection:
+                yield connection
+            return
+        other = None if embed_model is None else embedder_of(settings, transport, flavour, embed_model)
         errors = transport.errors
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         api = ChatCompletions(model, flavour, facts, errors, plain)
@@ -219,9 +240,19 @@ async def connected(
         billing = settings.billing(flavour.name, model, facts.output)
         decisions_api = True if facts.decisions else None if flavour.may_decide else False
         async with generating(
-            settings, transport, api, features, billing, deliver, decisions_api=decisions_api
+            settings, transport, api, features, billing, deliver, other, decisions_api=decisions_api
         ) as connection:
             yield connection
+
+
+def embedder_of(settings: ApiSettings, transport: ApiTransport, flavour: Flavour, model: str) -> ApiEmbedder:
+    """Makes embeddings with a model on the server of a transport."""
+    from agentflow.backends.apis.embeddings import ApiEmbedder
+
+    facts = embedding_facts(flavour.name, model) or flavour.embeddings
+    errors = settings.errors(model, max_context=facts.context)
+    billing = settings.billing(flavour.name, model, None, embeds=True)
+    return ApiEmbedder(transport.sharing(errors), model, facts, billing)
 
 
 async def _listed(transport: ApiTransport, *, is_needed: bool) -> Any:
@@ -256,10 +287,11 @@ async def generating(
     features: Capabilities,
     billing: Billing,
     deliver: Deliver,
+    embedder: ApiEmbedder | None = None,
     *,
     decisions_api: bool | None = False,
 ) -> AsyncIterator[Connection]:
-    """A connection to a model whose requests have the format ``api``."""
+    """A connection to a model whose requests have the format ``api``. ``embedder``: makes its embeddings."""
     from agentflow.backends.apis.generator import ApiGenerator
 
     async with open_task_group() as tasks:
@@ -273,19 +305,38 @@ async def generating(
             hedge_after_s=settings.hedge_after_s,
             billing=billing,
             decisions_api=decisions_api,
+            embedder=embedder,
         )
         async with interpreted(generator, deliver) as connection:
             yield connection
         tasks.cancel_scope.cancel()
 
 
-def _only_model(found: Any, server: str) -> str:
-    names = listed_fields(found, "id")
+def _only_model(found: Any, server: str, embed_model: str | None) -> str:
+    """The only model that is listed besides ``embed_model``, or ``embed_model`` if there is no other."""
+    listed_names = listed_fields(found, "id")
+    names = [name for name in listed_names if name != embed_model] or listed_names[:1]
     if len(names) == 1:
         return names[0]
     if not names:
         raise UnknownModel(f"{server} lists no models: give model=", param="model")
     raise UnknownModel(f"{server} has several models ({listed(names)}): give one as model=", param="model")
+
+
+def _embedding_capabilities(model: str, context: int | None) -> Capabilities:
+    """The capabilities of a model that generates no text."""
+    return Capabilities(
+        model,
+        select=False,
+        logprobs=False,
+        seeds=False,
+        max_context=context,
+        token_ids=False,
+        sampling=(),
+        continuation=False,
+        plain_text=False,
+        decisions=False,
+    )
 
 
 def flavoured_capabilities(

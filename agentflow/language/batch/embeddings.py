@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeAlias
 
 import anyio
+import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.batch.map import Show, Tally
@@ -35,7 +36,8 @@ CONCURRENCY: Final = 4
 async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show: Show | None) -> list[Vector]:
     """The embeddings of ``texts``, in their order. ``wanted``: the options. Cancelling it, or a failure,
     cancels all of its ops."""
-    link.capabilities.require_embeddings(wanted.model)
+    model, embed_model = _embedder(link, wanted.model)
+    wanted = msgspec.structs.replace(wanted, model=embed_model)
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise BadArgument(
@@ -48,7 +50,7 @@ async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show:
         return []
     batches = list(_batches(texts, len(wanted.prompt or "")))
     found: list[list[Vector]] = [[] for _ in batches]
-    run = Run(link, name="embed")
+    run = Run(link, model=model, name="embed")
     tally = Tally(len(texts), name="embed", usage=run.record.usage)
     display: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
     if show is not None:
@@ -90,6 +92,24 @@ async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show:
     with display as refresh:
         await execute(run, program, (), {})
     return [vector for vectors in found for vector in vectors]
+
+
+def _embedder(link: Link, name: str) -> tuple[str, str]:
+    """The model of the session that makes embeddings, and its embedding model. ``name``: of either; empty for
+    the first. Raises the errors of ``Capabilities.require_embeddings``."""
+    models = link.models
+    found = {
+        model: features.embedding_models for model, features in models.items() if features.embedding_models
+    }
+    if name in found and name not in found[name]:
+        return name, found[name][0]
+    for model, embed_models in found.items():
+        if not name or name in embed_models:
+            return "" if model == next(iter(models)) else model, name or embed_models[0]
+    known = dict.fromkeys(one for embed_models in found.values() for one in embed_models)
+    features = msgspec.structs.replace(link.capabilities, embedding_models=(*found, *known))
+    features.require_embeddings(name)
+    raise AssertionError
 
 
 def _batches(texts: Sequence[str], prompt_chars: int) -> Iterator[list[str]]:

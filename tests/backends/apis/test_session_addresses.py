@@ -156,7 +156,9 @@ async def test_no_server_at_an_address() -> None:
         ("anthropic:", {}),
         ("openai:gpt-4o", {"model": "x"}),
         ("openai:gpt-4o", {"quantize": "int8"}),
-        ("http://127.0.0.1:9/v1", {"embed_model": "x"}),
+        ("anthropic:claude-opus-4-5", {"embed_model": "x"}),
+        ("openai:gpt-4o", {"embed_model": ""}),
+        ("http://127.0.0.1:9/v1", {"embed_model": ""}),
         ("http://", {}),
     ],
 )
@@ -164,6 +166,7 @@ def test_an_address_that_names_no_model_is_refused(
     monkeypatch: pytest.MonkeyPatch, url: str, options: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "k")
     with pytest.raises(BadArgument):
         af.session(url, **options)
 

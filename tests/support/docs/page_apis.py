@@ -30,6 +30,9 @@ def answer(request: Received) -> AnyAnswer:
         return Answer(b'{"model_info": {"qwen3.context_length": 40960}}')
     if request.json["model"] == OVERLOADED:
         return Answer(b"{}", 503)
+    if request.path.endswith("/embeddings"):
+        rows = [{"index": index, "embedding": [0.5, 0.5]} for index, _ in enumerate(request.json["input"])]
+        return Answer(json.dumps({"data": rows}).encode())
     said = _answer_to(_prompt(request.json["messages"]))
     text = said if isinstance(said, str) else said.text
     if request.path.endswith("/messages"):

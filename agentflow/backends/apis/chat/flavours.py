@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from agentflow.backends.apis.capability_table import ModelFacts
+from agentflow.backends.apis.capability_table import EmbeddingFacts, ModelFacts
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind
@@ -58,6 +58,7 @@ class Flavour:
         may_decide: Some of these servers have OpenAI's endpoint for decisions.
         awaits_cache: Branches of a fork wait until the first one's answer has begun, and the cache has their
             prefix.
+        embeddings: The limits of models for embeddings that the table does not know.
     """
 
     name: FlavourName | Literal["openai"]
@@ -77,6 +78,7 @@ class Flavour:
     # policies of SGLang hold requests back that share a prefix with one that begins. A slot of llama.cpp,
     # and so of Ollama, lends its prefix to no other one while it generates. Others may have no cache.
     awaits_cache: bool = False
+    embeddings: EmbeddingFacts = field(default_factory=lambda: EmbeddingFacts(max_inputs=256))
 
     def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
         """The parameters that a request may have; ``reasons`` as in ``ModelFacts.parameters``."""
@@ -103,7 +105,10 @@ OPENAI: Final = Flavour(
     awaits_cache=True,
 )
 FLAVOURS: Final[dict[str, Flavour]] = {
-    "generic": Flavour("generic", _same(*_OF_OPENAI)),
+    # Some servers accept 32 texts by default, and numbers alone.
+    "generic": Flavour(
+        "generic", _same(*_OF_OPENAI), embeddings=EmbeddingFacts(max_inputs=32, encoding="float")
+    ),
     "vllm": Flavour(
         "vllm",
         _same(*_OF_ENGINES, max_reasoning_tokens="thinking_token_budget"),
@@ -166,14 +171,25 @@ def _rows(found: Any) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
+def _row(found: Any, model: str) -> dict[str, Any]:
+    """The row of a model. A single row stands for any name, as some servers have one model and ignore it."""
+    rows = _rows(found)
+    return rows[0] if len(rows) == 1 else next((row for row in rows if row.get("id") == model), {})
+
+
+def lists_embedder(found: Any, model: str) -> bool:
+    """Whether a server's answer to ``GET /models`` says that a model makes embeddings and generates no text,
+    as our own servers do."""
+    return is_whole(_row(found, model).get("embedding_size"), 1, MAX_CONTEXT)
+
+
 def listed_context(found: Any, model: str) -> int | None:
     """The context of a model in a server's answer to ``GET /models``, in tokens; None if it is not there.
 
     >>> listed_context({"data": [{"id": "Qwen/Qwen3-8B", "max_model_len": 40_960}]}, "Qwen/Qwen3-8B")
     40960
     """
-    rows = _rows(found)
-    row = rows[0] if len(rows) == 1 else next((row for row in rows if row.get("id") == model), {})
+    row = _row(found, model)
     meta = row.get("meta")  # llama.cpp's; a router of its servers reports 0
     values = [row.get(name) for name in CONTEXT_FIELDS] + [
         meta.get("n_ctx") if isinstance(meta, dict) else None

@@ -38,7 +38,7 @@ LIMITED_ATTEMPTS = 5
 SHORT_WAIT_S = 2.0
 """The longest wait for a rate while another endpoint could answer."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-MAX_LIST_BYTES = 8 * 1024 * 1024
+MAX_WHOLE_BYTES = 32 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
 """An error is cut there."""
 DRAIN_S = 0.1
@@ -138,6 +138,18 @@ class ApiTransport:
     def endpoint(self) -> str:
         """The model and its server, for messages."""
         return f"{self.errors.model} at {self.errors.server}"
+
+    def sharing(self, errors: ErrorMapping) -> ApiTransport:
+        """A transport for another model on the same connections, with a separate pace."""
+        return ApiTransport(
+            self._http,
+            errors,
+            max_retries=self._max_retries,
+            timeout_s=self._timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
+            first_pause_s=self._first_pause_s,
+            max_event_bytes=self._max_event_bytes,
+        )
 
     async def stream(
         self,
@@ -247,13 +259,21 @@ class ApiTransport:
     async def _fetched(self, method: str, path: str, body: bytes | None) -> Any:
         num_failed = 0
         while True:
+            exchange = _Exchange(self._stall_timeout_s)
+            began_at = math.inf
             try:
-                return await self._fetch(method, path, body)
+                async with self.pace.turn() as began_at:
+                    found = await self._fetch(exchange, method, path, body)
+                self.pace.widen(exchange.headers)
+                return found
             except AgentflowError as error:
                 num_failed += 1
+                pause_s = self._pause_s(error, num_failed)
+                if exchange.status in (429, 503, 529):
+                    self.pace.narrow(began_at, pause_s)
+                    pause_s = 0.0
                 if not self._may_repeat(error, num_failed):
                     raise
-                pause_s = self._pause_s(error, num_failed)
             await _pause(pause_s)
 
     def _may_repeat(self, error: AgentflowError, num_failed: int) -> bool:
@@ -284,8 +304,7 @@ class ApiTransport:
             "a stream of events: is it the address of an API (it usually ends in /v1)?"
         )
 
-    async def _fetch(self, method: str, path: str, body: bytes | None) -> Any:
-        exchange = _Exchange(self._stall_timeout_s)
+    async def _fetch(self, exchange: _Exchange, method: str, path: str, body: bytes | None) -> Any:
         headers = {} if body is None else {"content-type": "application/json"}
         await self._exchange(exchange, method, path, body, headers)
         if exchange.status != 200:
@@ -361,7 +380,7 @@ class _Exchange:
         self._num_bytes += len(chunk)
         if not self.is_stream or self._sink is None or self._events is None:
             self._parts.append(chunk)
-            if self._num_bytes > (MAX_LIST_BYTES if self._sink is None else MAX_ERROR_BYTES):
+            if self._num_bytes > (MAX_WHOLE_BYTES if self._sink is None else MAX_ERROR_BYTES):
                 self._leave()
             return
         try:
