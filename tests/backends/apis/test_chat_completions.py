@@ -369,6 +369,25 @@ async def test_a_regex_has_each_servers_own_field(flavour: str, field: dict[str,
     assert server.last.json.items() >= field.items()
 
 
+async def test_a_grammar_is_sent_in_the_notation_of_lark() -> None:
+    grammar = 'start: "yes" | "no"'
+    async with compatible([answers.text_stream("no")]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", grammar=grammar))
+        assert await s["x"] == "no"
+        s += af.user("Hi") + af.assistant(af.gen("y", grammar='start: "::="'))  # the server would guess EBNF
+        with pytest.raises(NotSupported):
+            await s["y"]
+    assert [request.json["structured_outputs"] for request in server.received] == [{"grammar": grammar}]
+
+
+@pytest.mark.parametrize("flavour", ["sglang", "llamacpp", "ollama", "generic"])
+async def test_a_grammar_is_refused_where_the_notation_differs(flavour: str) -> None:
+    async with compatible([], flavour) as (flow, server), flow.state() as s:
+        with pytest.raises(NotSupported):
+            s += af.user("Hi") + af.assistant(af.gen("x", grammar='start: "yes" | "no"'))
+    assert not server.received
+
+
 async def test_an_answer_that_is_not_a_choice_fails_the_select() -> None:
     script = [HELLO, answers.text_stream('{"value":"maybe"}')]
     async with opened(script) as (flow, _), flow.state() as s:

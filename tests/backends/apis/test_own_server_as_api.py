@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -145,8 +146,10 @@ async def test_constraints_hold(server: ApiServer) -> None:
         async with flow.state() as s:
             s += "Once " + greedy("word", regex="[a-z]{3}")
             s += " upon " + af.select("a", ["time", "place"])
+            s += " there " + greedy("verb", grammar='start: ("was" | "is") LETTER?\nLETTER: /[a-z]/')
             assert len(await s["word"]) == 3
             assert await s["a"] in ("time", "place")
+            assert re.fullmatch("(was|is)[a-z]?", await s["verb"])
 
 
 async def test_the_generic_flavour_streams_and_counts(server: ApiServer) -> None:

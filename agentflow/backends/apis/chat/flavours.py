@@ -271,6 +271,10 @@ def constraint_fields(
             raise _no_form_of_text()
         case "choices":
             return _choice_fields(flavour, constraint.choices)
+        case "grammar" if "::=" in constraint.source:
+            raise NotSupported(
+                "the server would read a grammar that contains '::=' as EBNF: write the text as two strings"
+            )
         case "regex" if flavour.name == "sglang":
             return ConstraintFields({"regex": constraint.source})
         case kind:
