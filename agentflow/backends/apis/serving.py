@@ -20,6 +20,7 @@ from agentflow.backends.apis.chat.flavours import (
     flavour_of,
     listed_context,
     listed_fields,
+    lists_embedder,
     shown_context,
 )
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
