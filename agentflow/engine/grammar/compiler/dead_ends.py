@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, Final
 
@@ -72,10 +73,15 @@ def check_writable(schema: dict[str, Any], place: str) -> None:
     """Raises ``BadArgument``, with the place, for a pattern all of whose texts have characters that a string
     can only contain as an escape ``\\u``."""
     pattern = schema.get("pattern")
-    names = _found_by(pattern) if isinstance(pattern, str) else None
-    if names is not None and not _has_text(names):
+    if isinstance(pattern, str) and not _is_writable(pattern):
         where = f"{place}: " if place else ""
         raise BadArgument(f"schema: {where}no string that can be written matches the pattern {pattern!r}")
+
+
+@functools.lru_cache(maxsize=64)  # the members of a schema often share a pattern
+def _is_writable(pattern: str) -> bool:
+    names = _found_by(pattern)
+    return names is None or _has_text(names)
 
 
 def _found_by(pattern: str) -> Regex | None:
