@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Protocol
 
@@ -84,8 +85,12 @@ def text_under(compiled: CompiledConstraint) -> GrowingText:
     """Returns a new text under the constraint."""
     if compiled.form == "dfa":
         return DfaText(Dfa.from_bytes(compiled.payload))
-    grammar = LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY, compiled.num_alternatives)
-    return MatcherText(grammar.matcher())
+    return MatcherText(_grammar(compiled.payload, compiled.num_alternatives).matcher())
+
+
+@functools.lru_cache(maxsize=2)  # most callers read many texts under one constraint
+def _grammar(payload: bytes, num_alternatives: int) -> LlguidanceGrammar:
+    return LlguidanceGrammar(payload.decode(), BYTE_VOCABULARY, num_alternatives)
 
 
 def walk(text: GrowingText, chance: random.Random, prefix: bytes = b"") -> bytes | None:
