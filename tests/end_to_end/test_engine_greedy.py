@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.engine.random_model import VOCAB, write_random_model
-from transformers import AutoModelForCausalLM
 
 import agentflow as af
 from agentflow.backends.local import interpreted
@@ -150,7 +150,7 @@ def alone(runner, tokenizer, prompts) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def of_transformers(model_folder):
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
 
 def test_alone_is_what_transformers_generates(of_transformers, prompts, alone):

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.engine.family_models import COMPOSED, MODELS, OTHERS, SIZES, saved_model
 from support.engine.runner_driver import Driver
 from support.faults import has_param
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.memory_need import memory_need
@@ -22,7 +21,7 @@ from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
 
 
-def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
+def assert_equal_to_transformers(model: transformers.PreTrainedModel, folder: Path) -> None:
     """Greedy tokens of three requests in one batch, prefilled in random chunks."""
     runner = TorchRunner(folder, num_slots=400, device="cpu", dtype="float32")
     driver = Driver(runner)
@@ -55,7 +54,7 @@ def test_families_are_known_without_torch() -> None:
 def test_every_family_is_tested() -> None:
     """As far as the installed transformers has them: an older one lacks the newest."""
     kinds = {kind for kind, _ in (MODELS | COMPOSED).values()}
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     assert {known[kind] for kind in kinds if kind in known} == set(FAMILIES).intersection(known.values())
 
 
@@ -90,8 +89,10 @@ def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["mamba", "bloom", "gptj", "llama4_text", "deepseek_v3", "t5"])
 def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(kind, **SIZES)
-    model = (AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM).from_config(config)
+    config = transformers.AutoConfig.for_model(kind, **SIZES)
+    model = (
+        transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    ).from_config(config)
     model.save_pretrained(tmp_path)
     with pytest.raises(BadModelFolder) as caught:
         TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.engine import gguf_references
 from support.engine.runner_driver import Driver
 from support.faults import has_param
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel
 
 from agentflow.engine.batch import LogitEdits
 from agentflow.engine.models.families.registry import read_config
@@ -78,14 +78,14 @@ def driver(runner: TorchRunner) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def transformers_model(model_folder: Path) -> PreTrainedModel:
+def transformers_model(model_folder: Path) -> transformers.PreTrainedModel:
     model = gguf_references.transformers_model(model_folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # the runner goes on after an end token: so must this
     return model
 
 
 @pytest.fixture(scope="module")
-def expected(transformers_model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+def expected(transformers_model: transformers.PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' generate gives for each prompt, all in one padded batch."""
     longest = max(map(len, prompts))
     padded = torch.tensor([[2] * (longest - len(ids)) + ids for ids in prompts])
@@ -165,7 +165,7 @@ def test_requests_over_a_long_shared_prefix_give_what_they_give_alone(
 
 
 def test_targets_get_the_log_probabilities_of_transformers(
-    driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
+    driver: Driver, transformers_model: transformers.PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     """Scoring 300 tokens in one step, more than the rows of logits in memory."""
     tokens = (prompts[-1] * 8)[:301]
@@ -182,7 +182,7 @@ def test_targets_get_the_log_probabilities_of_transformers(
 
 
 def test_edits_and_likeliest_tokens_are_those_of_their_rows(
-    driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
+    driver: Driver, transformers_model: transformers.PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     """Of 300 rows, in more than one part: one early and one late row may not take their likeliest token,
     and two others report them."""
@@ -223,7 +223,9 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
 
 
 @pytest.fixture(scope="module")
-def eager_and_sdpa(transformers_model: PreTrainedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
+def eager_and_sdpa(
+    transformers_model: transformers.PreTrainedModel, prompts: list[list[int]]
+) -> list[torch.Tensor]:
     """transformers' logits of the beginnings of all prompts in bfloat16, with either kind of attention."""
     model = copy.deepcopy(transformers_model)
     for weight in model.parameters():  # and no buffer: the frequencies stay in float32

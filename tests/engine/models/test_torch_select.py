@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.engine.family_models import saved_model
 from support.engine.requests import request_of as new_request
-from transformers import PreTrainedModel
 
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.request import Request
@@ -37,12 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral_window"])
-def reference(folder: Path, request: pytest.FixtureRequest) -> PreTrainedModel:
+def reference(folder: Path, request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
     return saved_model(request.param, folder)
 
 
 @pytest.fixture(scope="module")
-def runner(folder: Path, reference: PreTrainedModel) -> Iterator[TorchRunner]:
+def runner(folder: Path, reference: transformers.PreTrainedModel) -> Iterator[TorchRunner]:
     made = TorchRunner(folder, num_slots=600, device="cpu", dtype="float32")
     yield made
     made.close()

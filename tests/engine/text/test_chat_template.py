@@ -8,13 +8,13 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support import chat_template_shapes as shapes
 from support import small_tokenizers
 from support.engine.conversations import TEMPLATES, TOKENS, alternating, messages_of, pieces_of
 from support.faults import has_param
-from transformers import PreTrainedTokenizerFast
 
 from agentflow.engine.text.chat_layout import lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -23,11 +23,11 @@ from agentflow.protocol.chat import Message
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> transformers.PreTrainedTokenizerFast:
     """transformers' own rendering, with a small tokenizer of which only the named tokens matter here."""
     file = tmp_path_factory.mktemp("reference") / "tokenizer.json"
     file.write_text(json.dumps(small_tokenizers.byte_level()))
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), **TOKENS)
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), **TOKENS)
 
 
 @pytest.mark.parametrize("name", shapes.ALL)
@@ -36,7 +36,7 @@ def test_renders_as_transformers_does(
     name: str,
     turns: list[tuple[str, str]],
     opens: bool,
-    reference: PreTrainedTokenizerFast,
+    reference: transformers.PreTrainedTokenizerFast,
 ) -> None:
     turns = [(role, text) for role, text in turns if role != "system" or name != "known_roles"]
     expected = reference.apply_chat_template(
@@ -54,7 +54,10 @@ def test_renders_as_transformers_does(
 @pytest.mark.model
 @given(turns=alternating(), opens=st.booleans())
 def test_the_default_models_template(
-    model_folder: Path, turns: list[tuple[str, str]], opens: bool, reference: PreTrainedTokenizerFast
+    model_folder: Path,
+    turns: list[tuple[str, str]],
+    opens: bool,
+    reference: transformers.PreTrainedTokenizerFast,
 ) -> None:
     template = ChatTemplate.from_folder(model_folder)
     expected = reference.apply_chat_template(

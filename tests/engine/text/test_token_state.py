@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support import chat_template_shapes as shapes
@@ -24,7 +25,6 @@ from support.engine.conversations import (
     state_of,
 )
 from support.engine.gguf_references import transformers_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
@@ -76,7 +76,7 @@ def test_no_content_opens_a_turn(name: str, script: Script) -> None:
 
 
 @pytest.fixture(scope="module")
-def default(model_folder: Path) -> tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast]:
+def default(model_folder: Path) -> tuple[Tokenizer, ChatTemplate, transformers.PreTrainedTokenizerFast]:
     reference = transformers_tokenizer(model_folder)
     return Tokenizer.from_folder(model_folder), ChatTemplate.from_folder(model_folder), reference
 
@@ -84,7 +84,7 @@ def default(model_folder: Path) -> tuple[Tokenizer, ChatTemplate, PreTrainedToke
 @pytest.mark.model
 @given(script=scripts(with_ids=False))
 def test_default_model_against_transformers(
-    default: tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast], script: Script
+    default: tuple[Tokenizer, ChatTemplate, transformers.PreTrainedTokenizerFast], script: Script
 ) -> None:
     tokenizer, template, reference = default
     state = TokenState(tokenizer, template)
@@ -100,7 +100,7 @@ def test_default_model_against_transformers(
 
 
 def test_markers_of_the_default_model_in_a_content(
-    default: tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast],
+    default: tuple[Tokenizer, ChatTemplate, transformers.PreTrainedTokenizerFast],
 ) -> None:
     tokenizer, template, _ = default
     state = TokenState(tokenizer, template)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from peft import PeftModel as PeftModel
+import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 
 def write_adapter(model: Path, folder: Path, *, seed: int = 0, **settings: Any) -> Path:
     """Saves an adapter of the model with random ``A`` and ``B``. ``settings``: of ``LoraConfig``."""
-    base = AutoModelForCausalLM.from_pretrained(model)
+    from peft import LoraConfig, get_peft_model  # takes seconds, and most tests need plain adapters only
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
     adapted = get_peft_model(base, LoraConfig(**({"r": 4, "lora_alpha": 8} | settings)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -28,7 +28,9 @@ def write_adapter(model: Path, folder: Path, *, seed: int = 0, **settings: Any) 
 
 def merged_logits(model: Path, adapter: Path | None, token_ids: list[int]) -> torch.Tensor:
     """The logits of PEFT's merged model: [tokens, vocabulary]."""
-    base = AutoModelForCausalLM.from_pretrained(model)
+    from peft import PeftModel
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
     if adapter is not None:
         base = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     with torch.inference_mode():

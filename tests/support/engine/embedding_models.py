@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.small_tokenizers import TEXTS, byte_level, write_folder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModel
 
 VOCAB = 300
 SHAPE = {
@@ -44,7 +44,7 @@ def write_embedding_model(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(len(kind))
     sizes = SHAPE | (QWEN3 if kind == "qwen3" else {}) | changes
-    model = AutoModel.from_config(AutoConfig.for_model(kind, **sizes))
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
     with torch.no_grad():  # so that the texts' differences, and padding, show in all dimensions
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -137,7 +137,7 @@ def _template(single: str, ids: dict[str, int]) -> dict[str, Any]:
 def expected_embeddings(folder: Path, ids: list[list[int]], pooling: str, **steps: Any) -> np.ndarray:
     """What sentence-transformers' modules make of transformers' own hidden states. ``steps``: ``dense`` and
     ``normalises`` of ``write_embedding_model``."""
-    model = AutoModel.from_pretrained(folder).eval()
+    model = transformers.AutoModel.from_pretrained(folder).eval()
     rows = []
     with torch.no_grad():
         for one in ids:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 SIZES = {
     "vocab_size": 320,
@@ -155,14 +154,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def saved_model(name: str, folder: Path, **changed: Any) -> PreTrainedModel:
+def saved_model(name: str, folder: Path, **changed: Any) -> transformers.PreTrainedModel:
     """A model with random weights, biases and norms, saved to ``folder``. ``changed``: in its config. Skips
     the test if the installed transformers lacks the architecture."""
     kind, own = (MODELS | COMPOSED | OTHERS)[name]
-    if kind not in CONFIG_MAPPING:
+    if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | own | changed)))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **(SIZES | own | changed))
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             # Large enough that the tokens of a sequence differ and near-ties are rare.

@@ -12,21 +12,24 @@ import gguf
 import numpy as np
 import pytest
 import tokenizers
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
+import transformers
 
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.text.tokenizer_files import read_tokenizer
 
 
-def transformers_model(folder: Path, **options: Any) -> PreTrainedModel:
+def transformers_model(folder: Path, **options: Any) -> transformers.PreTrainedModel:
     """The model as transformers reads the file, dequantised."""
     file = find_gguf(folder)
     assert file is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", _reader)
         patch.setattr(gguf, "get_tensor_name_map", _tensor_name_map)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), **options
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            **options,
         )
     return model
 
@@ -60,12 +63,12 @@ def library_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(read_tokenizer(folder)))
 
 
-def transformers_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def transformers_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
     """The same in transformers, with its chat template."""
     file = find_gguf(folder)
     assert file is not None
     words = open_gguf(file).vocabulary
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=library_tokenizer(folder),
         chat_template=words.chat_template,
         clean_up_tokenization_spaces=False,

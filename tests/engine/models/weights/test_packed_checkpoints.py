@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -24,7 +25,6 @@ from support.engine.packed_models import (
 )
 from support.engine.runner_driver import Driver
 from support.faults import has_param
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -55,7 +55,9 @@ GPT_OSS = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sl
 
 def save_model(kind: str, folder: Path, **changed: Any) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | changed)))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **(SIZES | changed))
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
