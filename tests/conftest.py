@@ -186,6 +186,15 @@ def _prompt_compiling() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes() -> Iterator[None]:
+    """The processes of engines and of the compiler are forks of a process that has their modules."""
+    from support.process_template import forked_processes
+
+    with forked_processes():
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default model's folder in the user's own store; the first test that asks for it pulls it."""

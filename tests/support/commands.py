@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import psutil
+from support import process_template
 
 from agentflow.cli.main import main
 
@@ -73,8 +74,8 @@ def engines_of(pid: int | None = None) -> list[psutil.Process]:
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    """And not the process that compiles constraints."""
+    """And not the process that compiles constraints, nor the template of engine processes."""
     try:
-        return "agentflow.engine.process.worker" in process.cmdline()
+        return process.pid in process_template.forked or process_template.ENGINE in process.cmdline()
     except psutil.Error:  # it has just ended
         return False
