@@ -143,7 +143,8 @@ class FakeRunner:
         output = BatchOutput(
             token_ids=np.array(tokens, dtype=np.int64),
             logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
-            scored_logprobs=None if sampled.scored is None else np.array(scored, dtype=np.float32),
+            # As of a model, which computes nothing where nothing is sampled or scored.
+            scored_logprobs=np.array(scored, dtype=np.float32) if scored else None,
             ranks=np.ones(len(tokens), dtype=np.int64),
         )
         return output if sampled.top_counts is None else self._with_top(output, int(sampled.top_counts.max()))

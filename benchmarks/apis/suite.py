@@ -19,6 +19,7 @@ from rich.console import Console
 
 import agentflow as af
 from benchmarks.apis.chat_server import Counters
+from benchmarks.apis.decisions import measure_decisions
 from benchmarks.apis.forms import FIELDS, PEOPLE, page_of
 from benchmarks.apis.overhead import Calls, measure_call_overhead, measure_token_overhead
 from benchmarks.apis.server_process import chat_server, counters
@@ -43,6 +44,8 @@ class Size:
     stream_tokens: int
     stall_rounds: int
     prefix_words: int
+    questions: int
+    text_words: int
 
 
 SIZES = {
@@ -54,6 +57,8 @@ SIZES = {
         stream_tokens=10,
         stall_rounds=1,
         prefix_words=200,
+        questions=100,
+        text_words=800,
     ),
     "full": Size(
         rounds=7,
@@ -63,6 +68,8 @@ SIZES = {
         stream_tokens=30,
         stall_rounds=3,
         prefix_words=400,
+        questions=400,
+        text_words=3200,
     ),
 }
 
@@ -203,6 +210,11 @@ async def measure_prefixes(report: Report, size: Size) -> None:
     report.results.append(median_of("apis.fork_prefix_hits", hits, "branches", note=note, goal=">= 7"))
 
 
+async def measure_questions(report: Report, size: Size) -> None:
+    """Measures ``decisions_gain`` and ``decisions_gain_cached``."""
+    await measure_decisions(report, size.questions, size.text_words, size.rounds)
+
+
 def run(report: Report, console: Console, only: str) -> None:
     """Measures the figures whose id contains ``only``."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -214,6 +226,7 @@ def run(report: Report, console: Console, only: str) -> None:
         "token_overhead_us bare_token_us": measure_tokens,
         "max_stall_ms": measure_stalls,
         "fork_prefix_hits": measure_prefixes,
+        "decisions_gain decisions_gain_cached": measure_questions,
     }
     for names, measure in measures.items():
         if any(only in f"apis.{name}" for name in names.split()):

@@ -24,6 +24,7 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.decisions import Option, Question
 from agentflow.protocol.sampling import SamplingParams
 
 NUM_SLOTS = 3000
@@ -311,3 +312,29 @@ def test_after_a_fork(model_folder, runner, tokenizer, prompts, alone):
             )
 
     on_engine(runner, tokenizer, use)
+
+
+@pytest.mark.parametrize("token_budget", [7, 512])
+def test_answers_to_questions_asked_together_are_those_of_each_alone(runner, tokenizer, token_budget):
+    """In a step of a long question, no token is scored. Another order of the sums changes the last digits."""
+    questions = [
+        Question("long", "predicate", "The clock strikes " + "again and " * 20),
+        Question("tone", "choice", "How?", (Option("slowly"), Option("very slowly"), Option("fast"))),
+        Question("stars", "score", "How many?", tuple([Option(str(number)) for number in range(1, 6)])),
+    ]
+
+    async def decide(client: EngineClient) -> list[tuple[float, ...] | None]:
+        generator = EngineGenerator(client, ChatTemplate(None))
+        found = []
+        for asked in (questions, *[[question] for question in questions]):
+            context = generator.open(f"{len(found)}")
+            generator.fill(context, TEXTS[2])
+            found += (await generator.decide(context, asked)).probabilities
+            generator.free(context)
+        return found
+
+    found = on_engine(runner, tokenizer, decide, token_budget=token_budget)
+    for together, alone in zip(found[:3], found[3:], strict=True):
+        assert together == pytest.approx(alone, abs=1e-4)
+        assert min(together) > 0
+        assert sum(together) == pytest.approx(1)

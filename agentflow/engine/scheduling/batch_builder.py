@@ -204,5 +204,5 @@ def _scored_and_sampled_rows(
         np.array(owners, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(targets, dtype=np.int64),
-        scored_tokens(scored_nodes(work, trees), first_rows) if first_rows else None,
+        scored_tokens(scored_nodes(work, trees), first_rows) if first_rows and rows else None,
     )
