@@ -46,7 +46,7 @@ from agentflow.server.models.api_model import CHARS_PER_TOKEN, TenantGenerator
 EFFORT: Final = "effort"
 """The ``param`` of errors about how much the model is to reason."""
 # Until then, an error of the API has its status. After that a stream begins, which keeps connections open.
-_ACCEPTED_AFTER_S = 10.0
+ACCEPTED_AFTER_S = 10.0
 _SENT_IF_GIVEN = ("max_tokens", "temperature", "top_p")
 _OF_CONSTRAINTS = ("schema", "regex", "choices", "grammar", "tags")
 _NEUTRAL = SamplingParams()
@@ -174,7 +174,7 @@ class ApiRun:
                 self._on_sent()
 
         async def accept_late() -> None:
-            with anyio.move_on_after(_ACCEPTED_AFTER_S):
+            with anyio.move_on_after(ACCEPTED_AFTER_S):
                 await accepted.wait()
             accept()
 

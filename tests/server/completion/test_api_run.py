@@ -25,8 +25,12 @@ from support.server.apis import (
     TEXT,
     Answered,
     Api,
+    events,
 )
 from support.server.http_clients import only_asyncio
+
+from agentflow.server.completion import api_run
+from agentflow.server.config.limits import HttpLimits
 
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
@@ -347,3 +351,52 @@ async def test_a_background_response_runs_on_the_vendors_model() -> None:
             while (found := (await client.get(address)).json())["status"] in ("queued", "in_progress"):
                 pass
     assert RESPONSES.whole(found).text == "Sugar."
+
+
+async def test_the_stream_of_a_slow_vendor_begins_before_its_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api_run, "ACCEPTED_AFTER_S", 0.0)
+    hold = Hold()
+    answer = of_openai.stream(hold, of_openai.text_chunks("late"), of_openai.ending())
+    async with served_apis([answer], MODELS) as served, httpx2.AsyncClient(timeout=30) as client:
+        body = {**CHAT.body("Hi"), "model": "gpt", "stream": True}
+        async with client.stream("POST", f"{served.url}{CHAT.path}", json=body) as response:
+            assert response.status_code == 200
+            await hold.reached.wait()
+            hold.go_on()
+            assert CHAT.streamed((await response.aread()).decode()).text == "late"
+
+
+async def test_the_usage_at_the_end_of_a_stream_is_the_vendors() -> None:
+    usage = of_openai.usage(100, 20, cached=60, reasoning=5)
+    async with served_apis([of_openai.text_stream("a", usage=usage)], MODELS) as served:
+        extra = {"stream_options": {"include_usage": True}}
+        body = {**CHAT.body("Hi", extra=extra), "model": "gpt", "stream": True}
+        found = list(events((await post(served, CHAT, body)).text))[-1]["usage"]
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (100, 20)
+    assert found["prompt_tokens_details"]["cached_tokens"] == 60
+    assert found["completion_tokens_details"]["reasoning_tokens"] == 5
+
+
+async def test_a_stored_response_is_continued() -> None:
+    async with served_apis([words("gpt", "Sugar."), words("gpt", "And air.")], MODELS) as served:
+        first = await ask(served, RESPONSES, "What do plants make?")
+        again = await ask(served, RESPONSES, "And?", extra={"previous_response_id": first.id})
+    assert again.text == "And air."
+    contents = [message["content"] for message in served.vendor.last.json["messages"]]
+    assert contents == ["What do plants make?", "Sugar.", "And?"]
+
+
+async def test_the_operators_limit_of_prompts_applies_by_estimate() -> None:
+    async with served_apis([], MODELS, http_limits=HttpLimits(max_prompt_tokens=10)) as served:
+        found = await refused(served, CHAT, "word " * 100)
+    assert found == (400, "context_length_exceeded", "messages")
+    assert served.vendor.received == []
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, OLLAMA, OLLAMA_TEXT], ids=lambda api: api.name)
+async def test_a_stop_ends_the_text(api: Api) -> None:
+    async with served_apis([words("gpt", "one, two, three")], MODELS) as served:
+        answer = await ask(served, api, "Count.", stop=[", th"])
+    assert (answer.text, answer.reason) == ("one, two", "stop")
