@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,11 +22,13 @@ import msgspec
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, Tenant
 from agentflow.errors import (
     AgentflowError,
+    BadArgument,
     EngineDown,
     EngineFailed,
     NotAuthorized,
     Overloaded,
     RateLimited,
+    RequestRefused,
     ServerError,
     ServerLost,
     ServerUnreachable,
@@ -54,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 4
 """An estimate: the API reports its tokens at the end of a call."""
+# Where a server of others is, in messages of its backend.
+_ADDRESS = re.compile(r" (?:at|of) https?://\S+?(?=:?\s|:?$)")
 
 
 class CallObserver(Protocol):
@@ -397,9 +402,13 @@ class TenantGenerator:
                 pass
             case ServerUnreachable() | ServerLost() | EngineDown():
                 shown = EngineDown(f"the API of {name} cannot be reached: try again later")
+            case RequestRefused():
+                shown = type(error)(_ADDRESS.sub("", str(error)), param=error.param)
+            case BadArgument() if error.param == "url":  # the API is elsewhere
+                shown = EngineFailed(f"the API of {name} failed: the server's log says why")
             case ServerError() | EngineFailed():
                 shown = EngineFailed(f"the API of {name} failed: the server's log says why")
-        if shown is not error:
+        if not isinstance(shown, RequestRefused) and shown is not error:
             logger.warning("a call to the API of %s failed: %s", name, error)
         return shown
 

@@ -266,6 +266,13 @@ async def test_faults_of_the_vendor_have_a_status(answer: Any, status: int, code
         assert response.headers["retry-after"] == "7"
 
 
+async def test_a_refusal_of_the_vendor_names_the_parameter_and_no_address() -> None:
+    async with served_apis([of_openai.REFUSED_PARAMETER], MODELS) as served:
+        response = await post(served, CHAT, {**CHAT.body("Hi"), "model": "own"})
+    assert (response.status_code, CHAT.error(response.json())[1]) == (400, "stop")
+    assert "127.0.0.1" not in response.text
+
+
 async def test_a_fault_in_the_middle_is_the_last_event_of_a_stream() -> None:
     broken = of_openai.stream(of_openai.text_chunks("one"), of_openai.error_event("It broke."), done=False)
     async with served_apis([broken], MODELS) as served:
