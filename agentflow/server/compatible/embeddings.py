@@ -1,4 +1,4 @@
-"""Answers with embeddings, which can have many numbers."""
+"""Makes the embeddings of a request, and answers with them: they can have many numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,46 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.engine.generator.embedding import EmbeddingInput
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.protocol.events import Usage
+from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.server.errors import unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.models import TextGenerator
 
 # More numbers are written in a thread.
 MAX_INLINE_NUMBERS = 16_384
+
+
+async def embedded(
+    call: ApiCall,
+    generator: TextGenerator,
+    inputs: Sequence[EmbeddingInput],
+    options: EmbeddingOptions,
+    *,
+    param: str = "input",
+    priority: int = 0,
+) -> tuple[Sequence[NDArray[np.float32]], Usage]:
+    """The embeddings of the inputs, which the field ``param`` has, and their usage."""
+    if isinstance(generator, EngineGenerator):
+        vectors, usage = await generator.embed_inputs(
+            inputs,
+            options,
+            priority=priority,
+            param=param,
+            patience_s=generator.patience_s,
+            trace=call.trace,
+            max_tokens=call.service.http_limits.max_embedding_tokens,
+        )
+    else:
+        texts = [one for one in inputs if isinstance(one, str)]
+        if len(texts) < len(inputs):
+            raise unsupported(param, f"{generator.capabilities.model} is behind an API, and takes only text")
+        made = await generator.embed(texts, options)
+        vectors, usage = [np.frombuffer(vector, "<f4") for vector in made.vectors], made.usage
+    call.record.count(usage)
+    return vectors, usage
 
 
 async def reply_written(

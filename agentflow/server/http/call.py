@@ -215,8 +215,25 @@ class ApiCall:
         self._is_prompt_charged = to_generate
         if to_generate:
             found.check_admission(self.tenant, priority or 0)
+        if found.makes_embeddings:
+            raise ApiError(
+                400, "unsupported", f"{found.name} makes embeddings and generates nothing", "model"
+            )
         self.record.model = generator.capabilities.model
         _check_engine_fields(body, generator.capabilities.model)
+        return generator
+
+    def embedder(self, model: str | None, *, priority: int | None = None) -> TextGenerator:
+        """As ``generator``, to make embeddings, also with a model behind an API."""
+        found = self.service.models.find(model, self.tenant)
+        generator = found.generator(self.tenant)
+        if not isinstance(generator, TenantGenerator):
+            return self.generator(model, embeds=True, priority=priority)
+        self._is_prompt_charged = True
+        found.check_admission(self.tenant, priority or 0)
+        if not found.makes_embeddings:
+            raise ApiError(400, "unsupported", f"{found.name} makes no embeddings", "model")
+        self.record.model = generator.capabilities.model
         return generator
 
     async def reply(self, payload: Any, *, status: int = 200) -> None:

@@ -35,9 +35,11 @@ class ApiCalls(RequestTimes):
             total.output += use.output
         return total
 
-    def call_begun(self, call_id: int, tenant: str) -> None:
+    def call_begun(self, call_id: int, tenant: str, *, generates: bool = True) -> None:
         """Starts the time of a call."""
-        self._pending[call_id] = PendingRequest(self._clock(), tenant, generates=True, embeds=False)
+        self._pending[call_id] = PendingRequest(
+            self._clock(), tenant, generates=generates, embeds=not generates
+        )
 
     def call_has_text(self, call_id: int) -> None:
         """Records the first text of a call."""

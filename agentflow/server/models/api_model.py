@@ -64,8 +64,8 @@ _ADDRESS = re.compile(r" (?:at|of) https?://\S+?(?=:?\s|:?$)")
 class CallObserver(Protocol):
     """Observes the calls of an ``ApiModel``. Must not raise."""
 
-    def call_begun(self, call_id: int, tenant: str) -> None:
-        """A call was admitted."""
+    def call_begun(self, call_id: int, tenant: str, *, generates: bool = True) -> None:
+        """A call was admitted. ``generates``: it makes text, and no embeddings."""
 
     def call_has_text(self, call_id: int) -> None:
         """The first text of the call has arrived."""
@@ -87,8 +87,6 @@ class ApiModel:
         aliases: its other names.
     """
 
-    makes_embeddings = False
-
     def __init__(
         self,
         name: str,
@@ -108,6 +106,11 @@ class ApiModel:
         self._call_ids = itertools.count(1)
         self._running: set[int] = set()
         self._is_idle = anyio.Event()
+
+    @property
+    def makes_embeddings(self) -> bool:
+        features = self.inner.capabilities
+        return features.model in features.embedding_models
 
     @property
     def num_running(self) -> int:
@@ -166,12 +169,14 @@ class ApiModel:
 class ApiAlias:
     """A model behind an API under another name."""
 
-    makes_embeddings = False
-
     def __init__(self, base: ApiModel, name: str) -> None:
         self.name = name
         self.created_s = base.created_s
         self._base = base
+
+    @property
+    def makes_embeddings(self) -> bool:
+        return self._base.makes_embeddings
 
     def named(self) -> Sequence[ApiAlias]:
         return ()
@@ -204,7 +209,10 @@ class TenantGenerator:
     def __init__(self, model: ApiModel, tenant: Tenant, name: str) -> None:
         self.model = model
         self.tenant = tenant
-        self.capabilities = msgspec.structs.replace(model.inner.capabilities, model=name)
+        embedding_models = (name,) if model.makes_embeddings else ()
+        self.capabilities = msgspec.structs.replace(
+            model.inner.capabilities, model=name, embedding_models=embedding_models
+        )
         self._inner = model.inner
         self._own = Usage()
 
@@ -260,7 +268,7 @@ class TenantGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates a continuation."""
-        with self._call(context) as call:
+        with self._call(self._num_chars(context)) as call:
             generated = await self._inner.generate(
                 context, params, call.counting(on_text), constraint, call.counting_or_none(on_reasoning)
             )
@@ -276,7 +284,7 @@ class TenantGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the model may call the context's tools."""
-        with self._call(context) as call:
+        with self._call(self._num_chars(context)) as call:
             generated = await self._inner.reply(
                 context, params, call.counting(on_text), constraint, call.counting_or_none(on_reasoning)
             )
@@ -285,7 +293,7 @@ class TenantGenerator:
 
     async def score(self, context: Any, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score."""
-        with self._call(context) as call:
+        with self._call(self._num_chars(context)) as call:
             scored = await self._inner.score(context, choices, method)
             call.end(scored.usage)
         return scored
@@ -299,7 +307,8 @@ class TenantGenerator:
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """Makes embeddings, if the model can."""
-        with self._call(None) as call:
+        self.capabilities.require_embeddings()
+        with self._call(sum(map(len, texts)), generates=False) as call:
             made = await self._inner.embed(texts, options)
             call.end(made.usage)
         return made
@@ -357,13 +366,12 @@ class TenantGenerator:
             yield
 
     @contextmanager
-    def _call(self, context: Any) -> Iterator[_Call]:
+    def _call(self, num_chars: int, *, generates: bool = True) -> Iterator[_Call]:
         """The scope of one call, which is counted at its end. Errors of the API are those of the server's
         own models, as its clients know no API."""
-        num_chars = 0 if context is None else len(self._inner.text(context))
         with self._admitted(num_chars // CHARS_PER_TOKEN) as admitted, self.model.calling() as call_id:
             call = _Call(call_id, admitted, self.model.observers)
-            call.begin(self.tenant.name)
+            call.begin(self.tenant.name, generates)
             try:
                 yield call
             except AgentflowError as error:
@@ -376,6 +384,9 @@ class TenantGenerator:
                 call.fail("cancelled")
                 raise
             self._own += call.usage
+
+    def _num_chars(self, context: Any) -> int:
+        return len(self._inner.text(context))
 
     @contextmanager
     def _admitted(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
@@ -423,9 +434,9 @@ class _Call:
         self._observers = observers
         self._num_chars = 0
 
-    def begin(self, tenant: str) -> None:
+    def begin(self, tenant: str, generates: bool) -> None:
         for observer in self._observers:
-            observer.call_begun(self._id, tenant)
+            observer.call_begun(self._id, tenant, generates=generates)
 
     def counting(self, on_text: OnText) -> OnText:
         """``on_text``, with its characters as an estimate of the tokens until the end."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions
-from agentflow.server.compatible.embeddings import reply_written
+from agentflow.server.compatible.embeddings import embedded, reply_written
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.ollama.request import model_of
@@ -64,19 +64,10 @@ async def _embedded(
     call: ApiCall, model: str, texts: Sequence[str], param: str, dimensions: int | None = None
 ) -> tuple[Sequence[NDArray[np.float32]], Usage]:
     """The embeddings. Errors name the field ``param``, which has the texts."""
-    generator = call.generator(model_of(call, model), embeds=True)
+    generator = call.embedder(model_of(call, model))
     if not texts:
         with generator.metered():
             return [], Usage()
     if "" in texts:
         raise invalid_field(f"{param}[{texts.index('')}]", "an empty text has no embedding")
-    vectors, usage = await generator.embed_inputs(
-        texts,
-        EmbeddingOptions(None, None, dimensions),
-        param=param,
-        patience_s=generator.patience_s,
-        trace=call.trace,
-        max_tokens=call.service.http_limits.max_embedding_tokens,
-    )
-    call.record.count(usage)
-    return vectors, usage
+    return await embedded(call, generator, texts, EmbeddingOptions(None, None, dimensions), param=param)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agentflow.engine.generator.embedding import EmbeddingInput
 from agentflow.engine.submit import MAX_PRIORITY
 from agentflow.runtime.generator import EmbeddingOptions
-from agentflow.server.compatible.embeddings import reply_written
+from agentflow.server.compatible.embeddings import embedded, reply_written
 from agentflow.server.compatible.fields import Count, TokenId
 from agentflow.server.compatible.prompts import IdList, prompts_of
 from agentflow.server.completion.request import TokenIds
@@ -73,18 +73,10 @@ class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
 async def create_embeddings(call: ApiCall) -> None:
     """Makes the embeddings of one input or several."""
     body = await call.beside(call.read, EmbeddingsRequest)
-    generator = call.generator(body.model, embeds=True, priority=body.priority)
-    limits = call.service.http_limits
-    inputs = _inputs_of(body.input, limits.max_embedding_inputs)
-    vectors, usage = await generator.embed_inputs(
-        inputs,
-        EmbeddingOptions(body.prompt, body.prompt_name, body.dimensions),
-        priority=body.priority or 0,
-        patience_s=generator.patience_s,
-        trace=call.trace,
-        max_tokens=limits.max_embedding_tokens,
-    )
-    call.record.count(usage)
+    generator = call.embedder(body.model, priority=body.priority)
+    inputs = _inputs_of(body.input, call.service.http_limits.max_embedding_inputs)
+    options = EmbeddingOptions(body.prompt, body.prompt_name, body.dimensions)
+    vectors, usage = await embedded(call, generator, inputs, options, priority=body.priority or 0)
 
     def answer() -> EmbeddingsAnswer:
         is_text = body.encoding_format == "base64"
