@@ -10,7 +10,10 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.apis import anthropic_answers, openai_answers
+from support.apis.circuit_reference import CircuitReference, Event
 from support.apis.fake_server import (
     Answer,
     AnyAnswer,
@@ -269,6 +272,84 @@ async def test_if_all_circuits_are_open_the_call_is_made() -> None:
         assert [one.circuit for one in (await flow.stats()).endpoints] == ["open", "open"]
         assert await asked(flow) == "Hello"
         assert (await flow.stats()).endpoints[0].circuit == "closed"
+
+
+OUTCOMES = st.lists(
+    st.sampled_from([["failed"] * 3, ["failed"], ["cut", "failed"], ["cut"], ["answered"], ["refused"]]),
+    min_size=20,
+    max_size=20,
+).map(lambda runs: [outcome for run in runs for outcome in run])
+KINDS = {"failed": EngineFailed, "cut": ServerLost, "refused": RequestRefused}
+
+
+def expected(circuits: list[CircuitReference], outcomes: list[list[str]]) -> tuple[int, str]:
+    """Which endpoint ends a call, and how, by the definition of fallbacks and circuits. ``outcomes``: of the
+    next requests to each endpoint."""
+    untried = [*range(len(circuits))]
+    ready = [one for one in untried if circuits[one].is_ready()]
+    chosen = ready[0] if ready else min(untried, key=lambda one: circuits[one].left_s())
+    while True:
+        untried.remove(chosen)
+        outcome, reference = outcomes[chosen].pop(0), circuits[chosen]
+        number = sum(len(period.events) for period in reference.periods)
+        kinds = {"answered": ["begun", "succeeded"], "cut": ["begun", "failed"], "refused": ["succeeded"]}
+        for kind in ("begin", *kinds.get(outcome, [outcome]), "left"):
+            reference.add(Event(kind, number, reference.now_s))
+        ready = [one for one in untried if circuits[one].is_ready()]
+        if outcome != "failed" or not ready:
+            return chosen, outcome
+        chosen = ready[0]
+
+
+def answer_of(endpoint: int, outcome: str) -> AnyAnswer:
+    match outcome:
+        case "answered":
+            return said(f"by {endpoint}")
+        case "cut":
+            return openai_answers.stream(openai_answers.text_chunks(f"by {endpoint}"), Close())
+        case "refused":
+            return Answer(b"{}", 400)
+        case _:
+            return Answer(b"{}", 500)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 1.0, 5.0, 60.0]), min_size=6, max_size=16),
+    OUTCOMES,
+    OUTCOMES,
+)
+@settings(max_examples=30)
+def test_calls_end_as_the_definition_says(waits: list[float], first: list[str], second: list[str]) -> None:
+    """``waits``: the seconds before each call."""
+    circuits = [CircuitReference(), CircuitReference()]
+    outcomes = [[*first], [*second]]
+    clock = Clock()
+
+    async def run() -> None:
+        scripts = [
+            [answer_of(endpoint, outcome) for outcome in listed]
+            for endpoint, listed in enumerate((first, second))
+        ]
+        async with opened(*scripts, clock=clock, max_retries=0) as (flow, *_):
+            for wait_s in waits:
+                clock.now_s += wait_s
+                for reference in circuits:
+                    reference.now_s = clock.now_s
+                endpoint, outcome = expected(circuits, outcomes)
+                async with flow.state() as s:
+                    s += af.user("Hi") + af.assistant(af.gen("x"))
+                    await s["x"].settled()
+                    if outcome == "answered":
+                        assert (await s["x"], s["x"].model) == (f"by {endpoint}", f"m{endpoint}")
+                    else:
+                        with pytest.raises((KINDS[outcome], Overloaded)):
+                            await s["x"]
+                    if outcome == "cut":
+                        assert s["x"].text == f"by {endpoint}"
+                shown = [one.circuit for one in (await flow.stats()).endpoints]
+                assert shown == [reference.status() for reference in circuits]
+
+    anyio.run(run)
 
 
 async def test_sessions_of_one_backend_share_their_circuits() -> None:

@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 
 import anyio
 
-from agentflow.errors import RateLimited
-
 MAX_WAIT_S = 60.0
 """Longer waits are not kept: the request is sent, and the provider refuses it."""
 _UNLIMITED = 1024.0
@@ -44,18 +42,15 @@ class Pace:
         self._changed = anyio.Event()
 
     @asynccontextmanager
-    async def turn(self, longest_s: Callable[[], float] = lambda: math.inf) -> AsyncIterator[float]:
+    async def turn(self, check: Callable[[float], None] = lambda wait_s: None) -> AsyncIterator[float]:
         """The time of one request, after it was admitted. Yields when that was, for ``narrow``.
 
         Args:
-            longest_s: The longest time for which the request waits for a limit of the rate, in seconds.
-
-        Raises:
-            RateLimited: The wait is longer.
+            check: Called before a wait for a limit of the rate, with its seconds. May raise.
         """
         if self._front.locked() or self._left_s() > 0:
             async with self._front:
-                await self._until_open(longest_s)
+                await self._until_open(check)
                 self.num_running += 1
         else:
             self.num_running += 1
@@ -101,13 +96,9 @@ class Pace:
             return math.inf
         return self._resumes_at - anyio.current_time()
 
-    async def _until_open(self, longest_s: Callable[[], float]) -> None:
+    async def _until_open(self, check: Callable[[float], None]) -> None:
         while (left_s := self._left_s()) > 0:
-            wait_s = self._resumes_at - anyio.current_time()
-            if wait_s > longest_s():
-                error = RateLimited("the rate limit of the endpoint is reached")
-                error.retry_after_s = wait_s
-                raise error
+            check(self._resumes_at - anyio.current_time())
             self._changed = anyio.Event()
             with anyio.move_on_after(left_s):
                 await self._changed.wait()

@@ -178,13 +178,16 @@ class ApiTransport:
         sent = {"content-type": "application/json", "accept": "text/event-stream", **(headers or {})}
         num_failed, num_limited = 0, 0
 
-        def longest_wait_s() -> float:
-            return SHORT_WAIT_S if has_alternative() else math.inf
+        def check_wait(wait_s: float) -> None:
+            if wait_s > SHORT_WAIT_S and has_alternative():
+                error = RateLimited(f"the rate limit for {self.endpoint} is reached")
+                error.retry_after_s = wait_s
+                raise error
 
         while True:
             began_at, attempt = math.inf, None
             try:
-                async with self.pace.turn(longest_wait_s) as began_at:
+                async with self.pace.turn(check_wait) as began_at:
                     if has_alternative() and not self.circuit.is_ready:
                         raise self.circuit_open()
                     sink = make_sink()
