@@ -75,7 +75,9 @@ class Fallback:
     def __init__(self, *backends: str | os.PathLike[str] | Backend) -> None:
         if len(backends) < 2:
             raise BadArgument("Fallback: give at least two models", param="fallback")
-        self._backends = [_api_backend(backend) for backend in backends]
+        self._backends: list[_PaidBackend] = []
+        for backend in backends:
+            self._backends += backend._backends if isinstance(backend, Fallback) else [_api_backend(backend)]
 
     def __repr__(self) -> str:
         return f"Fallback({', '.join(map(repr, self._backends))})"
@@ -215,7 +217,9 @@ class FallbackGenerator:
                 passed[chosen] = error
                 chosen.leave_ahead(context)
                 if not has_alternative():
-                    raise self._failure(passed, error) from error
+                    if len(passed) == 1:
+                        raise
+                    raise self._failure(passed, error) from None
             else:
                 over = [PassedOver(self._names[one], ErrorInfo.of(error)) for one, error in passed.items()]
                 return msgspec.structs.replace(result, model=self._names[chosen], passed_over=tuple(over))
@@ -237,16 +241,14 @@ class FallbackGenerator:
         return chosen
 
     def _failure(self, passed: dict[ApiGenerator, AgentflowError], last: AgentflowError) -> AgentflowError:
-        """The error of a call that no candidate answered."""
-        if len(passed) == 1:
-            return last
+        """The error of a call that several candidates did not answer."""
         said = "; ".join(f"{self._names[one]}: {error}" for one, error in passed.items())
         # One that another attempt may cure, so that a map tries again.
         kind = type(next((error for error in passed.values() if is_transient(error)), last))
         error = kind(f"no model answered: {said}")
         if isinstance(error, Overloaded):
-            waits = [one.circuit.left_s for one in passed]
-            error.retry_after_s = min(waits) or None
+            waits = [getattr(one, "retry_after_s", None) for one in passed.values()]
+            error.retry_after_s = min([wait_s for wait_s in waits if wait_s is not None], default=None)
         return error
 
     async def stats(self) -> Stats:

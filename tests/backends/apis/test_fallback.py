@@ -189,6 +189,16 @@ async def test_all_errors_are_told_if_no_endpoint_answers() -> None:
         with pytest.raises(Overloaded) as raised:  # which a map tries again
             await asked(flow)
         assert all(name in str(raised.value) for name in ("m0", "m1"))
+        assert raised.value.__cause__ is None
+
+
+async def test_a_lone_error_is_raised_unchanged() -> None:
+    async with fake_server([Answer(b"{}", 503, {"retry-after": "90"})]) as server:
+        backend = openai(server, max_retries=0)
+        async with af.session(backend=backend, fallback=["http://127.0.0.1:9/v1"]) as flow:
+            with pytest.raises(Overloaded) as raised:
+                await asked(flow)
+            assert (raised.value.retry_after_s, raised.value.__cause__) == (90.0, None)
 
 
 async def test_the_last_endpoint_has_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,6 +657,11 @@ async def test_addresses_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await asked(flow) == "b"
         assert first.last.headers["authorization"] == "Bearer mine"
         assert second.last.headers["authorization"] == "Bearer of openai"
+
+
+def test_a_fallback_of_a_fallback_is_one() -> None:
+    a, b, c = (af.OpenAI(name, api_key="k") for name in "abc")
+    assert repr(af.Fallback(af.Fallback(a, b), c)) == repr(af.Fallback(a, b, c))
 
 
 @pytest.mark.parametrize(

@@ -231,9 +231,8 @@ class ApiTransport:
     def circuit_open(self) -> Overloaded:
         """The error of a request that is not sent, because the circuit of the endpoint is open."""
         left_s = self.circuit.left_s
-        error = Overloaded(
-            f"{self.endpoint} has failed and is not asked now; it is tried again in {math.ceil(left_s)} s"
-        )
+        when = f"it is tried again in {math.ceil(left_s)} s" if left_s else "another request tries it"
+        error = Overloaded(f"{self.endpoint} has failed and is not asked now: {when}")
         error.retry_after_s = left_s
         return error
 
