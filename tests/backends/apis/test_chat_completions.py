@@ -14,6 +14,7 @@ from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, Sc
 from support.apis.hostile_answers import hostile
 
 import agentflow as af
+from agentflow.backends.apis.chat.flavours import FLAVOURS
 from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import (
@@ -358,6 +359,65 @@ async def test_choices_have_each_servers_own_field(flavour: str, fields: dict[st
     assert server.last.json.items() >= fields.items()
 
 
+VALUES: dict[str, Any] = {
+    "min_tokens": 2,
+    "top_k": 5,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {7: -1.0},
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "max_reasoning_tokens": 9,
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+KINDS: dict[str, Any] = {
+    "regex": {"regex": "a+"},
+    "grammar": {"grammar": 'start: "a"'},
+    "schema": {"schema": {"type": "integer"}},
+    "tags": {"tags": [af.Tag("<a>", end="</a>", regex="b+")]},
+}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_a_request_has_exactly_the_features_that_the_table_claims(flavour: str) -> None:
+    """The others are refused before anything is sent. `make test-peers` tries the claims on the servers."""
+    claimed: list[str] = []
+    async with compatible(lambda request: HELLO, flavour) as (flow, server):
+        features = flow.capabilities
+        logprobs = ("logprobs", "top_logprobs") if features.logprobs else ()
+        known = {*(features.sampling or ()), *features.constraints, *logprobs}
+        for name, options in {**{name: {name: value} for name, value in VALUES.items()}, **KINDS}.items():
+            async with flow.state() as s:
+                if name in known:
+                    claimed.append(name)
+                    continue
+                with pytest.raises(NotSupported) as caught:
+                    s += af.user("Hi") + af.assistant(af.gen("x", **options))
+                assert name in KINDS or caught.value.param in (name, "logprobs")
+        assert not server.received
+        for name in [name for name in claimed if name in VALUES]:
+            if name in ("logprobs", "top_logprobs"):
+                continue
+            async with flow.state() as s:
+                s += af.user("Hi") + af.assistant(af.gen("x", **{name: VALUES[name]}))
+                assert await s["x"] == "Hello"
+            assert server.last.json.keys() & {name, FLAVOURS[flavour].params.get(name, name)}
+
+
+async def test_llamacpp_gets_choices_in_its_own_notation() -> None:
+    choice = 'a "b"\n\b\\€'
+    async with (
+        compatible([HELLO, answers.text_stream(choice)], "llamacpp") as (flow, server),
+        flow.state() as s,
+    ):
+        s += af.user("Hi") + af.assistant(af.select("x", [choice, "a longer one"]))
+        assert await s["x"] == choice
+    assert server.last.json["grammar"] == r'root ::= "a \x22b\x22\x0a\x08\x5c€" | "a longer one"'
+
+
 @pytest.mark.parametrize(
     ("flavour", "field"),
     [("vllm", {"structured_outputs": {"regex": "[0-9]+"}}), ("sglang", {"regex": "[0-9]+"})],
@@ -378,6 +438,37 @@ async def test_a_grammar_is_sent_in_the_notation_of_lark() -> None:
         with pytest.raises(NotSupported):
             await s["y"]
     assert [request.json["structured_outputs"] for request in server.received] == [{"grammar": grammar}]
+
+
+async def test_llamacpp_has_log_probabilities_of_plain_text_in_the_shape_of_chats() -> None:
+    """As its server b11434 sends them. ``logprobs: 0`` turns them off there."""
+    token = {"id": 260, "token": " the", "bytes": [32, 116, 104, 101], "logprob": -1.5}
+    choice = {"text": " the", "index": 0, "logprobs": {"content": [token | {"top_logprobs": [token]}]}}
+    end = {"choices": [{"text": "", "index": 0, "logprobs": None, "finish_reason": "length"}]}
+    steps = [answers.event(found) for found in ({"choices": [choice]}, end)] + [answers.DONE]
+    answer = Answer(steps, content_type=answers.EVENT_STREAM)
+    async with compatible([answer, answer], "llamacpp") as (flow, server), flow.state() as s:
+        s += "Once upon" + af.gen("x", logprobs=True, max_tokens=1)
+        assert (await s["x"], s["x"].logprobs, s["x"].top_logprobs) == (" the", (-1.5,), None)
+        s += af.gen("y", top_logprobs=1, max_tokens=1)
+        assert await s["y"] == s["y"].top_logprobs[0][0].text == " the"
+    assert [request.json["logprobs"] for request in server.received] == [1, 1]
+
+
+async def test_llamacpp_has_no_log_probabilities_beside_tools() -> None:
+    look = af.tool(lambda **_: "", name="look", description="Looks.", parameters={"type": "object"})
+    async with (
+        compatible([HELLO, answers.text_stream("no")], "llamacpp") as (flow, server),
+        flow.state() as s,
+    ):
+        s += af.user("Hi") + af.assistant(af.reply("x", tools=[look]))
+        s += af.user("Hi") + af.assistant(af.select("y", ["yes", "no"]))
+        assert await s["y"] == "no"  # written, not scored
+        s += af.user("Hi") + af.assistant(af.gen("z", top_logprobs=1))
+        with pytest.raises(NotSupported) as caught:
+            await s["z"]
+    assert caught.value.param == "logprobs"
+    assert len(server.received) == 2
 
 
 @pytest.mark.parametrize("flavour", ["sglang", "llamacpp", "ollama", "generic"])
@@ -452,8 +543,9 @@ async def test_forks_share_their_prefix() -> None:
     assert len({one["prompt_cache_key"] for one in sent}) == 1
 
 
-async def test_text_in_the_assistants_turn_is_continued_where_the_server_can() -> None:
-    async with compatible([HELLO]) as (flow, server), flow.state() as s:
+@pytest.mark.parametrize("flavour", ["vllm", "sglang", "llamacpp"])
+async def test_text_in_the_assistants_turn_is_continued_where_the_server_can(flavour: str) -> None:
+    async with compatible([HELLO], flavour) as (flow, server), flow.state() as s:
         s += af.user("Hi") + af.assistant("He said: ", af.gen("x"))
         assert await s["x"] == "Hello"
     assert server.last.json["messages"][-1] == {"role": "assistant", "content": "He said: "}
@@ -540,6 +632,11 @@ async def test_the_only_model_of_a_server_is_found() -> None:
         (answers.error(400, "Blocked.", code="content_filter"), RequestRefused, "messages"),
         (answers.error(403, "No."), NotAuthorized, None),
         (answers.error(413, "Too large."), PromptTooLong, None),
+        (
+            answers.error(500, "input (1001 tokens) is too large to process.", kind="server_error"),
+            PromptTooLong,
+            None,
+        ),
         (answers.error(404, "Not Found"), BadArgument, "url"),
         (
             answers.error(

@@ -91,6 +91,11 @@ class ChatCompletions:
                 fields["top_logprobs"] = call.params.top_logprobs
         fields |= constrained.fields
         if context.tools:
+            if call.params.wants_logprobs and not self._flavour.has_logprobs_with_tools:
+                raise NotSupported(
+                    f"{self._model} reports no log-probabilities beside tools: leave them out",
+                    param="logprobs",
+                )
             if not self._facts.offers_tools(self._sampling.reasons(call)):
                 raise NotSupported(
                     f"{self._model} takes no tools in the chat API while it reasons: give "
@@ -217,7 +222,9 @@ class _Token(_Likely):
         return TokenInfo(self.text, self.logprob, top)
 
 
-class _Logprobs(msgspec.Struct):
+class TokenLogprobs(msgspec.Struct):
+    """The log-probabilities of a part of an answer."""
+
     content: list[_Token] | None = None
 
 
@@ -237,7 +244,7 @@ class ChoicePart(msgspec.Struct):
 
 class _Choice(ChoicePart):
     delta: _Delta | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class _PromptDetails(msgspec.Struct):

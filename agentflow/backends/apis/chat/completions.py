@@ -12,6 +12,7 @@ from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.chat_completions import (
     ChoicePart,
     StreamReader,
+    TokenLogprobs,
     UsageFields,
     stream_options,
 )
@@ -65,7 +66,7 @@ class TextCompletions:
         if "max_completion_tokens" in fields:
             fields["max_tokens"] = fields.pop("max_completion_tokens")
         if call.params.wants_logprobs:
-            fields["logprobs"] = call.params.top_logprobs
+            fields["logprobs"] = max(call.params.top_logprobs, self._flavour.least_logprobs)
         if context.cache_salt and self._flavour.takes_salt:
             fields["cache_salt"] = context.cache_salt
         return Request(self.path, _encode(fields))
@@ -75,7 +76,9 @@ class TextCompletions:
         return TextReader(answer, self._errors, len(request.body))
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(TokenLogprobs):
+    """``content``: where llama.cpp has them."""
+
     tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[dict[str, float | None] | None] | None = None
@@ -110,6 +113,8 @@ class TextReader(StreamReader):
             self.end(choice.finish_reason, choice.stop)
 
     def _read_logprobs(self, found: _Logprobs) -> None:
+        for one in found.content or ():
+            self.answer.add_token(one.info())
         tops = found.top_logprobs or [None] * len(found.tokens or ())
         for text, logprob, top in zip(found.tokens or (), found.token_logprobs or (), tops, strict=False):
             pairs = sorted((top or {}).items(), key=lambda pair: -(pair[1] or 0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +57,8 @@ class Flavour:
         may_decide: Some of these servers have OpenAI's endpoint for decisions.
         awaits_cache: Branches of a fork wait until the first one's answer has begun, and the cache has their
             prefix.
+        least_logprobs: The fewest log-probabilities of a token that a request for plain text may ask for.
+        has_logprobs_with_tools: Requests with tools may ask for log-probabilities.
         embeddings: The limits of models for embeddings that the table does not know.
     """
 
@@ -78,6 +79,8 @@ class Flavour:
     # policies of SGLang hold requests back that share a prefix with one that begins. A slot of llama.cpp,
     # and so of Ollama, lends its prefix to no other one while it generates. Others may have no cache.
     awaits_cache: bool = False
+    least_logprobs: int = 0
+    has_logprobs_with_tools: bool = True
     embeddings: EmbeddingFacts = field(default_factory=lambda: EmbeddingFacts(max_inputs=256))
 
     def accepted(self, facts: ModelFacts, reasons: bool | None = None) -> tuple[str, ...]:
@@ -136,8 +139,11 @@ FLAVOURS: Final[dict[str, Flavour]] = {
     "llamacpp": Flavour(
         "llamacpp",
         _same(*_OF_OPENAI, "top_k", "min_p", "ignore_eos", repetition_penalty="repeat_penalty"),
+        continuing=_CONTINUED,  # otherwise it also continues the message, and repeats it in the answer
         is_strict=False,
         takes_reasoning=True,
+        least_logprobs=1,
+        has_logprobs_with_tools=False,
     ),
     "ollama": Flavour("ollama", _same(*_OF_OPENAI), has_completions=False, is_strict=False),
 }
@@ -316,8 +322,7 @@ def _choice_fields(flavour: Flavour, choices: tuple[str, ...]) -> ConstraintFiel
         case "sglang":
             return ConstraintFields({"regex": "(" + "|".join(map(_literal, choices)) + ")"})
         case "llamacpp":
-            texts = [json.dumps(choice, ensure_ascii=False) for choice in choices]
-            return ConstraintFields({"grammar": "root ::= " + " | ".join(texts)})
+            return ConstraintFields({"grammar": "root ::= " + " | ".join(map(_gbnf_literal, choices))})
         case _:
             fields = {"response_format": _response_format(enum_schema(choices))}
             return ConstraintFields(fields, lambda text: _text_of_string(unwrapped(text)))
@@ -327,6 +332,11 @@ def _literal(text: str) -> str:
     """A pattern that matches the text. Only the characters that need it are escaped: the grammar backends
     know fewer escapes than Python."""
     return re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", text)
+
+
+def _gbnf_literal(text: str) -> str:
+    """A text in llama.cpp's notation, which has fewer short escapes than JSON."""
+    return '"' + re.sub(r'[\x00-\x1f"\\]', lambda found: f"\\x{ord(found[0]):02x}", text) + '"'
 
 
 def _text_of_string(text: str) -> str:

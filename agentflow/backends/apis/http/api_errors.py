@@ -38,7 +38,7 @@ MAX_QUOTED_CHARS = 300
 
 _TOO_LONG = re.compile(
     r"context.{0,20}(length|size|window)|maximum.{0,20}(context|tokens? limit|prompt)|too (long|many tokens)|"
-    r"exceed\w* (the )?(available|maximum|model'?s?) ",
+    r"exceed\w* (the )?(available|maximum|model'?s?) |too large to process",
     re.IGNORECASE,
 )
 _FILTERED = (
@@ -137,7 +137,8 @@ class ErrorMapping:
                 return Overloaded(f"{at} is overloaded{said}")
             case 408 | 409 | 425:
                 return Overloaded(f"{self.server} asks to repeat the request (status {status}){said}")
-            case _ if status >= 500 and status != 501:
+            # llama.cpp's answer to a text that is too long to be embedded has the status 500.
+            case _ if status >= 500 and status != 501 and "too large to process" not in detail.message:
                 return EngineFailed(f"{at} failed (status {status}){said}")
         if detail.code in _FILTERED or detail.kind in _FILTERED:
             return RequestRefused(
