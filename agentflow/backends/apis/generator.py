@@ -586,6 +586,12 @@ class ApiGenerator:
             answer = await self._verified(context, call, constraint, on_text, on_reasoning)
         else:
             answer = await self._streamed(context, request, call, on_text, on_reasoning)
+        is_required = is_reply and bool(context.tools) and context.choice.mode == "required"
+        if is_required and not answer.calls and answer.finish_reason != "length":
+            raise RunFailed(
+                f"{self.capabilities.model} called no tool, although the program requires a call: the chat "
+                "template of its server may have no tools"
+            )
         generated = answer.deliver()
         context.answer(answer.text, answer.calls, answer.reasoning or None, answer.native)
         return generated

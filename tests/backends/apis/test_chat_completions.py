@@ -455,6 +455,25 @@ async def test_llamacpp_has_log_probabilities_of_plain_text_in_the_shape_of_chat
     assert [request.json["logprobs"] for request in server.received] == [1, 1]
 
 
+@pytest.mark.parametrize("choice", ["required", "look"])
+async def test_a_required_call_is_made_or_an_error(choice: Any) -> None:
+    """llama.cpp's server ignores tools where the chat template has none."""
+    look = af.tool(lambda **_: "", name="look", description="Looks.", parameters={"type": "object"})
+    cut = answers.text_stream("He", finish_reason="length")
+    async with compatible([HELLO, cut], "llamacpp") as (flow, _), flow.state() as s, flow.state() as other:
+        s += af.user("Hi") + af.assistant(af.reply("x", tools=[look], choice=choice))
+        with pytest.raises(RunFailed):
+            await s["x"]
+        other += af.user("Hi") + af.assistant(af.reply("x", tools=[look], choice=choice))
+        assert (await other["x"]).text == "He"
+    async with compatible([], "ollama") as (flow, server), flow.state() as s:  # its API has no such field
+        s += af.user("Hi") + af.assistant(af.reply("x", tools=[look], choice=choice))
+        with pytest.raises(NotSupported) as caught:
+            await s["x"]
+    assert caught.value.param == "choice"
+    assert not server.received
+
+
 async def test_llamacpp_has_no_log_probabilities_beside_tools() -> None:
     look = af.tool(lambda **_: "", name="look", description="Looks.", parameters={"type": "object"})
     async with (

@@ -91,6 +91,11 @@ class ChatCompletions:
                 fields["top_logprobs"] = call.params.top_logprobs
         fields |= constrained.fields
         if context.tools:
+            if call.is_reply and context.choice.mode == "required" and not self._facts.required_calls:
+                raise NotSupported(
+                    f"{self._model} cannot be made to call a tool: ask for it in the prompt",
+                    param="choice",
+                )
             if call.params.wants_logprobs and not self._flavour.has_logprobs_with_tools:
                 raise NotSupported(
                     f"{self._model} reports no log-probabilities beside tools: leave them out",
