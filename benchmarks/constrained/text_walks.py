@@ -84,11 +84,15 @@ BYTE_VOCABULARY = LlguidanceVocabulary(SingleBytes(), 256)
 def text_under(compiled: CompiledConstraint) -> GrowingText:
     """Returns a new text under the constraint."""
     if compiled.form == "dfa":
-        return DfaText(Dfa.from_bytes(compiled.payload))
+        return DfaText(_dfa(compiled.payload))
     return MatcherText(_grammar(compiled.payload, compiled.num_alternatives).matcher())
 
 
-@functools.lru_cache(maxsize=2)  # most callers read many texts under one constraint
+# Most callers read many texts under one constraint.
+_dfa = functools.lru_cache(maxsize=2)(Dfa.from_bytes)
+
+
+@functools.lru_cache(maxsize=2)
 def _grammar(payload: bytes, num_alternatives: int) -> LlguidanceGrammar:
     return LlguidanceGrammar(payload.decode(), BYTE_VOCABULARY, num_alternatives)
 
