@@ -36,7 +36,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.decisions import Question
+from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Stats, Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
@@ -300,7 +300,8 @@ class TenantGenerator:
 
     async def decide(self, context: Any, questions: Sequence[Question]) -> Decided:
         """Answers questions about the context."""
-        with self._call(context) as call:
+        num_chars = sum([len(question_text(question)) for question in questions])
+        with self._call(self._num_chars(context) + num_chars) as call:
             decided = await self._inner.decide(context, questions)
             call.end(decided.usage)
         return decided

@@ -14,10 +14,12 @@ from agentflow.engine.submit import MAX_PRIORITY
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.decisions import MAX_OPTIONS, MAX_QUESTIONS, Option, Question
 from agentflow.protocol.ops import MAX_SALT_CHARS
+from agentflow.runtime.generator import Decided
 from agentflow.server.compatible.field_errors import naming_field
 from agentflow.server.compatible.fields import Unread
-from agentflow.server.errors import invalid_field
+from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.openai.responses.answer import usage_of
 from agentflow.server.openai.responses.items import ItemReader, Turns, items_of
 from agentflow.server.openai.responses.types import Input, ResponseUsage
@@ -136,10 +138,16 @@ class ScoreAnswer(msgspec.Struct, kw_only=True, tag_field="type", tag="score"):
     probabilities: list[LevelProbability]
 
 
+class RefusalAnswer(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
+    """A model behind an API did not answer the question."""
+
+    name: str | None
+
+
 class DecisionAnswer(msgspec.Struct, kw_only=True):
     """The answers in the order of the questions."""
 
-    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer | RefusalAnswer]
     model: str
     usage: ResponseUsage
     object: Literal["decision"] = "decision"
@@ -148,9 +156,30 @@ class DecisionAnswer(msgspec.Struct, kw_only=True):
 async def create_decision(call: ApiCall) -> None:
     """Answers questions about one input."""
     body = await call.beside(call.read, DecisionRequest)
-    generator = call.generator(body.model, priority=body.priority)
-    messages = await call.beside(_messages_of, body, generator)
+    generator = call.text_generator(body.model, body, priority=body.priority)
+    messages = await call.beside(_messages_of, body, generator.capabilities.model)
     questions = [_question(number, asked) for number, asked in enumerate(body.questions)]
+    if isinstance(generator, TenantGenerator):
+        decided = await _decided_by_api(generator, body, messages, questions)
+    else:
+        decided = await _decided_by_engine(call, generator, body, messages, questions)
+    call.record.count(decided.usage)
+    answers = [
+        _answer(asked, probabilities)
+        for asked, probabilities in zip(body.questions, decided.probabilities, strict=True)
+    ]
+    await call.reply(
+        DecisionAnswer(answers=answers, model=generator.capabilities.model, usage=usage_of(decided.usage))
+    )
+
+
+async def _decided_by_engine(
+    call: ApiCall,
+    generator: EngineGenerator,
+    body: DecisionRequest,
+    messages: tuple[Message, ...],
+    questions: Sequence[Question],
+) -> Decided:
     most = call.service.http_limits.max_prompt_tokens
     with naming_field(generator, "input"):
         await generator.check_texts([message.content for message in messages], most)
@@ -163,25 +192,38 @@ async def create_decision(call: ApiCall) -> None:
         )
         try:
             await generator.fill_conversation(context, Conversation(messages), opens_turn=False)
-            decided = await generator.decide(context, questions)
+            return await generator.decide(context, questions)
         finally:
             generator.free(context)
-    call.record.count(decided.usage)
-    answers = [
-        _answer(asked, probabilities)
-        for asked, probabilities in zip(body.questions, decided.probabilities, strict=True)
-        if probabilities is not None
-    ]
-    await call.reply(
-        DecisionAnswer(answers=answers, model=generator.capabilities.model, usage=usage_of(decided.usage))
-    )
 
 
-def _messages_of(body: DecisionRequest, generator: EngineGenerator) -> tuple[Message, ...]:
+async def _decided_by_api(
+    generator: TenantGenerator,
+    body: DecisionRequest,
+    messages: tuple[Message, ...],
+    questions: Sequence[Question],
+) -> Decided:
+    model = generator.capabilities.model
+    if not generator.capabilities.decisions:
+        raise ApiError(400, "unsupported", f"{model} is behind an API that scores no answers", "model")
+    context = generator.open(body.cache_salt or "")
+    try:
+        for message in messages:
+            if message.role == "tool" or message.tool_calls:
+                raise unsupported("input", f"{model} is behind an API: give messages without function calls")
+            generator.begin_role(context, message.role)
+            generator.fill(context, message.content)
+            generator.end_role(context)
+        return await generator.decide(context, questions)
+    finally:
+        generator.free(context)
+
+
+def _messages_of(body: DecisionRequest, model: str) -> tuple[Message, ...]:
     items = items_of(body.input)
     if not items:
         raise invalid_field("input", "it is empty: give a text or at least one item")
-    reader = ItemReader(generator.capabilities.model, lambda item_id: None, takes_json=True)
+    reader = ItemReader(model, lambda item_id: None, takes_json=True)
     turns = Turns(())
     for number, raw in enumerate(items):
         turns.add(reader.read(raw, f"input[{number}]"), f"input[{number}]")
@@ -215,8 +257,10 @@ def _text(value: str | bool) -> str:
 
 
 def _answer(
-    asked: AskedQuestion, probabilities: Sequence[float]
-) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    asked: AskedQuestion, probabilities: Sequence[float] | None
+) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer | RefusalAnswer:
+    if probabilities is None:
+        return RefusalAnswer(name=asked.name)
     confidence = max(probabilities)
     match asked:
         case PredicateQuestion():

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx2
+import msgspec
 import pytest
 from support.api_server import MODEL, ApiServer
+from support.apis.fake_server import Answer
+from support.server.api_models import Served, served_apis
 from support.server.openai_peer import constrained_logit_server, sync_client
 
 import agentflow as af
@@ -116,3 +120,42 @@ async def test_choices_keep_their_types(server: ApiServer, values: list[Any]) ->
         [answer] = client.decisions.create(model=MODEL, input="x", questions=[question]).answers
     assert [one.value for one in answer.probabilities] == values
     assert [type(one.value) for one in answer.probabilities] == [type(value) for value in values]
+
+
+async def asked_of(
+    served: Served, model: str, content: Any, questions: list[Any]
+) -> tuple[int, dict[str, Any]]:
+    body = {"model": model, "input": content, "questions": questions}
+    async with httpx2.AsyncClient(timeout=30) as client:
+        answer = await client.post(f"{served.url}/v1/decisions", json=body)
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_model_behind_an_api_decides() -> None:
+    refused = {"type": "refusal", "name": "0"}
+    choice = {
+        "type": "choice",
+        "name": "1",
+        "choice": "calm",
+        "confidence": 0.5,
+        "probabilities": [
+            {"value": "calm", "probability": 0.5},
+            {"value": "angry", "probability": 0.25},
+            {"value": "very angry", "probability": 0.25},
+        ],
+    }
+    usage = {"input_tokens": 9, "output_tokens": 0}
+    found = {"answers": [refused, choice], "model": "gpt-6-luna", "usage": usage}
+    models = {"luna": "openai:gpt-6-luna", "claude": "anthropic:claude-opus-5-5"}
+    async with served_apis([Answer(msgspec.json.encode(found))], models) as served:
+        status, answer = await asked_of(served, "luna", COMPLAINT, QUESTIONS[:2])
+        assert (status, answer["model"]) == (200, "luna")
+        assert answer["answers"] == [{"type": "refusal", "name": "spam"}, {**choice, "name": None}]
+        assert answer["usage"]["input_tokens"] == 9
+        sent = served.vendor.last.json
+        assert (sent["input"], len(sent["questions"])) == ([{"role": "user", "content": COMPLAINT}], 2)
+        call = {"call_id": "c1", "name": "look_up", "arguments": "{}", "type": "function_call"}
+        status, answer = await asked_of(served, "luna", [call], QUESTIONS[:1])
+        assert (status, answer["error"]["param"]) == (400, "input")
+        assert len(served.vendor.received) == 1
