@@ -50,6 +50,7 @@ ROOMS = {
         "decisions",
         "ops",
         "backend",
+        "batches",
         "json_bounds",
         "sized",
         "op_table",

@@ -19,6 +19,7 @@ from agentflow.protocol.ops import Op
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.state_tree import MAX_STATES
 from agentflow.runtime.task_group import open_task_group
 
 
@@ -28,13 +29,13 @@ class InterpretedConnection(Generic[ContextT]):
     is_connected = True
 
     def __init__(self, interpreter: Interpreter[ContextT], generator: Generator[ContextT]) -> None:
-        self._interpreter = interpreter
+        self.interpreter = interpreter
         self.generator = generator
         self.models = interpreter.models
 
     def send(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            self._interpreter.submit(op)
+            self.interpreter.submit(op)
 
     def end(self, error: BaseException | None) -> None:
         pass
@@ -46,7 +47,9 @@ async def interpreted(
     deliver: Deliver,
     embedders: Mapping[str, Embedder] = MappingProxyType({}),
     models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
-) -> AsyncIterator[Connection]:
+    *,
+    max_states: float = MAX_STATES,
+) -> AsyncIterator[InterpretedConnection[ContextT]]:
     """Interprets ops for the duration of the scope, whose end aborts running ops.
 
     Args:
@@ -54,10 +57,13 @@ async def interpreted(
         deliver: Receives the events.
         embedders: Further models that make embeddings, by name.
         models: The generators of further models, by name.
+        max_states: The most states that may be open.
     """
     with ExitStack() as at_the_end:
         async with open_task_group() as group:
-            interpreter = Interpreter(generator, group, models=models, embedders=embedders)
+            interpreter = Interpreter(
+                generator, group, models=models, embedders=embedders, max_states=max_states
+            )
             at_the_end.callback(interpreter.close)
 
             async def pump() -> None:

@@ -25,6 +25,7 @@ import msgspec
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, NotSupported, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.batches import BatchNotes, batched
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import (
     Capabilities,
@@ -64,6 +65,11 @@ class Several:
         for backend in self._backends.values():
             if (take := getattr(backend, "take_costs", None)) is not None:
                 take(costs)
+
+    def batches(self, notes: BatchNotes) -> Backend:
+        """The default backend for one map in batches. ``NotSupported`` if it has none."""
+        name, backend = next(iter(self._backends.items()))
+        return batched(backend, notes, name)
 
     @property
     def is_paid(self) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol
@@ -175,6 +175,23 @@ class Link:
                 await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
             finally:
                 self._end_spans(error)
+
+    @asynccontextmanager
+    async def beside(self, backend: Backend) -> AsyncIterator[Link]:
+        """A link of the same session to another backend. Its runs are among the session's, and what is left
+        of the session's limits holds there too."""
+        link = Link(self.seed)
+        link.runs, link._run_indices = self.runs, self._run_indices
+        await link.open(backend)
+        try:
+            left_s = None if math.isinf(self.deadline) else max(0.0, self.deadline - anyio.current_time())
+            if left_s is not None or self._tokens_left is not None:
+                link.limit(left_s, self._tokens_left)
+            yield link
+        except BaseException as error:
+            await link.close(type(error), error, error.__traceback__)
+            raise
+        await link.close(None, None, None)
 
     def _end_spans(self, error: BaseException | None) -> None:
         if self.spans is not None:

@@ -79,6 +79,7 @@ from agentflow.runtime.limits import (
 )
 from agentflow.runtime.observation import StatsAnswers, WatchAnswers
 from agentflow.runtime.state_tree import (
+    MAX_STATES,
     EventCursor,
     GraphExecution,
     PendingOp,
@@ -118,6 +119,7 @@ class Interpreter(Generic[ContextT]):
         hides_faults: Clients see only an id for faults of the backend, which the log explains.
         models: The generators of further models, by name.
         embedders: Further models that make embeddings, by name.
+        max_states: The most states that may be open.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Interpreter(Generic[ContextT]):
         hides_faults: bool = False,
         models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
+        max_states: float = MAX_STATES,
     ) -> None:
         self._hides_faults = hides_faults
         self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
@@ -139,7 +142,7 @@ class Interpreter(Generic[ContextT]):
         self._generators = {**models, generator.capabilities.model: generator}
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(
-            self.events, self._memory, kick=self._kick, later=self._later
+            self.events, self._memory, kick=self._kick, later=self._later, max_states=max_states
         )
         self._variables: dict[int, VariableRecord] = {}
         self._ops = _OpExecution(
@@ -229,6 +232,21 @@ class Interpreter(Generic[ContextT]):
         if state.graph is not graph and OPS[type(op)].in_graph:
             raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
         return state
+
+    def num_generating(self) -> int | None:
+        """The number of states that wait for an answer of their generator, if nothing can happen before one
+        of them has it; None if an op of another state can still run."""
+        found = 0
+        for state in self._states:
+            if not state.is_running:
+                continue
+            if state.current is None or state.error is not None:
+                return None
+            if all(source.has_ended for source in state.current.sources):
+                if not isinstance(state.current.op, ops.Gen | ops.Select | ops.Decide):
+                    return None
+                found += 1
+        return found
 
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
         """Moves the events back to the client's position: the received characters of each unfinished
@@ -357,7 +375,7 @@ class Interpreter(Generic[ContextT]):
         turn = Turn()  # a stream of text ops never waits
         skips: Turn | None = None
         while state.pending:
-            pending = state.pending.popleft()
+            pending = state.current = state.pending.popleft()
             if state.error is None:
                 deadline = deadline_of(state.budgets)
                 with anyio.CancelScope(deadline=deadline) as state.scope:

@@ -279,6 +279,7 @@ class StateRecord(Generic[ContextT]):
         self.siblings: list[StateRecord[ContextT]] = []
         self.is_coupled = False  # in a task group with its siblings
         self.is_running = False
+        self.current: PendingOp[ContextT] | None = None  # the op that runs, or ran last
         self.is_closing = False
         self.is_cancelled = False  # and all its forks
         self.scope: anyio.CancelScope | None = None
@@ -412,9 +413,11 @@ class StateTree(Generic[ContextT]):
         *,
         kick: Callable[[StateRecord[ContextT]], None],
         later: Callable[[Callable[[], object]], None],
+        max_states: float = MAX_STATES,
     ) -> None:
         self._events = events
         self._memory = memory
+        self._max_states = max_states
         self._kick = kick
         self._later = later
         self._states: dict[int, StateRecord[ContextT]] = {}
@@ -623,8 +626,8 @@ class StateTree(Generic[ContextT]):
             check_number(state_id)
             if state_id in self._states:
                 raise ProtocolError(f"state {state_id} exists already")
-        if len(self._states) + len(state_ids) > MAX_STATES:
-            raise Overloaded(f"a session may have {MAX_STATES} open states: close some first")
+        if len(self._states) + len(state_ids) > self._max_states:
+            raise Overloaded(f"a session may have {self._max_states} open states: close some first")
 
 
 def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:

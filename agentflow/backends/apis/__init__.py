@@ -6,6 +6,6 @@ opens them, and ``addresses`` finds them by an address. ``generator`` is their `
 ``answers``. ``decisions`` answers questions about a state, ``embeddings`` serves ``flow.embed``, and
 ``fallback`` asks several models in turn. ``speculation`` keeps the text of a call for several gens,
 ``prefix_gate`` lets the first branch of a fork go ahead, and ``hedging`` makes a slow call a second time.
-``capability_table`` has the features of models, ``strict_schema`` the schemas that OpenAI enforces, and
-``prices`` the costs.
+``batches`` sends the requests of a map in batches of the vendor. ``capability_table`` has the features of
+models, ``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
 """

@@ -108,6 +108,7 @@ class Anthropic(ApiBackend):
             ssl_context=ssl_context,
             proxy=proxy,
             error_kind=AnthropicErrors,
+            batch_vendor="anthropic",
         ).check("Anthropic")
         if like is not None and not is_known("anthropic", like):
             raise BadArgument(f"Anthropic: like={like!r:.100} is no model of Anthropic", param="like")

@@ -122,6 +122,7 @@ class ApiContext:
     upcoming: Sequence[Upcoming] = ()  # what follows the next gen in its turn
     ahead: Ahead | None = None  # the text of a call that went on
     is_ahead_inherited: bool = False  # it is the call of the state that was forked
+    label: str = ""  # of the program
 
     @property
     def is_plain(self) -> bool:

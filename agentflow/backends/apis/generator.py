@@ -93,6 +93,9 @@ class ApiGenerator:
         embedder: Makes the embeddings; None: there are none.
     """
 
+    max_questions: float = decisions.MAX_AT_ONCE
+    """The most questions of one decide that are asked at the same time."""
+
     def __init__(
         self,
         transport: ApiTransport,
@@ -142,7 +145,7 @@ class ApiGenerator:
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
         """An empty context."""
-        return ApiContext(cache_salt, program, self)
+        return ApiContext(cache_salt, program, self, label=label)
 
     def fill(self, context: ApiContext, text: str) -> None:
         """Appends text."""
@@ -239,7 +242,7 @@ class ApiGenerator:
                     raise
                 self._has_decisions = False  # the server has none, or another one
         found: list[Decided | None] = [None] * len(questions)
-        limiter = anyio.CapacityLimiter(decisions.MAX_AT_ONCE)
+        limiter = anyio.CapacityLimiter(self.max_questions)
 
         async def decide_one(index: int) -> None:
             async with limiter:
@@ -675,9 +678,7 @@ class ApiGenerator:
 
             self._num_running += 1
             try:
-                await self._transport.stream(
-                    request.path, request.body, new_sink, headers, context.has_alternative
-                )
+                await self._send(request, new_sink, headers, context)
             except AgentflowError:
                 if not (answers and answers[-1].num_deltas):
                     charged(Usage())  # refused, or lost before the answer began
@@ -694,6 +695,16 @@ class ApiGenerator:
             usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
             answer.usage = charged(usage)
         return answer
+
+    async def _send(
+        self,
+        request: Request,
+        new_sink: Callable[[], EventSink],
+        headers: Mapping[str, str],
+        context: ApiContext,
+    ) -> None:
+        """Sends a request and reads its answer into a sink."""
+        await self._transport.stream(request.path, request.body, new_sink, headers, context.has_alternative)
 
     async def _verified(
         self,

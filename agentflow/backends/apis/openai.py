@@ -125,6 +125,7 @@ class OpenAI(ApiBackend):
             ssl_context=ssl_context,
             proxy=proxy,
             embed_model=embed_model,
+            batch_vendor="openai",
         ).check("OpenAI")
         if like is not None and not (isinstance(like, str) and is_known("openai", like)):
             raise BadArgument(f"OpenAI: like={like!r:.100} is no model of OpenAI", param="like")

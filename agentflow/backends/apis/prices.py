@@ -24,6 +24,9 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_number
 
 _MILLION = 1_000_000
+BATCH_SHARE = 0.5
+"""OpenAI and Anthropic charge half of each price for the tokens of batches. ``genai-prices`` does not have
+these prices."""
 _HIGHEST_PRICE = 1e9  # the cost of a call stays a finite number
 
 
@@ -57,6 +60,15 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for _, price in self.longer:
             price.check()
         return self
+
+    def in_batches(self) -> Price:
+        """The price of the same tokens in a batch of the vendor. For the backends."""
+        scaled = {
+            name: None if (value := getattr(self, name)) is None else value * BATCH_SHARE
+            for name in ("input", "output", "cached", "written")
+        }
+        longer = tuple([(above, price.in_batches()) for above, price in self.longer])
+        return Price(**scaled, longer=longer)  # type: ignore[arg-type]
 
     def of_prompt(self, prompt_tokens: int) -> Price:
         """The prices that apply to a call with this prompt. For the backends."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import copy
+import math
 import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import msgspec
@@ -38,12 +40,14 @@ from agentflow.errors import (
     listed,
 )
 from agentflow.protocol.backend import Connection, Deliver
+from agentflow.protocol.batches import BatchNotes
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_number, is_whole
 from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # they import httpx2
     from agentflow.backends.apis.api_format import ApiFormat
+    from agentflow.backends.apis.batches.batch_api import BatchApi
     from agentflow.backends.apis.embeddings import ApiEmbedder
     from agentflow.backends.apis.http.transport import ApiTransport
 
@@ -74,6 +78,8 @@ class ApiSettings:
     embed_model: str | None = None
     error_kind: type[ErrorMapping] = ErrorMapping
     circuit: Circuit = field(default_factory=Circuit)  # sessions of one backend share it
+    batch_vendor: Literal["openai", "anthropic", ""] = ""  # whose batch endpoints the server has
+    batch_notes: BatchNotes | None = None  # of the map whose requests go into batches
 
     def errors(
         self, model: str, params: Mapping[str, str] | None = None, max_context: int | None = None
@@ -142,6 +148,15 @@ class ApiBackend:
     def take_costs(self, costs: Costs) -> None:
         """Takes the prices and the cap of the session. For the session."""
         self._settings = replace(self._settings, costs=costs)
+
+    def batches(self, notes: BatchNotes) -> Self:
+        """The backend for one map, whose requests go into batches. ``NotSupported`` if the server has none.
+        For the session."""
+        if not self._settings.batch_vendor:
+            raise NotSupported(f"{self._settings.server} has no batches: leave out batch=True", param="batch")
+        backend = copy.copy(self)
+        backend._settings = replace(self._settings, batch_notes=notes)
+        return backend
 
 
 def _is_address(url: str) -> bool:
@@ -295,6 +310,12 @@ async def generating(
     """A connection to a model whose requests have the format ``api``. ``embedder``: makes its embeddings."""
     from agentflow.backends.apis.generator import ApiGenerator
 
+    if settings.batch_notes is not None:
+        async with _generating_in_batches(
+            settings, settings.batch_notes, transport, api, features, billing, deliver
+        ) as connection:
+            yield connection
+        return
     async with open_task_group() as tasks:
         generator = ApiGenerator(
             transport,
@@ -311,6 +332,52 @@ async def generating(
         async with interpreted(generator, deliver) as connection:
             yield connection
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _generating_in_batches(
+    settings: ApiSettings,
+    notes: BatchNotes,
+    transport: ApiTransport,
+    api: ApiFormat,
+    features: Capabilities,
+    billing: Billing,
+    deliver: Deliver,
+) -> AsyncIterator[Connection]:
+    """As ``generating``, for a map whose requests go into batches. Decisions are requests of batches, too."""
+    from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
+    from agentflow.backends.apis.batches.batched_format import BatchedFormat
+    from agentflow.backends.apis.batches.batched_generator import BatchedGenerator
+    from agentflow.backends.apis.batches.collector import Collector
+    from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
+
+    kind = OpenAIBatches if settings.batch_vendor == "openai" else AnthropicBatches
+    endpoints: BatchApi = kind(transport)
+    price = billing.price and billing.price.in_batches()
+    async with open_task_group() as tasks:
+        collector = Collector(endpoints, notes, tasks, settings.max_retries)
+        generator = BatchedGenerator(
+            collector,
+            transport,
+            BatchedFormat(api, endpoints),
+            features,
+            tasks,
+            on_unsupported=settings.on_unsupported,
+            billing=billing._replace(price=price),
+        )
+
+        def num_waiting() -> int | None:
+            num_states = connection.interpreter.num_generating()
+            return None if num_states is None else num_states + generator.num_more_calls
+
+        try:
+            # The concurrency of the map limits the number of states.
+            async with interpreted(generator, deliver, max_states=math.inf) as connection:
+                tasks.start_soon(collector.run, num_waiting)
+                yield connection
+        finally:
+            tasks.cancel_scope.cancel()
+            await collector.close()
 
 
 def _only_model(found: Any, server: str, embed_model: str | None) -> str:

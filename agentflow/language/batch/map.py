@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from types import TracebackType
@@ -23,7 +23,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
-from agentflow.errors import BadArgument, Cancelled, add_note, short_repr
+from agentflow.errors import BadArgument, Cancelled, DataDependent, add_note, short_repr
 from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.failures.mistakes import AsyncOnly, needs_async_for, unfit_arguments
@@ -34,11 +34,14 @@ from agentflow.language.link import Link
 from agentflow.language.program import check_program, execute, name_of
 from agentflow.language.states.run import Run
 from agentflow.language.typed.json_form import as_plain
+from agentflow.protocol.backend import Backend
+from agentflow.protocol.batches import BatchCounts, batched
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import CallInLoop, loop_caller, open_task_group
 
 if TYPE_CHECKING:
+    from agentflow.language.batch.batches import MapNotes
     from agentflow.language.batch.results_file import ResultsFile
 
 
@@ -50,6 +53,7 @@ class MapOptions(TypedDict, total=False):
     retries: int
     resume: str | os.PathLike[str] | None
     key: KeyOf | None
+    batch: bool
 
 
 ResultT = TypeVar("ResultT")
@@ -64,7 +68,8 @@ slow run must not stall the others too soon, and a slow reader must not fill the
 class Tally:
     """The progress of a map, or of another call with this ``name``. ``total``: the number of inputs, if
     known. ``usage``: the sum over ended runs. ``num_retries``: the attempts after the first ones.
-    ``num_resumed``: how many of the ended inputs an earlier map had completed."""
+    ``num_resumed``: how many of the ended inputs an earlier map had completed. ``batches``: of a map in
+    batches."""
 
     total: int | None = None
     num_done: int = 0
@@ -73,6 +78,7 @@ class Tally:
     num_retries: int = 0
     num_resumed: int = 0
     name: str = "map"
+    batches: BatchCounts | None = None
 
 
 Show: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]
@@ -95,6 +101,7 @@ class _MapWork(Generic[ResultT]):
         retries: int,
         resume: str | os.PathLike[str] | None,
         key: KeyOf | None,
+        backend: Backend | None,
     ) -> None:
         self.tally = Tally(inputs.total)
         self.parameters = Parameters(program)
@@ -107,6 +114,14 @@ class _MapWork(Generic[ResultT]):
             form = results_file.result_form(program)
             self._make_file = partial(results_file.ResultsFile.open, resume, program, form)
             self._key_of = results_file.Keys(key)
+        self._resume = resume
+        self._notes: MapNotes | None = None
+        self._batched: Backend | None = None
+        if backend is not None:
+            from agentflow.language.batch.batches import MapNotes  # not every program runs in batches
+
+            self._notes = MapNotes(self._show_batches)
+            self._batched = batched(backend, self._notes, link.capabilities.model)
         self._keys: list[Key] = []  # of the file, in the order of the inputs
         self._is_synced = True
         self._group: TaskGroup
@@ -175,7 +190,7 @@ class _MapWork(Generic[ResultT]):
             with self._scope:
                 await self._open_file()
                 with self._display as self._refresh:
-                    async with open_task_group() as self._group:
+                    async with self._opened_link() as self._link, open_task_group() as self._group:
                         await self._feed()
                     self._is_whole = self._failure is None
         except Exception as error:
@@ -189,16 +204,38 @@ class _MapWork(Generic[ResultT]):
             self._result_came.set()
 
     async def _open_file(self) -> None:
-        if self._make_file is not None:
-            self._file = await anyio.to_thread.run_sync(self._make_file)
+        if self._make_file is None or self._resume is None:
+            return
+        from agentflow.language.batch import results_file
+
+        path = os.fspath(self._resume)
+        begins = self._notes is not None and not await anyio.Path(path + results_file.LOG_SUFFIX).exists()
+        self._file = await anyio.to_thread.run_sync(self._make_file)
+        if self._notes is not None:
+            from agentflow.language.batch.batches import BatchFile
+
+            name = results_file.program_name(self._program)
+            open_file = partial(BatchFile, path, name, begins=begins)
+            self._notes.file = await anyio.to_thread.run_sync(open_file)
+
+    def _opened_link(self) -> AbstractAsyncContextManager[Link]:
+        """The link on which the programs run."""
+        return nullcontext(self._link) if self._batched is None else self._link.beside(self._batched)
+
+    def _show_batches(self, counts: BatchCounts) -> None:
+        self.tally.batches = counts
+        self._refresh()
 
     async def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is None:
             return
+        has_all = self._is_whole and not self.tally.num_failed
         try:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(file.close, self._keys if self._is_whole else None)
+                if self._notes is not None and self._notes.file is not None:
+                    await anyio.to_thread.run_sync(partial(self._notes.file.close, is_whole=has_all))
         except OSError as error:
             self._is_whole = False
             self._failure = self._failure or error
@@ -221,6 +258,7 @@ class _MapWork(Generic[ResultT]):
                     index, self._num_read = self._num_read, self._num_read + 1
                     if not self._is_resumed(index, item):
                         self._num_running += 1
+                        self._note_unsent(1)
                         self._group.start_soon(self._run, index, run_index, item)
             except BaseException as error:
                 # The first error counts. After a cancellation, closing may end with any other one.
@@ -230,13 +268,25 @@ class _MapWork(Generic[ResultT]):
             await self._inputs.close()
         except Exception as error:
             self._fail(error)
+        finally:
+            self._note_reading(False)
+
+    def _note_reading(self, is_reading: bool) -> None:
+        if self._notes is not None:
+            self._notes.is_reading = is_reading
+
+    def _note_unsent(self, change: int) -> None:
+        if self._notes is not None:
+            self._notes.num_unsent += change
 
     async def _next_input(self) -> Any:
         # Lets programs run: not every iterator waits.
         await anyio.lowlevel.checkpoint()
         while self._num_running >= self._concurrency or self._num_read - self._num_taken >= self._max_ahead:
             self._room_came = anyio.Event()
+            self._note_reading(False)
             await self._room_came.wait()
+        self._note_reading(True)
         self._link.check_alive()
         try:
             return await self._inputs.read()
@@ -269,7 +319,11 @@ class _MapWork(Generic[ResultT]):
                 try:
                     # Each attempt is a separate run with new samples; the runs of other inputs keep their
                     # numbers.
-                    run, result = self._begin(run_index + num_failed * _RUNS_OF_AN_ATTEMPT, item)
+                    try:
+                        run, result = self._begin(index, run_index + num_failed * _RUNS_OF_AN_ATTEMPT, item)
+                    finally:
+                        if not num_failed:
+                            self._note_unsent(-1)
                     ended = await result()
                     break
                 except Exception as error:
@@ -291,9 +345,15 @@ class _MapWork(Generic[ResultT]):
             self._wake_feed()
             self._refresh()
 
-    def _begin(self, run_index: int, item: Any) -> tuple[Run, Callable[[], Awaitable[ResultT]]]:
+    def _begin(self, index: int, run_index: int, item: Any) -> tuple[Run, Callable[[], Awaitable[ResultT]]]:
         """The run of one attempt, and the awaitable of its result."""
         args, kwargs = self.parameters.arguments(item)
+        if self._notes is not None:
+            from agentflow.language.batch.batches import batched_run
+
+            label = self._keys[index] if self._keys else index
+            work = batched_run(self._link, self._program, args, kwargs, index=run_index, label=label)
+            return work.run, work.result
         if isinstance(self._program, Graph):
             work = GraphRun(self._link, self._program, args, kwargs, index=run_index, objective="throughput")
             return work.run, work.result
@@ -327,7 +387,7 @@ class _MapWork(Generic[ResultT]):
         if self._failure is not None or self._scope.cancel_called:
             return  # a program may fail because it was cancelled: only the first error counts
         self.tally.num_failed += 1
-        if not self._link.is_alive:
+        if not self._link.is_alive or (self._notes is not None and isinstance(error, DataDependent)):
             self._fail(error)  # not a failure of this input: all others would fail too
             return
         if self._file is not None:
@@ -373,6 +433,8 @@ def _do_nothing() -> None:
 DEFAULT_CONCURRENCY: Final = 64
 """The maximum number of inputs that run concurrently by default; fewer if the backend's batches are
 smaller."""
+DEFAULT_BATCH_CONCURRENCY: Final = 10_000
+"""The maximum number of inputs that wait for batches at the same time by default."""
 _RUNS_OF_AN_ATTEMPT: Final = 2**40
 """Larger than any run index."""
 
@@ -409,6 +471,8 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         retries: int = 0,
         resume: str | os.PathLike[str] | None = None,
         key: KeyOf | None = None,
+        batch: bool = False,
+        backend: Backend | None = None,
     ) -> None:
         if not isinstance(program, Graph):
             check_program(program, "map")
@@ -429,6 +493,8 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
                 param="key",
             )
         link.check_alive()
+        if batch and concurrency is None:
+            concurrency = DEFAULT_BATCH_CONCURRENCY
         if concurrency is None:
             concurrency = min(DEFAULT_CONCURRENCY, link.capabilities.batch_size or DEFAULT_CONCURRENCY)
         self._work: _MapWork[Any] = _MapWork(
@@ -441,6 +507,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
             retries=retries,
             resume=resume,
             key=key,
+            backend=backend if batch else None,
         )
         self._pick: Callable[[Any, Any], Any] = _result_only
         self._owner = _Owner()

@@ -101,6 +101,9 @@ class MapProgress:
         found = {"count": f"{done} done" if tally.total is None else f"{done}/{tally.total:,}"}
         if per_s:
             found["rate"] = f"{per_s:,.0f}/s" if per_s >= 100 else f"{per_s:.3g}/s"
+        if (batches := tally.batches) is not None and batches.num_requests:
+            counts = f"{batches.num_done:,}/{batches.num_requests:,}"
+            found["batch"] = f"batch {batches.num_batches:,}: {counts}"
         usage = tally.usage
         if usage.prompt_tokens:
             found["cached"] = f"{usage.hit_rate:.0%} cached"

@@ -249,6 +249,7 @@ class ChoicePart(msgspec.Struct):
 
 class _Choice(ChoicePart):
     delta: _Delta | None = None
+    message: _Delta | None = None  # of an answer that is not streamed
     logprobs: TokenLogprobs | None = None
 
 
@@ -389,7 +390,7 @@ class ChatReader(StreamReader):
         if choice.logprobs is not None:
             for token in choice.logprobs.content or ():
                 self.answer.add_token(token.info())
-        delta = choice.delta
+        delta = choice.message if choice.delta is None else choice.delta
         if delta is not None:
             if not self._has_begun and (delta.content or delta.tool_calls or delta.refusal):
                 self._has_begun = True

@@ -11,8 +11,9 @@ import logging
 import math
 import random
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -69,6 +70,8 @@ class EventSink(Protocol):
 
 
 SinkT = TypeVar("SinkT", bound=EventSink)
+ResultT = TypeVar("ResultT")
+ExchangeT = TypeVar("ExchangeT", bound="_Exchange")
 
 
 @asynccontextmanager
@@ -250,22 +253,45 @@ class ApiTransport:
 
     async def get(self, path: str) -> Any:
         """The decoded JSON answer to a ``GET``. Raises the errors of ``stream``."""
-        return await self._fetched("GET", path, None)
+        return await self._repeated(self._new_exchange, partial(self._fetch, method="GET", path=path))
 
-    async def post(self, path: str, body: bytes) -> Any:
-        """The decoded JSON answer to a ``POST`` of a JSON object that is safe to repeat. Raises the errors of
+    async def post(self, path: str, body: bytes, content_type: str = "application/json") -> Any:
+        """The decoded JSON answer to a ``POST`` that is safe to repeat. Raises the errors of ``stream``."""
+        fetch = partial(self._fetch, method="POST", path=path, body=body, content_type=content_type)
+        return await self._repeated(self._new_exchange, fetch)
+
+    async def post_once(self, path: str, body: bytes) -> Any:
+        """The decoded JSON answer to a ``POST`` of a JSON object, which is not repeated. Raises the errors of
         ``stream``."""
         async with self.pace.turn():
-            return await self._fetched("POST", path, body)
+            return await self._fetch(self._new_exchange(), "POST", path, body)
 
-    async def _fetched(self, method: str, path: str, body: bytes | None) -> Any:
+    async def read_lines(self, path: str, receive: Callable[[bytes], None]) -> None:
+        """Calls ``receive`` with each line of the answer to a ``GET``, of any size. Lines come again after
+        the connection was lost. Raises the errors of ``stream``."""
+
+        async def read(exchange: _LineExchange) -> None:
+            await self._exchange(exchange, "GET", path, None, {})
+            if exchange.status != 200:
+                raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
+            exchange.finish()
+
+        await self._repeated(lambda: _LineExchange(self._stall_timeout_s, receive), read)
+
+    def _new_exchange(self) -> _Exchange:
+        return _Exchange(self._stall_timeout_s)
+
+    async def _repeated(
+        self, new_exchange: Callable[[], ExchangeT], attempt: Callable[[ExchangeT], Awaitable[ResultT]]
+    ) -> ResultT:
+        """The result of the first attempt that succeeds. Raises the error of the last one."""
         num_failed = 0
         while True:
-            exchange = _Exchange(self._stall_timeout_s)
+            exchange = new_exchange()
             began_at = math.inf
             try:
                 async with self.pace.turn() as began_at:
-                    found = await self._fetch(exchange, method, path, body)
+                    found = await attempt(exchange)
                 self.pace.widen(exchange.headers)
                 return found
             except AgentflowError as error:
@@ -306,8 +332,15 @@ class ApiTransport:
             "a stream of events: is it the address of an API (it usually ends in /v1)?"
         )
 
-    async def _fetch(self, exchange: _Exchange, method: str, path: str, body: bytes | None) -> Any:
-        headers = {} if body is None else {"content-type": "application/json"}
+    async def _fetch(
+        self,
+        exchange: _Exchange,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        headers = {} if body is None else {"content-type": content_type}
         await self._exchange(exchange, method, path, body, headers)
         if exchange.status != 200:
             raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
@@ -423,6 +456,39 @@ class _Exchange:
     def _leave(self) -> None:
         self.is_complete = True
         self.scope.cancel()
+
+
+class _LineExchange(_Exchange):
+    """An exchange whose answer is read line by line."""
+
+    def __init__(self, stall_timeout_s: float, receive: Callable[[bytes], None]) -> None:
+        super().__init__(stall_timeout_s)
+        self._receive_line = receive
+        self._rest: list[bytes] = []  # of the line that is not complete
+
+    def receive(self, chunk: bytes) -> None:
+        if self.status != 200 or self.scope.cancel_called:
+            super().receive(chunk)
+            return
+        try:
+            first, *others = chunk.split(b"\n")
+            self._rest.append(first)
+            for other in others:
+                self.finish()
+                self._rest = [other]
+            if sum(map(len, self._rest)) > MAX_ANSWER_BYTES:
+                raise ProtocolError(f"a line of an answer has more than {MAX_ANSWER_BYTES:,} bytes")
+        except Exception as error:
+            self.error = error
+            self._leave()
+            return
+        self._postpone()
+
+    def finish(self) -> None:
+        """The line is complete."""
+        if line := b"".join(self._rest).strip():
+            self._receive_line(line)
+        self._rest = []
 
 
 async def _pause(pause_s: float) -> None:

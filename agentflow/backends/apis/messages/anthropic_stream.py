@@ -7,6 +7,7 @@ strict about the others.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -86,6 +87,15 @@ class _MessageFields(msgspec.Struct):
     usage: _UsageFields | None = None
 
 
+class _WholeMessage(msgspec.Struct):
+    """An answer that is not streamed."""
+
+    content: list[msgspec.Raw]
+    stop_reason: str | None = None
+    stop_details: msgspec.Raw = msgspec.Raw(b"null")
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
 class _BlockFields(msgspec.Struct):
     type: str
     text: str | None = None
@@ -123,6 +133,28 @@ class _EventFields(msgspec.Struct):
 
 
 _events = msgspec.json.Decoder(_EventFields)
+
+
+def message_events(message: bytes) -> Iterator[ServerEvent]:
+    """The events of a stream with this message, which was not streamed. ``ProtocolError`` if it is not of the
+    API."""
+    try:
+        whole = msgspec.json.decode(message, type=_WholeMessage)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ProtocolError(f"an answer is not of Anthropic's API: {error}") from error
+    yield _event("message_start", message={"usage": whole.usage})
+    for index, block in enumerate(whole.content):
+        yield _event("content_block_start", index=index, content_block=block)
+        yield _event("content_block_stop", index=index)
+    ending = {"stop_reason": whole.stop_reason, "stop_details": whole.stop_details}
+    yield _event("message_delta", delta=ending, usage=whole.usage)
+    yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> ServerEvent:
+    return ServerEvent(kind, _encode({"type": kind, **fields}))
+
+
 _FINISHED: Final = {
     "end_turn": "eos",
     "tool_use": "eos",

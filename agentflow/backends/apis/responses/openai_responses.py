@@ -29,6 +29,8 @@ RESPONSES: Final = replace(
 )
 """The API has neither stops nor seeds, penalties or biases."""
 
+RESPONSES_PATH: Final = "responses"
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -41,7 +43,7 @@ class OpenAIResponses:
         errors: Makes the errors.
     """
 
-    path = "responses"
+    path = RESPONSES_PATH
     min_tokens = 16
 
     def __init__(self, model: str, facts: ModelFacts, errors: ErrorMapping) -> None:

@@ -6,6 +6,7 @@ events and items that it does not know, and is strict about the order of the oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -326,6 +327,62 @@ class ResponsesReader:
 
     def _wrong(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self.errors.server} sent {what}")
+
+
+class _WholePart(msgspec.Struct):
+    type: str = ""
+    text: str | None = None
+    logprobs: list[msgspec.Raw] | None = None
+
+
+class _WholeItem(msgspec.Struct):
+    type: str = ""
+    content: list[_WholePart] | None = None
+    summary: list[_WholePart] | None = None
+
+
+class _Whole(msgspec.Struct):
+    status: str = ""
+    output: list[msgspec.Raw] = []
+
+
+_wholes = msgspec.json.Decoder(_Whole)
+_whole_items = msgspec.json.Decoder(_WholeItem)
+
+
+def response_events(response: bytes) -> Iterator[ServerEvent]:
+    """The events of a stream with this response. ``ProtocolError`` if it is none."""
+    try:
+        whole = _wholes.decode(response)
+        for index, item in enumerate(whole.output):
+            yield _item_event("response.output_item.added", index, item=item)
+            kind = (_heads.decode(item) or _Head()).type
+            yield from _part_events(index, kind, item)
+            yield _item_event("response.output_item.done", index, item=item)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        shown = response[:100].decode("utf-8", "replace")
+        raise ProtocolError(f"a response is not of its API ({error}): {shown!r}") from error
+    yield _item_event(f"response.{whole.status}", 0, response=msgspec.Raw(response))
+
+
+def _part_events(index: int, kind: str, item: msgspec.Raw) -> Iterator[ServerEvent]:
+    """The texts that the reader does not take from a complete item."""
+    if kind not in ("message", "reasoning"):
+        return
+    whole = _whole_items.decode(item)
+    for number, part in enumerate(whole.summary or ()):
+        yield _item_event("response.reasoning_summary_part.added", index, summary_index=number)
+        yield _item_event("response.reasoning_summary_text.delta", index, delta=part.text or "")
+    for part in whole.content or ():
+        if part.type == "output_text":
+            logprobs = part.logprobs or []
+            yield _item_event("response.output_text.delta", index, delta=part.text or "", logprobs=logprobs)
+        elif part.type == "reasoning_text":
+            yield _item_event("response.reasoning_text.delta", index, delta=part.text or "")
+
+
+def _item_event(kind: str, index: int, **fields: Any) -> ServerEvent:
+    return ServerEvent("", _encode({"type": kind, "output_index": index, **fields}))
 
 
 def _decoded(item: msgspec.Raw) -> _Item:

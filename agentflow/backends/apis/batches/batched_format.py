@@ -1,0 +1,55 @@
+"""Calls as requests of a batch: the ``ApiFormat`` of a map in batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import msgspec
+
+from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.batches.batch_api import BatchApi
+from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.http.transport import EventSink
+
+_STREAMED = ("stream", "stream_options")
+_SEED = "seed"
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class BatchedFormat:
+    """Writes the requests of ``inner`` as lines of a batch. The path of a request ends in its id, after a
+    ``#``.
+
+    The id is the same when an interrupted program runs again: a digest of the state's label and of the
+    request, without its seed, which may differ then. Equal requests of one label are numbered; they are
+    interchangeable.
+    """
+
+    def __init__(self, inner: ApiFormat, api: BatchApi) -> None:
+        self._inner = inner
+        self.min_tokens = inner.min_tokens
+        self._api = api
+        self._counts: Counter[str] = Counter()
+
+    def request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call. ``NotSupported`` if the API cannot express it."""
+        request = self._inner.request(context, call)
+        fields = {
+            name: value for name, value in _fields.decode(request.body).items() if name not in _STREAMED
+        }
+        digest = hashlib.blake2b(digest_size=16)
+        unseeded = {name: value for name, value in fields.items() if name != _SEED}
+        for part in (context.label.encode(), request.path.encode(), msgspec.json.encode(unseeded)):
+            digest.update(len(part).to_bytes(8, "big") + part)
+        identity = digest.hexdigest()
+        self._counts[identity] += 1
+        request_id = f"{identity}-{self._counts[identity]}"
+        body = self._api.line(request_id, request.path, fields)
+        # No request waits for another one's prefix: all of a stage run in one batch.
+        return request._replace(path=f"{request.path}#{request_id}", body=body, gate=None)
+
+    def sink(self, request: Request, answer: Answer) -> EventSink:
+        """The reader of an answer."""
+        return self._inner.sink(request._replace(path=request.path.partition("#")[0]), answer)

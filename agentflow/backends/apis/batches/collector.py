@@ -1,0 +1,327 @@
+"""Answers the calls of a map in batches: collects the calls of a stage, sends them, and reads the results.
+
+A call *parks* until its batch has ended. A stage is complete when nothing in the session can happen before a
+parked call is answered: the map begins no more inputs, and each state waits for its call or for a value that
+such a call generates.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+import anyio.lowlevel
+import msgspec
+from anyio.abc import TaskGroup
+
+from agentflow.backends.apis.batches.batch_api import BatchApi, BatchState, Candidate, Outcome
+from agentflow.backends.apis.http.api_errors import is_transient
+from agentflow.backends.apis.http.transport import EventSink
+from agentflow.errors import AgentflowError, EngineFailed, Overloaded
+from agentflow.protocol.batches import BatchCounts, BatchNotes, BatchRecord
+from agentflow.runtime.backoff import doubled_s
+
+FIRST_POLL_S = 2.0
+MAX_POLL_S = 60.0
+MAX_FAILED_POLLS: Final = 60
+"""The polls in a row that may fail: an hour without the vendor."""
+FIRST_LOOK_S = 0.005
+MAX_LOOK_S = 0.25
+"""The pause between two looks whether a stage is complete."""
+CANCEL_S: Final = 10.0
+"""How long the end of a session may take to cancel batches."""
+
+
+@dataclass(eq=False)
+class _ParkedCall:
+    """A call that waits for its outcome."""
+
+    request_id: str
+    path: str
+    line: bytes
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    outcome: Outcome | None = None
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch, and the calls that wait for it. ``outcomes``: those that no call has taken."""
+
+    record: BatchRecord
+    candidates: list[Candidate] = field(default_factory=list)  # where it may be at the vendor
+    calls: dict[str, _ParkedCall] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    state: BatchState = field(default_factory=lambda: BatchState(has_ended=False))
+    is_followed: bool = False
+    is_over: bool = False  # all outcomes are here, or ``error``
+    was_read: bool = False  # by an earlier map
+    error: AgentflowError | None = None
+
+
+class Collector:
+    """Sends the calls of one map.
+
+    Args:
+        api: The batch endpoints.
+        notes: The map's side.
+        tasks: Runs the batches.
+        max_retries: The most further attempts to send a batch.
+    """
+
+    def __init__(
+        self,
+        api: BatchApi,
+        notes: BatchNotes,
+        tasks: TaskGroup,
+        max_retries: int,
+    ) -> None:
+        self._api = api
+        self._notes = notes
+        self._tasks = tasks
+        self._max_retries = max_retries
+        self._pool: dict[str, _ParkedCall] = {}  # calls of the next batches
+        self._num_parked = 0
+        self._has_come = anyio.Event()
+        self._sent: list[_Batch] = []
+        self._by_request: dict[str, _Batch] = {}
+        for record in notes.records():
+            batch = _Batch(record, was_read=record.is_read)
+            if record.batch:
+                batch.candidates = [Candidate(record.batch, is_certain=True)]
+            self._by_request |= dict.fromkeys(record.requests, batch)
+
+    async def answer(self, path: str, body: bytes, make_sink: Callable[[], EventSink]) -> None:
+        """Parks until the request is answered, and reads the answer into a sink.
+
+        Args:
+            path: The path of the request, ``#``, and its id.
+            body: Its line in a batch.
+            make_sink: Makes the sink.
+        """
+        path, _, request_id = path.partition("#")
+        call = _ParkedCall(request_id, path, body)
+        message = await self._parked(call)
+        sink = make_sink()
+        for event in self._api.events(path, message):
+            sink.event(event)
+            if sink.is_over or sink.is_left:
+                return
+        sink.close()
+
+    async def _parked(self, call: _ParkedCall) -> bytes:
+        self._num_parked += 1
+        try:
+            self._place(call)
+            await call.ended.wait()
+        finally:
+            if not call.ended.is_set():  # cancelled
+                self._num_parked -= 1
+                self._pool.pop(call.request_id, None)
+                call.ended.set()
+        if isinstance(call.outcome, bytes):
+            return call.outcome
+        assert call.outcome is not None
+        raise copy.copy(call.outcome)  # calls may share it, and each adds its place
+
+    def _place(self, call: _ParkedCall) -> None:
+        """Puts the call into the batch that an earlier map sent with it, or into the next one."""
+        batch = self._by_request.get(call.request_id)
+        if batch is None:
+            self._pool[call.request_id] = call
+            self._has_come.set()
+            return
+        batch.calls[call.request_id] = call
+        if batch.is_over:
+            self._settle(batch, [call])
+        elif not batch.is_followed:
+            batch.is_followed = True
+            self._sent.append(batch)
+            self._tasks.start_soon(self._run, batch, [])
+
+    async def run(self, num_calls: Callable[[], int | None]) -> None:
+        """Sends each stage when it is complete, until it is cancelled.
+
+        Args:
+            num_calls: The number of calls that states wait for, if nothing else can happen before one of
+                these is answered; otherwise None.
+        """
+        while True:
+            await self._has_come.wait()
+            look_s = FIRST_LOOK_S
+            while self._pool and not (self._notes.is_fed and num_calls() == self._num_parked):
+                await _pause(look_s)
+                look_s = min(MAX_LOOK_S, 2 * look_s)
+            calls, self._pool, self._has_come = self._pool, {}, anyio.Event()
+            for part in self._parts(calls.values()):
+                record = BatchRecord(
+                    secrets.token_hex(16), tuple([call.request_id for call in part]), time.time()
+                )
+                batch = _Batch(record, calls={call.request_id: call for call in part}, is_followed=True)
+                self._by_request |= dict.fromkeys(record.requests, batch)
+                self._sent.append(batch)
+                self._tasks.start_soon(self._run, batch, part)
+
+    def _parts(self, calls: Iterable[_ParkedCall]) -> Iterator[list[_ParkedCall]]:
+        """The calls in batches, each of one path and within the vendor's limits."""
+        by_path: dict[str, list[_ParkedCall]] = {}
+        for call in calls:
+            by_path.setdefault(call.path, []).append(call)
+        for group in by_path.values():
+            part: list[_ParkedCall] = []
+            num_bytes = 0
+            for call in group:
+                size = len(call.line) + 1
+                if part and (len(part) >= self._api.max_requests or num_bytes + size > self._api.max_bytes):
+                    yield part
+                    part, num_bytes = [], 0
+                part.append(call)
+                num_bytes += size
+            yield part
+
+    async def _run(self, batch: _Batch, calls: list[_ParkedCall]) -> None:
+        """Sends the batch, unless it was sent by an earlier map, and waits for its outcomes."""
+        try:
+            if calls:
+                await self._send(batch, calls)
+            elif not batch.candidates:
+                batch.candidates = list(await self._api.find(batch.record))
+            if await self._follow(batch):
+                await self._keep(batch, batch.record.batch, is_read=True)
+            else:
+                self._release(batch)  # the vendor never had it
+                return
+        except AgentflowError as error:
+            batch.error = error
+        except Exception as error:
+            batch.error = EngineFailed(f"a batch failed because of a fault of the backend: {error!r}")
+            batch.error.__cause__ = error
+        batch.is_over = True
+        self._show()
+        self._settle(batch, list(batch.calls.values()))
+
+    async def _send(self, batch: _Batch, calls: list[_ParkedCall]) -> None:
+        await self._notes.keep(batch.record)
+        lines = [call.line for call in calls]
+        num_failed = 0
+        while True:
+            try:
+                # Without a kept record, the end of the session must know the batch, to cancel it.
+                created = await self._api.create(
+                    calls[0].path, lines, batch.record.tag, is_shielded=not self._notes.is_kept
+                )
+                batch.candidates = [Candidate(created, is_certain=True)]
+                break
+            except AgentflowError as error:
+                num_failed += 1
+                if not is_transient(error):
+                    raise
+                # The vendor may have the batch, although its answer was lost.
+                if candidates := await self._api.find(batch.record):
+                    batch.candidates = list(candidates)
+                    break
+                if num_failed > self._max_retries:
+                    raise
+                pause_s = getattr(error, "retry_after_s", None)
+                await _pause(doubled_s(1.0, MAX_POLL_S, num_failed) if pause_s is None else pause_s)
+        if batch.candidates[0].is_certain:
+            await self._keep(batch, batch.candidates[0].batch)
+        self._show()
+
+    async def _follow(self, batch: _Batch) -> bool:
+        """Waits for the end of the batch, and takes its outcomes. False if the vendor does not have it."""
+        for candidate in list(batch.candidates):
+            await self._wait_for_end(batch, candidate.batch)
+            if batch.state.failure is not None:
+                await self._keep(batch, candidate.batch, is_read=True)
+                raise batch.state.failure
+            outcomes: dict[str, Outcome] = {}
+            await self._api.read(candidate.batch, batch.state, outcomes.__setitem__)
+            if candidate.is_certain or not outcomes.keys().isdisjoint(batch.record.requests):
+                batch.outcomes = outcomes
+                if not batch.record.batch:
+                    await self._keep(batch, candidate.batch)
+                return True
+        return False
+
+    async def _wait_for_end(self, batch: _Batch, batch_id: str) -> None:
+        num_polls, num_failed = 0, 0
+        while True:
+            num_polls += 1
+            wait_s = doubled_s(FIRST_POLL_S, MAX_POLL_S, num_polls)
+            try:
+                batch.state = await self._api.state(batch_id)
+            except AgentflowError as error:
+                num_failed += 1
+                if not is_transient(error) or num_failed > MAX_FAILED_POLLS:
+                    raise
+                if isinstance(error, Overloaded) and error.retry_after_s is not None:
+                    wait_s = max(wait_s, error.retry_after_s)
+            else:
+                num_failed = 0
+                self._show()
+                if batch.state.has_ended:
+                    return
+            await _pause(wait_s)
+
+    async def _keep(self, batch: _Batch, batch_id: str, *, is_read: bool = False) -> None:
+        batch.record = msgspec.structs.replace(batch.record, batch=batch_id, is_read=is_read)
+        await self._notes.keep(batch.record)
+
+    def _settle(self, batch: _Batch, calls: Iterable[_ParkedCall]) -> None:
+        """Gives calls the outcomes of a batch that is over."""
+        for call in calls:
+            batch.calls.pop(call.request_id, None)
+            outcome = batch.outcomes.pop(call.request_id, None)
+            if outcome is None:
+                outcome = batch.error or batch.state.missing
+            if isinstance(outcome, AgentflowError) and batch.was_read:
+                # An earlier map has reported that failure: the request is sent again.
+                self._by_request.pop(call.request_id, None)
+                self._place(call)
+                continue
+            if not call.ended.is_set():
+                call.outcome = outcome or EngineFailed("a batch ended without an outcome")
+                self._num_parked -= 1
+                call.ended.set()
+
+    def _release(self, batch: _Batch) -> None:
+        """The calls go into the next batch."""
+        self._sent.remove(batch)
+        for request_id in batch.record.requests:
+            if self._by_request.get(request_id) is batch:
+                del self._by_request[request_id]
+        for call in batch.calls.values():
+            if not call.ended.is_set():
+                self._place(call)
+
+    def _show(self) -> None:
+        running = [batch for batch in self._sent if not batch.is_over]
+        self._notes.show(
+            BatchCounts(
+                len(self._sent),
+                sum([len(batch.record.requests) for batch in running]),
+                sum([batch.state.num_done for batch in running]),
+                sum([batch.state.num_failed for batch in running]),
+            )
+        )
+
+    async def close(self) -> None:
+        """Cancels the batches that run, unless the map's records outlive it."""
+        if self._notes.is_kept:
+            return
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_S):
+            for batch in self._sent:
+                if not batch.is_over and batch.record.batch:
+                    try:
+                        await self._api.cancel(batch.record.batch)
+                    except AgentflowError:
+                        continue  # it has ended meanwhile, or the vendor cannot be reached
+
+
+async def _pause(pause_s: float) -> None:
+    await anyio.sleep(pause_s)  # noqa: TID251  # a vendor's batch takes its time
