@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.apis.batch_vendors import AnthropicVendor, FakeVendor, OpenAIVendor
-from support.apis.fake_server import FakeServer, fake_server
+from openai.types import BatchError
+from support.apis import openai_answers
+from support.apis.batch_sessions import MODELS, VENDORS, ask, ask_twice, compare, session_on
+from support.apis.batch_vendors import FakeVendor, OpenAIVendor
+from support.apis.fake_server import AnyAnswer, Close, RawAnswer, Received
 
 import agentflow as af
 from agentflow.backends.apis.batches import collector
+from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
 from agentflow.errors import DataDependent, NotSupported, RequestRefused
+from agentflow.language.batch.map import ProgramMap, Tally
+from agentflow.language.batch.progress import MapProgress
+from agentflow.protocol.batches import BatchCounts
 
 pytestmark = pytest.mark.anyio
 
@@ -24,57 +30,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collector, name, 0.001)
 
 
-@dataclass
-class Place:
-    """A vendor, its server, and an open session on it."""
-
-    vendor: FakeVendor
-    server: FakeServer
-    flow: af.Session
-
-
-@asynccontextmanager
-async def session_on(vendor: FakeVendor, **options: Any) -> AsyncIterator[Place]:
-    async with fake_server(vendor) as server:
-        backend: Any
-        if isinstance(vendor, OpenAIVendor):
-            backend = af.OpenAI("gpt-4.1-mini", base_url=f"{server.url}/v1", api_key="k", max_retries=0)
-        else:
-            backend = af.Anthropic("claude-opus-4-5", base_url=server.url, api_key="k", max_retries=0)
-        async with af.session(backend=backend, **options) as flow:
-            yield Place(vendor, server, flow)
-
-
-@pytest.fixture(params=[OpenAIVendor, AnthropicVendor], ids=["openai", "anthropic"])
+@pytest.fixture(params=VENDORS)
 def vendor(request: pytest.FixtureRequest) -> FakeVendor:
-    return request.param()  # type: ignore[no-any-return]
-
-
-@af.program
-async def ask(s: af.State, question: str) -> str:
-    s += af.user(question) + af.assistant(af.gen("answer", max_tokens=8))
-    return await s["answer"]
-
-
-@af.program
-async def ask_twice(s: af.State, question: str) -> list[str]:
-    s += af.user(question) + af.assistant(af.gen("first", max_tokens=8))
-    s += af.user("And?") + af.assistant(af.gen("second", max_tokens=8))
-    return [await s["first"], await s["second"]]
-
-
-@af.program
-async def compare(s: af.State, question: str) -> str:
-    """A fork, whose branches are of one stage, and a join: two stages."""
-    s += af.user(question)
-    branches = s.fork(3)
-    for number, branch in enumerate(branches):
-        branch += af.user(f"As person {number}.") + af.assistant(af.gen("view", max_tokens=8))
-    s += af.user("Views:")
-    for branch in branches:
-        s += branch["view"]
-    s += af.assistant(af.gen("verdict", max_tokens=8))
-    return await s["verdict"]
+    return VENDORS[request.param]()
 
 
 async def test_all_inputs_are_one_batch(vendor: FakeVendor) -> None:
@@ -164,33 +122,27 @@ async def test_retries_send_expired_requests_again(vendor: FakeVendor) -> None:
     vendor.fate = lambda body: "expired" if vendor.num_batches == 1 else "answered"
     async with session_on(vendor) as place:
         found = await place.flow.map(ask, ["a", "b"], batch=True, on_error="return")
-        assert all(isinstance(one, af.Overloaded) and vendor_id(vendor, 0) in str(one) for one in found)
+        assert all(isinstance(one, af.Overloaded) and vendor.ids[0] in str(one) for one in found)
         vendor.sent.clear()
-        monkeyed = await place.flow.map(ask, ["a"], batch=True, retries=1)
-        assert monkeyed == await place.flow.map(ask, ["a"])
-
-
-def vendor_id(vendor: FakeVendor, number: int) -> str:
-    assert isinstance(vendor, OpenAIVendor | AnthropicVendor)
-    return vendor.batches[number].id
+        again = await place.flow.map(ask, ["a"], batch=True, retries=1)
+        assert again == await place.flow.map(ask, ["a"])
 
 
 async def test_tokens_of_a_batch_cost_half(vendor: FakeVendor) -> None:
-    name = "gpt-4.1-mini" if isinstance(vendor, OpenAIVendor) else "claude-opus-4-5"
-    prices = {name: af.Price(input=2.0, output=10.0)}
+    prices = {MODELS[type(vendor)]: af.Price(input=2.0, output=10.0)}
     async with session_on(vendor, prices=prices) as place:
         await place.flow.map(compare, ["a"])
         plain = place.flow.runs[-1].usage
         await place.flow.map(compare, ["a"], batch=True)
-        assert place.flow.runs[-1].usage.cost > 0
-        [*_, run] = place.flow.runs
-        assert run.usage.cost == pytest.approx(4 * (9 * 2.0 + 3 * 10.0) / 2 / 1e6)
-        assert plain.cost == pytest.approx(2 * run.usage.cost)
+        batched = place.flow.runs[-1].usage
+        assert batched.cost == pytest.approx(4 * (9 * 2.0 + 3 * 10.0) / 2 / 1e6)
+        assert plain.cost == pytest.approx(2 * batched.cost)
+        assert batched.output_tokens == plain.output_tokens
 
 
 async def test_a_cap_holds_before_a_batch_is_sent(vendor: FakeVendor) -> None:
-    name = "gpt-4.1-mini" if isinstance(vendor, OpenAIVendor) else "claude-opus-4-5"
-    async with session_on(vendor, prices={name: af.Price(input=2.0, output=1000.0)}, max_cost=0.01) as place:
+    prices = {MODELS[type(vendor)]: af.Price(input=2.0, output=1000.0)}
+    async with session_on(vendor, prices=prices, max_cost=0.01) as place:
         # Half the price of 8 tokens is $0.004, so two of the requests fit.
         found = await place.flow.map(ask, ["a", "b", "c", "d"], batch=True, on_error="return")
         assert sum(isinstance(one, af.BudgetExceeded) for one in found) == 2
@@ -202,4 +154,91 @@ async def test_leaving_a_map_cancels_its_batches(vendor: FakeVendor) -> None:
     async with session_on(vendor) as place:
         async with place.flow.map(ask, ["a"], batch=True):
             await place.server.wait_until(lambda: bool(vendor.num_asked))
-        assert vendor.cancelled == [vendor_id(vendor, 0)]
+        assert vendor.cancelled == [vendor.ids[0]]
+
+
+async def test_polls_go_on_while_the_vendor_refuses_them(vendor: FakeVendor) -> None:
+    refusals = [openai_answers.rate_limited(ms=1), openai_answers.OVERLOADED, openai_answers.BROKEN]
+
+    def refuse(request: Received) -> AnyAnswer | None:
+        is_poll = request.method == "GET" and "/batches/" in request.path
+        return refusals.pop() if is_poll and refusals else None
+
+    vendor.override = refuse
+    async with session_on(vendor) as place:
+        assert await place.flow.map(ask, ["a"], batch=True) == await place.flow.map(ask, ["a"])
+        assert refusals == []
+
+
+async def test_a_lost_answer_to_a_batch_does_not_send_it_twice(vendor: FakeVendor) -> None:
+    def lose(request: Received) -> AnyAnswer | None:
+        if request.method != "POST" or not request.path.endswith("/batches") or vendor.num_batches:
+            return None
+        vendor.answer(request)
+        return RawAnswer([Close()])
+
+    vendor.override = lose
+    async with session_on(vendor) as place:
+        found = await place.flow.map(ask, ["a", "b"], batch=True)
+        assert found == await place.flow.map(ask, ["a", "b"])
+        assert vendor.num_batches == 1
+
+
+async def test_a_batch_that_the_vendor_refuses_fails_its_inputs() -> None:
+    vendor = OpenAIVendor()
+    vendor.refusal = BatchError(code="invalid_json_line", message="Line 1 is bad.", line=1)
+    async with session_on(vendor) as place:
+        found = await place.flow.map(ask, ["a", "b"], batch=True, on_error="return")
+        assert all(isinstance(one, RequestRefused) and vendor.ids[0] in str(one) for one in found)
+
+
+async def test_a_stage_is_divided_at_the_limits_of_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenAIBatches, "max_requests", 2)
+    vendor = OpenAIVendor()
+    questions = list("abcde")
+    async with session_on(vendor) as place:
+        assert await place.flow.map(ask, questions, batch=True) == await place.flow.map(ask, questions)
+        assert sorted(map(len, vendor.sent)) == [1, 2, 2]
+
+
+async def test_the_concurrency_limits_the_inputs_of_a_batch(vendor: FakeVendor) -> None:
+    async with session_on(vendor) as place:
+        await place.flow.map(ask, list("abcde"), batch=True, concurrency=2)
+        assert sum(map(len, vendor.sent)) == 5
+        assert max(map(len, vendor.sent)) == 2
+
+
+async def test_several_gens_in_a_turn_are_stages_where_the_model_continues() -> None:
+    @af.program
+    async def fill(s: af.State, name: str) -> list[str]:
+        s += af.user(name)
+        s += af.assistant("Name: ", af.gen("name", max_tokens=4), " Job: ", af.gen("job", max_tokens=4))
+        return [await s["name"], await s["job"]]
+
+    vendor = VENDORS["anthropic"]()
+    async with session_on(vendor) as place:
+        assert await place.flow.map(fill, ["a", "b"], batch=True) == await place.flow.map(fill, ["a", "b"])
+        assert [len(batch) for batch in vendor.sent] == [2, 2]
+    vendor = VENDORS["openai"]()
+    async with session_on(vendor) as place:
+        with pytest.raises(NotSupported):
+            await place.flow.map(fill, ["a"], batch=True)
+        assert vendor.num_batches == 0
+
+
+async def test_the_progress_has_the_counts_of_the_batch(vendor: FakeVendor) -> None:
+    seen: list[BatchCounts] = []
+    tallies: list[Tally] = []
+
+    @contextmanager
+    def show(tally: Tally) -> Iterator[Callable[[], None]]:
+        tallies.append(tally)
+        yield lambda: seen.append(tally.batches) if tally.batches is not None else None
+
+    async with session_on(vendor) as place:
+        flow = place.flow
+        await ProgramMap(flow._link, ask_twice, list("abc"), batch=True, backend=flow._backend, show=show)
+    assert seen[0] == BatchCounts(1, 3, 0, 0)
+    assert BatchCounts(2, 3, 3, 0) in seen
+    progress = MapProgress(Tally(3, batches=BatchCounts(2, 3, 1, 0)), lambda: 0.0)
+    assert progress.parts()["batch"] == "batch 2: 1/3"

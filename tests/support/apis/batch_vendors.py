@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from anthropic.types import Message, TextBlock, Usage
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse, MessageBatchRequestCounts
-from openai.types import Batch, BatchRequestCounts, FileObject
+from openai.types import Batch, BatchError, BatchRequestCounts, FileObject
+from openai.types.batch import Errors
 from openai.types.chat import ChatCompletion
 from support.apis import anthropic_answers, openai_answers
 from support.apis.fake_server import Answer, AnyAnswer, Received
@@ -82,6 +83,11 @@ class FakeVendor:
         return self.num_asked[batch] > self.num_polls
 
     @property
+    def ids(self) -> list[str]:
+        """The ids of the batches."""
+        raise NotImplementedError
+
+    @property
     def num_batches(self) -> int:
         """The batches that were sent."""
         return len(self.sent)
@@ -107,6 +113,7 @@ class OpenAIVendor(FakeVendor):
     def __init__(self, num_polls: int = 1) -> None:
         super().__init__(num_polls)
         self.batches: list[Batch] = []
+        self.refusal: BatchError | None = None  # of all batches
         self._files: dict[str, bytes] = {}
 
     def answer(self, request: Received) -> AnyAnswer:
@@ -130,6 +137,10 @@ class OpenAIVendor(FakeVendor):
             case "GET", ["files", file, "content"]:
                 return Answer(self._files[file], content_type="application/octet-stream")
         return openai_answers.error(404, f"no {request.method} {path}")
+
+    @property
+    def ids(self) -> list[str]:
+        return [batch.id for batch in self.batches]
 
     def _find(self, batch: str) -> Batch:
         return next(one for one in self.batches if one.id == batch)
@@ -176,7 +187,10 @@ class OpenAIVendor(FakeVendor):
 
     def _polled(self, name: str) -> Batch:
         batch = self._find(name)
-        if batch.status == "in_progress" and self.has_ended(name):
+        if self.refusal is not None:
+            batch.status = "failed"
+            batch.errors = Errors(data=[self.refusal], object="list")
+        elif batch.status == "in_progress" and self.has_ended(name):
             self._end(batch)
         return batch
 
@@ -258,6 +272,10 @@ class AnthropicVendor(FakeVendor):
             case "GET", ["", "batches", batch, "results"]:
                 return Answer(self._results(batch), content_type="application/x-jsonl")
         return anthropic_answers.error(404, f"no {request.method} {path}", kind="not_found_error")
+
+    @property
+    def ids(self) -> list[str]:
+        return [batch.id for batch in self.batches]
 
     def _find(self, batch: str) -> MessageBatch:
         return next(one for one in self.batches if one.id == batch)

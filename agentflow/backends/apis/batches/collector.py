@@ -189,7 +189,7 @@ class Collector:
             if calls:
                 await self._send(batch, calls)
             elif not batch.candidates:
-                batch.candidates = list(await self._api.find(batch.record))
+                batch.candidates = await self._found(batch.record)
             if await self._follow(batch):
                 await self._keep(batch, batch.record.batch, is_read=True)
             else:
@@ -221,8 +221,8 @@ class Collector:
                 if not is_transient(error):
                     raise
                 # The vendor may have the batch, although its answer was lost.
-                if candidates := await self._api.find(batch.record):
-                    batch.candidates = list(candidates)
+                batch.candidates = await self._found(batch.record)
+                if batch.candidates:
                     break
                 if num_failed > self._max_retries:
                     raise
@@ -231,6 +231,11 @@ class Collector:
         if batch.candidates[0].is_certain:
             await self._keep(batch, batch.candidates[0].batch)
         self._show()
+
+    async def _found(self, record: BatchRecord) -> list[Candidate]:
+        """Where a batch may be at the vendor, whose answer to it was lost."""
+        known = {one.record.batch for one in (*self._by_request.values(), *self._sent)}
+        return [one for one in await self._api.find(record) if one.batch not in known]
 
     async def _follow(self, batch: _Batch) -> bool:
         """Waits for the end of the batch, and takes its outcomes. False if the vendor does not have it."""
