@@ -252,6 +252,7 @@ class AnthropicVendor(FakeVendor):
         super().__init__(num_polls)
         self.batches: list[MessageBatch] = []
         self._requests: dict[str, list[dict[str, Any]]] = {}
+        self._fates: dict[str, list[Fate]] = {}
 
     def answer(self, request: Received) -> AnyAnswer:
         """The answer of the API."""
@@ -307,6 +308,7 @@ class AnthropicVendor(FakeVendor):
         batch = self._find(name)
         if batch.processing_status == "in_progress" and self.has_ended(name):
             fates = [self.fate(request["params"]) for request in self._requests[name]]
+            self._fates[name] = fates
             batch.processing_status = "ended"
             batch.request_counts = self._counts(
                 succeeded=fates.count("answered"),
@@ -318,8 +320,8 @@ class AnthropicVendor(FakeVendor):
 
     def _results(self, name: str) -> bytes:
         lines = []
-        for request in reversed(self._requests[name]):
-            match self.fate(request["params"]):
+        for request, fate in reversed(list(zip(self._requests[name], self._fates[name], strict=True))):
+            match fate:
                 case "answered":
                     message = Message(
                         id="msg_1",

@@ -1,0 +1,236 @@
+"""Maps in batches that end early, and later maps that continue their batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from openai.types import BatchError
+from support.apis.batch_sessions import VENDORS, ask, ask_twice, compare, session_on
+from support.apis.batch_vendors import FakeVendor, OpenAIVendor
+from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_server
+
+import agentflow as af
+from agentflow.backends.apis.batches import collector
+from agentflow.errors import BadArgument, RequestRefused
+
+pytestmark = pytest.mark.anyio
+
+QUESTIONS = ["a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_POLL_S", "MAX_POLL_S", "FIRST_LOOK_S"):
+        monkeypatch.setattr(collector, name, 0.001)
+
+
+@pytest.fixture(params=VENDORS)
+def vendor(request: pytest.FixtureRequest) -> FakeVendor:
+    return VENDORS[request.param]()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "results.jsonl")
+
+
+def file_of(path: str, suffix: str = ".batches") -> Path:
+    return Path(path + suffix)
+
+
+async def map_all(vendor: FakeVendor, program: Any, path: str, **options: Any) -> Any:
+    async with session_on(vendor) as place:
+        return await place.flow.map(program, QUESTIONS, batch=True, resume=path, **options)
+
+
+async def plain(vendor: FakeVendor, program: Any) -> Any:
+    async with session_on(vendor) as place:
+        return await place.flow.map(program, QUESTIONS)
+
+
+def requests_of(vendor: FakeVendor) -> Counter[str]:
+    """How often each request was sent in a batch, without its seed."""
+    bodies = [{**body, "seed": None} for batch in vendor.sent for body in batch]
+    return Counter(json.dumps(body, sort_keys=True) for body in bodies)
+
+
+class Interruption:
+    """Never answers request ``number`` (from 0); ``acts``: the vendor acts on it."""
+
+    def __init__(self, vendor: FakeVendor, number: int, *, acts: bool) -> None:
+        self._vendor = vendor
+        self._number = number
+        self._acts = acts
+        self.num_received = 0
+        self.is_over = anyio.Event()
+
+    def __call__(self, request: Received) -> AnyAnswer | None:
+        self.num_received += 1
+        if self.num_received != self._number + 1:
+            return None
+        if self._acts:
+            self._vendor.answer(request)
+        self.is_over.set()
+        return Answer([Hold()])
+
+
+async def interrupted(vendor: FakeVendor, program: Any, path: str, number: int, *, acts: bool) -> bool:
+    """Runs a map until request ``number``. False if the map ended before."""
+    interruption = Interruption(vendor, number, acts=acts)
+    vendor.override = interruption
+    has_ended = False
+    async with anyio.create_task_group() as group:
+
+        async def run() -> None:
+            nonlocal has_ended
+            await map_all(vendor, program, path)
+            has_ended = True
+            interruption.is_over.set()
+
+        group.start_soon(run)
+        await interruption.is_over.wait()
+        group.cancel_scope.cancel()
+    vendor.override = lambda request: None
+    return not has_ended
+
+
+@pytest.mark.parametrize("acts", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("program", [ask_twice, compare], ids=["turns", "fork"])
+async def test_a_map_that_ends_at_any_request_sends_no_request_twice(
+    tmp_path: Path, request: pytest.FixtureRequest, program: Any, acts: bool
+) -> None:
+    for name, kind in VENDORS.items():
+        expected = await plain(kind(), program)
+        number = 0
+        while True:
+            vendor, path = kind(), str(tmp_path / f"{name}-{number}.jsonl")
+            if not await interrupted(vendor, program, path, number, acts=acts):
+                break
+            assert vendor.cancelled == []
+            assert await map_all(vendor, program, path) == expected
+            assert max(requests_of(vendor).values()) == 1
+            assert vendor.num_batches == 2
+            number += 1
+        assert number >= 6
+
+
+async def test_the_file_of_batches_is_removed_when_all_inputs_have_results(
+    vendor: FakeVendor, path: str
+) -> None:
+    assert await interrupted(vendor, ask, path, 2, acts=True)
+    assert file_of(path).exists()
+    found = await map_all(vendor, ask, path)
+    assert not file_of(path).exists()
+    assert await map_all(vendor, ask, path) == found
+    assert vendor.num_batches == 1
+
+
+async def test_requests_that_failed_are_sent_again_and_others_are_not(vendor: FakeVendor, path: str) -> None:
+    vendor.fate = lambda body: "expired" if "b" in str(body["messages"][0]) else "answered"
+    found = await map_all(vendor, ask_twice, path, on_error="return")
+    assert [isinstance(one, af.Overloaded) for one in found] == [False, True, False]
+    vendor.fate = lambda body: "answered"
+    assert await map_all(vendor, ask_twice, path) == await plain(type(vendor)(), ask_twice)
+    assert [len(batch) for batch in vendor.sent] == [3, 2, 1, 1]
+
+
+async def test_a_failure_in_a_later_stage_does_not_repeat_the_earlier_one(
+    vendor: FakeVendor, path: str
+) -> None:
+    vendor.fate = lambda body: "refused" if "And?" in str(body["messages"]) else "answered"
+    with pytest.raises(RequestRefused):
+        await map_all(vendor, ask_twice, path)
+    vendor.fate = lambda body: "answered"
+    assert await map_all(vendor, ask_twice, path) == await plain(type(vendor)(), ask_twice)
+    assert [len(batch) for batch in vendor.sent] == [3, 3, 3]
+
+
+async def test_a_refused_batch_is_sent_again(path: str) -> None:
+    vendor = OpenAIVendor()
+    vendor.refusal = BatchError(code="token_limit_exceeded", message="Enqueued token limit reached.")
+    with pytest.raises(af.Overloaded):
+        await map_all(vendor, ask, path)
+    vendor.refusal = None
+    assert await map_all(vendor, ask, path) == await plain(OpenAIVendor(), ask)
+    assert vendor.num_batches == 2
+
+
+async def test_inputs_may_be_added_while_a_batch_runs(vendor: FakeVendor, path: str) -> None:
+    assert await interrupted(vendor, ask, path, 3, acts=True)
+    async with session_on(vendor) as place:
+        more = ["new", *QUESTIONS[::-1]]
+        assert await place.flow.map(ask, more, batch=True, resume=path) == await place.flow.map(ask, more)
+    assert [sorted(batch) for batch in vendor.prompts] == [QUESTIONS, ["new"]]
+
+
+async def test_equal_inputs_have_separate_requests(vendor: FakeVendor, path: str) -> None:
+    async with session_on(vendor) as place:
+        await place.flow.map(ask, ["a", "a"], batch=True, resume=path)
+        assert [len(batch) for batch in vendor.sent] == [2]
+
+
+async def test_batches_of_another_program_are_refused(vendor: FakeVendor, path: str) -> None:
+    file_of(path, ".resume").touch()
+    file_of(path).write_text('{"agentflow_batches":1,"program":"other"}\n')
+    with pytest.raises(BadArgument) as raised:
+        await map_all(vendor, ask, path)
+    assert raised.value.param == "resume"
+    assert vendor.num_batches == 0
+
+
+async def test_a_cut_line_is_dropped(vendor: FakeVendor, path: str) -> None:
+    assert await interrupted(vendor, ask, path, 2, acts=True)
+    file = file_of(path)
+    file.write_bytes(file.read_bytes() + b'{"tag":"x","requ')
+    assert await map_all(vendor, ask, path) == await plain(type(vendor)(), ask)
+    assert vendor.num_batches == 1
+
+
+async def test_without_results_and_their_log_the_batches_are_not_used(vendor: FakeVendor, path: str) -> None:
+    assert await interrupted(vendor, ask, path, 2, acts=True)
+    file_of(path, "").unlink()
+    file_of(path, ".resume").unlink()
+    await map_all(vendor, ask, path)
+    assert vendor.num_batches == 2
+
+
+SCRIPT = """
+import sys
+import agentflow as af
+from agentflow.backends.apis.batches import collector
+from support.apis.batch_sessions import VENDORS, ask_twice, backend_at
+
+collector.FIRST_POLL_S = collector.MAX_POLL_S = 0.01
+name, url, path = sys.argv[1:]
+flow = af.session(backend=backend_at(VENDORS[name], url))
+af.map(ask_twice, ["a", "b", "c"], batch=True, resume=path, session=flow)
+"""
+
+
+def started(*arguments: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
+
+
+async def test_a_killed_process_continues_its_batch(vendor: FakeVendor, path: str) -> None:
+    vendor.num_polls = 10**9
+    name = next(name for name, kind in VENDORS.items() if kind is type(vendor))
+    async with fake_server(vendor) as server:
+        child = started(name, server.url, path)
+        try:
+            await server.wait_until(lambda: bool(vendor.num_asked))
+        finally:
+            child.send_signal(signal.SIGKILL)
+            await anyio.to_thread.run_sync(child.wait)
+    vendor.num_polls = 1
+    assert await map_all(vendor, ask_twice, path) == await plain(type(vendor)(), ask_twice)
+    assert [len(batch) for batch in vendor.sent] == [3, 3]
