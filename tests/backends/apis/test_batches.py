@@ -242,3 +242,17 @@ async def test_the_progress_has_the_counts_of_the_batch(vendor: FakeVendor) -> N
     assert BatchCounts(2, 3, 3, 0) in seen
     progress = MapProgress(Tally(3, batches=BatchCounts(2, 3, 1, 0)), lambda: 0.0)
     assert progress.parts()["batch"] == "batch 2: 1/3"
+
+
+async def test_a_stop_here_is_charged_with_the_whole_answer(vendor: FakeVendor) -> None:
+    if isinstance(vendor, OpenAIVendor):
+        pytest.skip("OpenAI's API takes no stop_regex")
+
+    @af.program
+    async def stopped(s: af.State, question: str) -> str:
+        s += af.user(question) + af.assistant(af.gen("answer", stop_regex="[0-9]"))
+        return await s["answer"]
+
+    async with session_on(vendor) as place:
+        assert await place.flow.map(stopped, ["a"], batch=True) == ["w"]
+        assert place.flow.runs[-1].usage.output_tokens == 3

@@ -95,3 +95,23 @@ def test_any_events_give_an_answer_or_an_error(
         assert generated.text.startswith("".join(shown))
     else:
         assert generated.text == answer.text == "".join(shown)
+
+
+def test_a_whole_completion_is_read_like_its_stream() -> None:
+    answers_read: list[Any] = []
+    for key, done in (("delta", [b"[DONE]"]), ("message", [])):
+        calls = [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"id": "c2", "type": "function", "function": {"name": "g", "arguments": '{"a":1}'}},
+        ]
+        said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": calls}
+        usage = {"prompt_tokens": 9, "completion_tokens": 3}
+        choice = {"index": 0, "finish_reason": "tool_calls", "logprobs": None, key: said}
+        answer = Answer(GenParams(), lambda text: None, is_reply=True)
+        sink = ChatReader(answer, ErrorMapping("a server", "m"), 10)
+        for data in (json.dumps({"choices": [choice], "usage": usage}).encode(), *done):
+            sink.event(ServerEvent("", data))
+        sink.close()
+        answers_read.append((answer.deliver(), answer.calls))
+    assert answers_read[0] == answers_read[1]
+    assert [call.name for call in answers_read[0][1]] == ["f", "g"]

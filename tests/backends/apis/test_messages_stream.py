@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
+from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock, Usage
 from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers as answers
@@ -16,7 +19,7 @@ import agentflow as af
 from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.http.event_stream import EventReader
-from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader
+from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader, message_events
 from agentflow.errors import AgentflowError, ProtocolError, ServerLost
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.sampling import GenParams
@@ -41,6 +44,19 @@ def encoded(*parts: Any) -> list[bytes]:
 
 
 EVENTS = encoded(*PARTS)
+MESSAGE = Message(
+    id="msg_1",
+    type="message",
+    role="assistant",
+    model=MODEL,
+    content=[
+        ThinkingBlock(type="thinking", thinking="Lét me.", signature="c2lnbmVk"),
+        TextBlock(type="text", text="Grüße, Wörld 🎉"),
+        ToolUseBlock(type="tool_use", id="toolu_1", name="find", input={"ä": "ö"}),
+    ],
+    stop_reason="tool_use",
+    usage=Usage(input_tokens=4, cache_read_input_tokens=16, cache_creation_input_tokens=8, output_tokens=9),
+)
 
 
 def read(events: list[bytes], *, size: int | None = None, lead: str = "", is_reply: bool = True) -> Generated:
@@ -191,3 +207,31 @@ class TestServers:
     async def test_a_stream_that_falls_silent_is_lost(self) -> None:
         (error,) = await self.ask(slow(EVENTS, Hold(), after=3), stall_timeout_s=0.05)
         assert isinstance(error, ServerLost)
+
+
+def test_a_whole_message_is_read_like_its_stream() -> None:
+    answers_read: list[Any] = []
+    for events in (EventReader().push(b"".join(EVENTS)), message_events(MESSAGE.to_json().encode())):
+        answer = Answer(GenParams(), lambda text: None, is_reply=True)
+        sink = MessagesReader(answer, ERRORS)
+        for event in events:
+            sink.event(event)
+        assert sink.is_over
+        found = answer.deliver()
+        calls = [msgspec.structs.replace(call, arguments="") for call in answer.calls]
+        arguments = [json.loads(call.arguments) for call in answer.calls]
+        native = json.loads(answer.native or b"{}")
+        answers_read.append((answer.text, calls, arguments, found.reasoning, found.usage, native))
+    assert answers_read[0] == answers_read[1]
+
+
+@pytest.mark.parametrize("message", [b"{}", b"[]", b"x", b'{"content": [1], "stop_reason": "end_turn"}'])
+def test_a_message_that_is_not_of_the_api_is_an_error(message: bytes) -> None:
+    sink = MessagesReader(Answer(GenParams(), lambda text: None), ERRORS)
+
+    def read_all() -> None:
+        for event in message_events(message):
+            sink.event(event)
+
+    with pytest.raises(ProtocolError):
+        read_all()

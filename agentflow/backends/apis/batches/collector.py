@@ -108,10 +108,9 @@ class Collector:
         message = await self._parked(call)
         sink = make_sink()
         for event in self._api.events(path, message):
-            sink.event(event)
-            if sink.is_over or sink.is_left:
-                return
-        sink.close()
+            sink.event(event)  # all of them: the usage of the whole answer is charged
+        if not sink.is_over:
+            sink.close()
 
     async def _parked(self, call: _ParkedCall) -> bytes:
         self._num_parked += 1
@@ -229,6 +228,8 @@ class Collector:
                 pause_s = getattr(error, "retry_after_s", None)
                 await _pause(doubled_s(1.0, MAX_POLL_S, num_failed) if pause_s is None else pause_s)
         if batch.candidates[0].is_certain:
+            for call in calls:
+                call.line = b""  # no other batch will have it
             await self._keep(batch, batch.candidates[0].batch)
         self._show()
 
