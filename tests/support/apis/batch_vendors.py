@@ -59,6 +59,7 @@ class FakeVendor:
         cancelled: The ids of batches that were cancelled.
         fate: Decides about a request of a batch, given its body.
         override: Answers a request itself, unless it returns None.
+        words: The text that answers a request, given its body.
     """
 
     def __init__(self, num_polls: int = 1) -> None:
@@ -67,6 +68,7 @@ class FakeVendor:
         self.cancelled: list[str] = []
         self.fate: Callable[[dict[str, Any]], Fate] = lambda body: "answered"
         self.override: Callable[[Received], AnyAnswer | None] = lambda request: None
+        self.words: Callable[[dict[str, Any]], str] = words_for
         self.num_asked: dict[str, int] = {}
 
     def __call__(self, request: Received) -> AnyAnswer:
@@ -121,7 +123,7 @@ class OpenAIVendor(FakeVendor):
         path = request.path.partition("?")[0]
         match request.method, path.removeprefix("/v1/").split("/"):
             case "POST", ["chat", "completions"]:
-                return openai_answers.text_stream(words_for(request.json))
+                return openai_answers.text_stream(self.words(request.json))
             case "POST", ["files"]:
                 return self._upload(request)
             case "POST", ["batches"]:
@@ -240,7 +242,7 @@ class OpenAIVendor(FakeVendor):
     def _body(self, asked: dict[str, Any]) -> Any:
         assert "stream" not in asked
         assert "stream_options" not in asked
-        whole = openai_answers.completion(words_for(asked))
+        whole = openai_answers.completion(self.words(asked))
         assert isinstance(whole.body, bytes)
         return ChatCompletion.model_validate_json(whole.body).to_dict(mode="json", exclude_unset=False)
 
@@ -259,7 +261,7 @@ class AnthropicVendor(FakeVendor):
         path = request.path.partition("?")[0]
         match request.method, path.removeprefix("/v1/messages").split("/"):
             case "POST", [""]:
-                return anthropic_answers.text_stream(words_for(request.json))
+                return anthropic_answers.text_stream(self.words(request.json))
             case "POST", ["", "batches"]:
                 return _json(self._create(request.json["requests"]))
             case "GET", ["", "batches"]:
@@ -328,7 +330,7 @@ class AnthropicVendor(FakeVendor):
                         type="message",
                         role="assistant",
                         model=anthropic_answers.MODEL,
-                        content=[TextBlock(type="text", text=words_for(request["params"]))],
+                        content=[TextBlock(type="text", text=self.words(request["params"]))],
                         stop_reason="end_turn",
                         usage=Usage(input_tokens=9, output_tokens=3),
                     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.apis import anthropic_answers, openai_answers
+from support.apis.batch_vendors import OpenAIVendor
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received
 from support.docs.page_model import SCRIPT
 from support.programs import by_end
@@ -21,8 +22,19 @@ OVERLOADED = "gpt-4.1"
 _answer_to = by_end(SCRIPT)
 
 
+def _words(body: dict[str, Any]) -> str:
+    said = _answer_to(_prompt(body["messages"]))
+    return said if isinstance(said, str) else said.text
+
+
+_batches = OpenAIVendor(num_polls=0)
+_batches.words = _words
+
+
 def answer(request: Received) -> AnyAnswer:
     """The answer of a vendor, or of the server whose port is the first part of the path."""
+    if "/batches" in request.path or "/files" in request.path:
+        return _batches.answer(request)
     if request.path.endswith("/models"):
         owner = OWNERS[request.path.split("/")[1]]
         return Answer(json.dumps({"object": "list", "data": [{"id": "m", "owned_by": owner}]}).encode())
@@ -33,8 +45,7 @@ def answer(request: Received) -> AnyAnswer:
     if request.path.endswith("/embeddings"):
         rows = [{"index": index, "embedding": [0.5, 0.5]} for index, _ in enumerate(request.json["input"])]
         return Answer(json.dumps({"data": rows}).encode())
-    said = _answer_to(_prompt(request.json["messages"]))
-    text = said if isinstance(said, str) else said.text
+    text = _words(request.json)
     if request.path.endswith("/messages"):
         return anthropic_answers.text_stream(text)
     if request.json.get("logprobs"):
