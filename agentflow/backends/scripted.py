@@ -35,7 +35,8 @@ from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
 from agentflow.language.typed.replies import Message, calls_of, message_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.batches import BatchNotes
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
@@ -591,6 +592,10 @@ class Scripted:
             listed = ", ".join(f"{count}{for_name(name)}" for name, count in left.items())
             raise ScriptMismatch(f"the script has unused answers: {listed}")
 
+    def batches(self, notes: BatchNotes) -> Backend:
+        """Answers the calls of a map in batches like all others. For the session."""
+        return _ScriptedBatches(self.generator)
+
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the backend. For the session."""
@@ -599,3 +604,15 @@ class Scripted:
             yield scripted
             if self._is_strict and scripted.is_complete:
                 self.check_used()
+
+
+class _ScriptedBatches:
+    """The backend of one map in batches. The session checks whether the script was used."""
+
+    def __init__(self, generator: ScriptedGenerator) -> None:
+        self._generator = generator
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with interpreted(self._generator, deliver) as connection:
+            yield _ScriptedConnection(connection, self._generator)

@@ -354,30 +354,32 @@ async def _generating_in_batches(
     kind = OpenAIBatches if settings.batch_vendor == "openai" else AnthropicBatches
     endpoints: BatchApi = kind(transport)
     price = billing.price and billing.price.in_batches()
-    async with open_task_group() as tasks:
-        collector = Collector(endpoints, notes, tasks, settings.max_retries)
-        generator = BatchedGenerator(
-            collector,
-            transport,
-            BatchedFormat(api, endpoints),
-            features,
-            tasks,
-            on_unsupported=settings.on_unsupported,
-            billing=billing._replace(price=price),
-        )
+    collector: Collector | None = None
+    try:
+        async with open_task_group() as tasks:
+            collector = Collector(endpoints, notes, tasks, settings.max_retries)
+            generator = BatchedGenerator(
+                collector,
+                transport,
+                BatchedFormat(api, endpoints),
+                features,
+                tasks,
+                on_unsupported=settings.on_unsupported,
+                billing=billing._replace(price=price),
+            )
 
-        def num_waiting() -> int | None:
-            num_states = connection.interpreter.num_generating()
-            return None if num_states is None else num_states + generator.num_more_calls
+            def num_calls() -> int | None:
+                num_states = connection.interpreter.num_generating()
+                return None if num_states is None else num_states + generator.num_more_calls
 
-        try:
             # The concurrency of the map limits the number of states.
             async with interpreted(generator, deliver, max_states=math.inf) as connection:
-                tasks.start_soon(collector.run, num_waiting)
+                tasks.start_soon(collector.run, num_calls)
                 yield connection
-        finally:
             tasks.cancel_scope.cancel()
-            await collector.close()
+    finally:
+        if collector is not None:
+            await collector.close()  # after its tasks: one may have learned the id of a new batch
 
 
 def _only_model(found: Any, server: str, embed_model: str | None) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 from openai.types import BatchError
 from support.apis import openai_answers
 from support.apis.batch_sessions import MODELS, VENDORS, ask, ask_twice, compare, session_on
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
-from support.apis.fake_server import AnyAnswer, Close, RawAnswer, Received
+from support.apis.fake_server import Answer, AnyAnswer, Close, Hold, RawAnswer, Received
+from support.fake_engine import FakeEngine
 
 import agentflow as af
 from agentflow.backends.apis.batches import collector
@@ -97,7 +100,8 @@ async def test_a_program_that_depends_on_values_is_refused_before_anything_is_se
 
 
 async def test_models_without_batches_are_refused() -> None:
-    async with af.session(backend=af.Scripted("Hi.")) as flow:
+    engine = FakeEngine()
+    async with af.session(backend=engine) as flow:
         with pytest.raises(NotSupported) as raised:
             flow.map(ask, ["a"], batch=True)
         assert raised.value.param == "batch"
@@ -106,6 +110,41 @@ async def test_models_without_batches_are_refused() -> None:
         with pytest.raises(NotSupported) as raised:
             flow.map(ask, ["a"], batch=True)
         assert raised.value.param == "batch"
+
+
+async def test_a_script_answers_a_map_in_batches() -> None:
+    async with af.session(backend=af.Scripted({"first": "A", "second": "B"})) as flow:
+        assert await flow.map(ask_twice, ["a"], batch=True) == [["A", "B"]]
+        assert len(flow.runs) == 1
+
+
+async def test_limits_of_the_session_hold_in_batches(vendor: FakeVendor) -> None:
+    async with session_on(vendor) as place:
+        place.flow.limit(output_tokens=4)
+        with pytest.raises(af.BudgetExceeded):
+            await place.flow.map(ask_twice, ["a"], batch=True)
+
+
+async def test_a_batch_is_cancelled_if_the_map_is_left_while_it_is_sent(vendor: FakeVendor) -> None:
+    hold = Hold()
+
+    def held(request: Received) -> AnyAnswer | None:
+        if request.method != "POST" or not request.path.endswith("/batches"):
+            return None
+        answer = vendor.answer(request)
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.body, bytes)
+        return Answer([hold, answer.body])
+
+    vendor.override = held
+    async with session_on(vendor) as place, anyio.create_task_group() as group:
+        results = place.flow.map(ask, ["a"], batch=True)
+        async with results:
+            await hold.reached.wait()
+            group.start_soon(results.aclose)
+            await anyio.lowlevel.checkpoint()
+            hold.go_on()
+    assert vendor.cancelled == vendor.ids
 
 
 async def test_a_refused_request_fails_its_input_only(vendor: FakeVendor) -> None:

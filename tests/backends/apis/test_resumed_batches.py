@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from openai.types import BatchError
+from support.apis import openai_answers
 from support.apis.batch_sessions import VENDORS, ask, ask_twice, compare, session_on
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
 from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_server
@@ -185,6 +186,19 @@ async def test_batches_of_another_program_are_refused(vendor: FakeVendor, path: 
         await map_all(vendor, ask, path)
     assert raised.value.param == "resume"
     assert vendor.num_batches == 0
+
+
+async def test_a_batch_that_is_gone_is_an_error_with_the_remedy(vendor: FakeVendor, path: str) -> None:
+    assert await interrupted(vendor, ask, path, 2, acts=True)
+
+    def forget(request: Received) -> AnyAnswer | None:
+        return openai_answers.error(404, "No such batch.") if "/batches/" in request.path else None
+
+    vendor.override = forget
+    with pytest.raises(RequestRefused) as raised:
+        await map_all(vendor, ask, path)
+    assert raised.value.param == "resume"
+    assert vendor.num_batches == 1
 
 
 async def test_a_cut_line_is_dropped(vendor: FakeVendor, path: str) -> None:

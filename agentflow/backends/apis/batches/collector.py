@@ -22,14 +22,14 @@ from anyio.abc import TaskGroup
 from agentflow.backends.apis.batches.batch_api import BatchApi, BatchState, Candidate, Outcome
 from agentflow.backends.apis.http.api_errors import is_transient
 from agentflow.backends.apis.http.transport import EventSink
-from agentflow.errors import AgentflowError, EngineFailed, Overloaded
+from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.batches import BatchCounts, BatchNotes, BatchRecord
 from agentflow.runtime.backoff import doubled_s
 
 FIRST_POLL_S = 2.0
 MAX_POLL_S = 60.0
-MAX_FAILED_POLLS: Final = 60
-"""The polls in a row that may fail: an hour without the vendor."""
+MAX_FAILED_POLLS: Final = 1_500
+"""The polls in a row that may fail: a day without the vendor."""
 FIRST_LOOK_S = 0.005
 MAX_LOOK_S = 0.25
 """The pause between two looks whether a stage is complete."""
@@ -196,6 +196,12 @@ class Collector:
                 return
         except AgentflowError as error:
             batch.error = error
+            if isinstance(error, BadArgument) and batch.record.batch and not calls:  # not found
+                batch.error = RequestRefused(
+                    f"batch {batch.record.batch} is not at the vendor any more: to send its requests again, "
+                    f"remove the map's file .batches ({error})",
+                    param="resume",
+                )
         except Exception as error:
             batch.error = EngineFailed(f"a batch failed because of a fault of the backend: {error!r}")
             batch.error.__cause__ = error
