@@ -198,6 +198,7 @@ class Batch:
                 retries=options.retries,
                 resume=options.output,
                 key=options.key,
+                batch=options.batch,
                 on_error="return",
                 progress=not options.quiet,
             )
@@ -297,6 +298,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often an input runs again whose failure may pass (%(default)s)",
     )
+    add(
+        "--batch",
+        action="store_true",
+        help="run the gens in batches of OpenAI or Anthropic, at half the price, within a day",
+    )
     add("--seed", type=int, metavar="N", help="with the same seed, the same inputs get the same results")
     add("-q", "--quiet", action="store_true", help="show no progress")
 
@@ -325,6 +331,7 @@ error, 130 after Ctrl-C.""",
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl --resume
 agentflow run judge.py essays.csv --url ws://127.0.0.1:8410 --concurrency 256
+agentflow run judge.py essays.jsonl -o grades.jsonl --url openai:gpt-4.1-mini --batch
 echo '"On plants."' | agentflow run judge.py -
 """,
     add_options=_add_options,

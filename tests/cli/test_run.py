@@ -94,6 +94,20 @@ def test_an_output_is_resumed(capsys):
     assert "'judge'" in capsys.readouterr().err
 
 
+def test_a_program_runs_in_batches(capsys, monkeypatch):
+    Path("ask.py").write_text(
+        "import agentflow as af\n\n@af.program\nasync def ask(s: af.State, text: str) -> str:\n"
+        "    s += text + af.gen('x')\n    return await s['x']\n"
+    )
+    Path("in.jsonl").write_text('"a"\n"b"\n')
+    command = ["run", "ask.py", "in.jsonl", "-q", "--batch"]
+    assert main(command) == 1
+    assert "batch" in capsys.readouterr().err
+    monkeypatch.setattr(Embedded, "batches", lambda self, notes: af.Scripted(answer), raising=False)
+    assert main(command) == 0
+    assert [json.loads(line)["result"] for line in capsys.readouterr().out.splitlines()] == ["<a>", "<b>"]
+
+
 def test_failures_have_a_status_of_their_own_and_run_again(capsys, monkeypatch):
     Path("in.jsonl").write_text('"a"\n"bad"\n')
     command = ["run", "judge.py", "in.jsonl", "-o", "out.jsonl", "-q"]

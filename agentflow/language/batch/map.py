@@ -230,12 +230,15 @@ class _MapWork(Generic[ResultT]):
         file, self._file = self._file, None
         if file is None:
             return
-        has_all = self._is_whole and not self.tally.num_failed
+        has_all = False
         try:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(file.close, self._keys if self._is_whole else None)
-                if self._notes is not None and self._notes.file is not None:
-                    await anyio.to_thread.run_sync(partial(self._notes.file.close, is_whole=has_all))
+                try:
+                    await anyio.to_thread.run_sync(file.close, self._keys if self._is_whole else None)
+                    has_all = self._is_whole and not self.tally.num_failed
+                finally:
+                    if self._notes is not None and self._notes.file is not None:
+                        await anyio.to_thread.run_sync(partial(self._notes.file.close, is_whole=has_all))
         except OSError as error:
             self._is_whole = False
             self._failure = self._failure or error
