@@ -233,20 +233,11 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
         return state
 
-    def num_generating(self) -> int | None:
-        """The number of states that wait for an answer of their generator, if nothing can happen before one
-        of them has it; None if an op of another state can still run."""
-        found = 0
-        for state in self._states:
-            if not state.is_running:
-                continue
-            if state.current is None or state.error is not None:
-                return None
-            if all(source.has_ended for source in state.current.sources):
-                if not isinstance(state.current.op, ops.Gen | ops.Select | ops.Decide):
-                    return None
-                found += 1
-        return found
+    def num_active(self) -> int:
+        """The number of states with an op that runs. It may wait for its generator, but not for a value of
+        another state. If all of them wait for their generator, nothing happens before one has its answer."""
+        running = [state.current for state in self._states if state.is_running]
+        return sum([op is None or all(source.has_ended for source in op.sources) for op in running])
 
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
         """Moves the events back to the client's position: the received characters of each unfinished

@@ -153,7 +153,11 @@ class ApiBackend:
         """The backend for one map, whose requests go into batches. ``NotSupported`` if the server has none.
         For the session."""
         if not self._settings.batch_vendor:
-            raise NotSupported(f"{self._settings.server} has no batches: leave out batch=True", param="batch")
+            raise NotSupported(
+                f"{self._settings.model or 'the model'} at {self._settings.server} does not run in batches: "
+                "leave out batch=True, or use af.OpenAI or af.Anthropic",
+                param="batch",
+            )
         backend = copy.copy(self)
         backend._settings = replace(self._settings, batch_notes=notes)
         return backend
@@ -368,9 +372,8 @@ async def _generating_in_batches(
                 billing=billing._replace(price=price),
             )
 
-            def num_calls() -> int | None:
-                num_states = connection.interpreter.num_generating()
-                return None if num_states is None else num_states + generator.num_more_calls
+            def num_calls() -> int:
+                return connection.interpreter.num_active() + generator.num_more_calls
 
             # The concurrency of the map limits the number of states.
             async with interpreted(generator, deliver, max_states=math.inf) as connection:

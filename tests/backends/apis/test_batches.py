@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,9 +13,17 @@ import anyio.lowlevel
 import pytest
 from openai.types import BatchError
 from support.apis import openai_answers
-from support.apis.batch_sessions import MODELS, VENDORS, ask, ask_twice, compare, session_on
+from support.apis.batch_sessions import (
+    MODELS,
+    VENDORS,
+    ask,
+    ask_twice,
+    backend_at,
+    compare,
+    session_on,
+)
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
-from support.apis.fake_server import Answer, AnyAnswer, Close, Hold, RawAnswer, Received
+from support.apis.fake_server import Answer, AnyAnswer, Close, Hold, RawAnswer, Received, fake_server
 from support.fake_engine import FakeEngine
 
 import agentflow as af
@@ -110,6 +120,34 @@ async def test_models_without_batches_are_refused() -> None:
         with pytest.raises(NotSupported) as raised:
             flow.map(ask, ["a"], batch=True)
         assert raised.value.param == "batch"
+
+
+async def test_a_recorded_session_is_refused(vendor: FakeVendor, tmp_path: Path) -> None:
+    async with session_on(vendor, record=tmp_path / "run.jsonl") as place:
+        with pytest.raises(NotSupported):
+            place.flow.map(ask, ["a"], batch=True)
+
+
+async def test_the_default_of_several_models(vendor: FakeVendor) -> None:
+    async with fake_server(vendor) as server:
+        models = {"one": backend_at(type(vendor), server.url), "other": af.Scripted("Hi.")}
+        async with af.session(models=models) as flow:
+            assert await flow.map(ask, ["a"], batch=True) == await flow.map(ask, ["a"])
+            assert vendor.num_batches == 1
+
+
+async def test_callables_that_are_no_functions(vendor: FakeVendor) -> None:
+    class Asker:
+        async def __call__(self, s: af.State, question: str) -> str:
+            return await ask(s, question)
+
+    async def ask_as(role: str, s: af.State, question: str) -> str:
+        return await ask(s, role + question)
+
+    async with session_on(vendor) as place:
+        for program in (Asker(), partial(ask_as, "Bee: ")):
+            plain = await place.flow.map(program, ["a"])
+            assert await place.flow.map(program, ["a"], batch=True) == plain
 
 
 async def test_a_script_answers_a_map_in_batches() -> None:

@@ -1,8 +1,7 @@
 """Answers the calls of a map in batches: collects the calls of a stage, sends them, and reads the results.
 
-A call *parks* until its batch has ended. A stage is complete when nothing in the session can happen before a
-parked call is answered: the map begins no more inputs, and each state waits for its call or for a value that
-such a call generates.
+A call *parks* until its batch has ended. A stage is complete when nothing can happen before a parked call is
+answered: the map begins no more inputs, and each state waits for its call or for a value of another state.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ MAX_FAILED_POLLS: Final = 1_500
 FIRST_LOOK_S = 0.005
 MAX_LOOK_S = 0.25
 """The pause between two looks whether a stage is complete."""
+MAX_STAGE_S: Final = 60.0
+"""How long a stage waits for a state that does not park its call."""
 CANCEL_S: Final = 10.0
 """How long the end of a session may take to cancel batches."""
 
@@ -142,19 +143,16 @@ class Collector:
             self._sent.append(batch)
             self._tasks.start_soon(self._run, batch, [])
 
-    async def run(self, num_calls: Callable[[], int | None]) -> None:
+    async def run(self, num_calls: Callable[[], int]) -> None:
         """Sends each stage when it is complete, until it is cancelled.
 
         Args:
-            num_calls: The number of calls that states wait for, if nothing else can happen before one of
-                these is answered; otherwise None.
+            num_calls: The number of calls of the states that do not wait for values of others, if each of
+                these waits for its calls.
         """
         while True:
             await self._has_come.wait()
-            look_s = FIRST_LOOK_S
-            while self._pool and not (self._notes.is_fed and num_calls() == self._num_parked):
-                await _pause(look_s)
-                look_s = min(MAX_LOOK_S, 2 * look_s)
+            await self._wait_for_stage(num_calls)
             calls, self._pool, self._has_come = self._pool, {}, anyio.Event()
             for part in self._parts(calls.values()):
                 record = BatchRecord(
@@ -164,6 +162,21 @@ class Collector:
                 self._by_request |= dict.fromkeys(record.requests, batch)
                 self._sent.append(batch)
                 self._tasks.start_soon(self._run, batch, part)
+
+    async def _wait_for_stage(self, num_calls: Callable[[], int]) -> None:
+        """Waits until each active state has parked its calls."""
+        look_s, num_parked, since_s = FIRST_LOOK_S, 0, anyio.current_time()
+        while self._pool:
+            if self._notes.is_fed:
+                if num_calls() <= self._num_parked:
+                    return
+                # Whatever a state may be busy with: an early batch is better than none.
+                if num_parked == self._num_parked and anyio.current_time() - since_s > MAX_STAGE_S:
+                    return
+            if num_parked != self._num_parked or not self._notes.is_fed:
+                num_parked, since_s = self._num_parked, anyio.current_time()
+            await _pause(look_s)
+            look_s = min(MAX_LOOK_S, 2 * look_s)
 
     def _parts(self, calls: Iterable[_ParkedCall]) -> Iterator[list[_ParkedCall]]:
         """The calls in batches, each of one path and within the vendor's limits."""
