@@ -241,7 +241,7 @@ async def test_a_killed_process_continues_its_batch(vendor: FakeVendor, path: st
     async with fake_server(vendor) as server:
         child = started(name, server.url, path)
         try:
-            await server.wait_until(lambda: bool(vendor.num_asked))
+            await server.wait_until(lambda: bool(vendor.num_asked), within_s=80)
         finally:
             child.send_signal(signal.SIGKILL)
             await anyio.to_thread.run_sync(child.wait)

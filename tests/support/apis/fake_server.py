@@ -143,9 +143,9 @@ class FakeServer:
         """The latest request."""
         return self.received[-1]
 
-    async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Waits until a condition on the attributes holds."""
-        with anyio.fail_after(20):
+    async def wait_until(self, holds: Callable[[], bool], within_s: float = 20) -> None:
+        """Waits until a condition on the attributes holds. ``TimeoutError`` after ``within_s`` seconds."""
+        with anyio.fail_after(within_s):
             while not holds():
                 await self._changed.wait()
 
