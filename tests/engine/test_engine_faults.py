@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.stepped_engine import SteppedEngine
+from support.examples import examples
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 from support.plain_model import runner as plain_runner
 
@@ -96,7 +97,7 @@ kinds = st.sampled_from(["generate", "generate", "score", "select", "compute"])
 
 
 @pytest.mark.trio_in_full
-@settings(max_examples=100)
+@examples(100)
 @given(
     jobs=st.lists(
         st.tuples(kinds, st.booleans(), st.lists(st.integers(2, 4), min_size=2, max_size=20)),

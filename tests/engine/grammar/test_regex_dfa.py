@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import interegular
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.engine.pattern_strategies import (
     PLAIN,
@@ -19,6 +19,7 @@ from support.engine.pattern_strategies import (
     texts,
     walked,
 )
+from support.examples import examples
 
 from agentflow.engine.grammar.dfa import DEAD, START, Dfa, build_dfa, utf8_rows
 from agentflow.engine.grammar.regex import (
@@ -62,7 +63,7 @@ def assert_same_language(pattern: str, others: list[str], rolls: random.Random) 
         assert dfa.matches(text.encode()) == bool(matcher.fullmatch(text)), text
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(patterns(), st.lists(texts, max_size=10), dice)
 def test_the_dfa_matches_what_python_matches(pattern, others, rolls):
     assert_same_language(pattern, others, rolls)
@@ -87,7 +88,7 @@ def states_of_both(pattern: str) -> Iterator[tuple[int, int | None]]:
                 pending.append(pair)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(patterns(atoms=plain_atoms, flags=()))
 def test_the_language_is_that_of_interegular(pattern):
     """For texts of every length: the product of both automata is walked to its end."""
@@ -116,7 +117,7 @@ def test_the_syntax_is_python_s(pattern, texts):
     assert [text for text in texts if dfa.matches(text.encode())] == matched
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(patterns(look_arounds=True), st.lists(texts, max_size=10), dice)
 @example("(?!.*foo$)[a-z]{3,5}", ["foo", "afoo", "food", "bar"], random.Random(1))
 @example("(?:(?!ab).)*", ["ba", "ab", "aab", "", "a"], random.Random(1))
@@ -150,7 +151,7 @@ _grouped = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.one_of(_small, _places, _grouped), min_size=1, max_size=5).map("".join))
 @example(r"(?:\b-|a\B){2,}$")
 @example(r"(?m:^a?$\n?)*")
@@ -170,7 +171,7 @@ def test_all_short_texts_match_as_in_python(pattern):
     assert matched == expected
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(patterns(look_arounds=True), dice)
 def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, rolls):
     dfa = dfa_of(pattern)
@@ -222,7 +223,7 @@ def test_far_out_no_character_has_a_case():
     assert far.lower() == far.upper() == far
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF)), max_size=6), dice)
 @example([(0, 0x10FFFF)], random.Random(1))
 @example([(0xD800, 0xDFFF)], random.Random(1))
@@ -243,7 +244,7 @@ def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
                 assert dfa.matches(chr(point).encode()) == within, hex(point)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.binary(max_size=4))
 @example(b"\xed\xa0\x80")
 @example(b"\xc0\x80")

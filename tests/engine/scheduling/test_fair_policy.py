@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.engine.requests import request_of
+from support.examples import examples
 from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
@@ -78,7 +79,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(plan=steps, least=st.sampled_from([0, 0, 10, 60]), share=st.sampled_from([0.0, 0.0, 0.25, 1.0]))
 def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +120,7 @@ def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
 shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_WEIGHT, MAX_WEIGHT)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     sizes=st.lists(
         st.tuples(st.integers(1, 300), st.sampled_from("aab"), st.integers(0, 20)), min_size=1, max_size=60

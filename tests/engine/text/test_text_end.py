@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import small_tokenizers
+from support.examples import examples
 from support.faults import has_param
 
 from agentflow.engine.text.detokenizer import TextEnd
@@ -81,7 +82,7 @@ def one(text: str) -> int:
 HALF = next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == "é".encode()[:1])
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(ids=tokens, stop=stops)
 @example(ids=[], stop=["x"])
 @example(ids=[one("a"), one("abab"), one("a")], stop=["ba"])  # inside one token
@@ -111,7 +112,7 @@ def test_like_brute_force(ids: list[int], stop: list[str]) -> None:
     assert end.finish() == ending
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.data(), continues=st.booleans())
 def test_ids_stand_for_the_text_in_the_other_family(data: st.DataObject, continues: bool) -> None:
     ids = data.draw(st.lists(st.integers(3, SENTENCEPIECE.vocab_size - 1), max_size=10))
@@ -145,7 +146,7 @@ repeated = st.tuples(atoms, st.sampled_from(["", "", "+", "*", "?", "{2}", "{1,2
 built = st.lists(repeated, min_size=1, max_size=5).map(lambda parts: "(a|b)" + "".join(parts))
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(
     ids=tokens,
     stop=st.lists(st.sampled_from(["ab", "b", "éa", "bbé"]), max_size=2),
