@@ -34,7 +34,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input install -c 
 MODEL := smollm2-135m
 
 # In the order of docs/quickstart.md.
-EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge cascade react \
+EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge cascade triage react \
             agent_with_tools generative_agents chat long_document extraction retrieval evaluation \
             fastapi_stream
 
