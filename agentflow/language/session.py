@@ -25,7 +25,7 @@ from agentflow.language.batch.map import (
 from agentflow.language.failures.mistakes import AsyncOnly
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
-from agentflow.language.link import Link
+from agentflow.language.link import TRACE, Link
 from agentflow.language.observing.runs import Runs
 from agentflow.language.program import ProgramStream, check_program, execute, name_of
 from agentflow.language.states.run import Run
@@ -352,6 +352,8 @@ class Session(AsyncOnly):
         >>> len(vectors), len(await flow.embed("How do plants eat?", dimensions=32))
         (2, 32)
         """
+        if (trace := TRACE.get()) is not None:
+            trace.needs_values("the embedding of a text")
         link = self._link
         wanted = ops.Embed(0, 0, "", (), model or "", dimensions, prompt, prompt_name)
         given = [texts] if isinstance(texts, str) else list(texts)

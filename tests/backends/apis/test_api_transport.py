@@ -278,6 +278,20 @@ async def test_a_fault_of_the_reader_is_raised_and_its_connection_dropped() -> N
         assert await stream(transport) == ["end"]
 
 
+async def test_a_request_that_was_refused_because_of_a_rate_is_sent_again() -> None:
+    answers = [Answer(b"{}", 429, {"retry-after-ms": "1"}), Answer(b"{}", 429), Answer(b'{"data": []}')]
+    async with opened(answers) as (transport, server):
+        assert await transport.post("embeddings", b"{}") == {"data": []}
+        assert len(server.received) == 3
+
+
+async def test_a_request_may_be_sent_once_only() -> None:
+    async with opened([Answer(b"{}", 503), Answer(b"{}")]) as (transport, server):
+        with pytest.raises(Overloaded):
+            await transport.post_once("batches", b"{}")
+        assert len(server.received) == 1
+
+
 async def test_lists_are_fetched_again_after_a_failure() -> None:
     async with opened([Answer(b"{}", 503), Answer(b'{"data": []}')]) as (transport, server):
         assert await transport.get("models") == {"data": []}

@@ -3,6 +3,7 @@ content."""
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.apis import responses_answers as answers
 from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader
-from agentflow.backends.apis.responses.responses_stream import ResponsesReader
+from agentflow.backends.apis.responses.responses_stream import ResponsesReader, response_events
 from agentflow.errors import AgentflowError, EngineFailed, ProtocolError, RequestRefused, ServerLost
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.sampling import GenParams
@@ -47,6 +48,76 @@ def read(
     generated = answer.deliver()
     assert generated.text.startswith("".join(shown))
     return generated
+
+
+def read_whole(response: bytes, *, params: GenParams | None = None) -> Answer:
+    """The answer in a whole response, as batches have it."""
+    answer = Answer(params or GenParams(), lambda text: None, is_reply=True)
+    sink = ResponsesReader(answer, ERRORS, 100)
+    for event in response_events(response):
+        sink.event(event)
+    sink.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (
+            answers.reasoning(["Lét ", "me."], ["Then."], encrypted="gAAA"),
+            answers.message("Grüße, ", "Wörld 🎉", index=1),
+            answers.call("c1", "find", '{"ä":', ' "ö"}', index=2),
+            answers.ending(usage=answers.usage(28, 9, cached=16, reasoning=4)),
+        ),
+        (answers.message("He", phase="final_answer"), answers.ending("max_output_tokens")),
+        (answers.ending(),),
+    ],
+    ids=["items", "incomplete", "nothing"],
+)
+def test_a_whole_response_is_read_like_its_stream(parts: tuple[Any, ...]) -> None:
+    found = read_whole(answers.whole(*parts))
+    assert found.deliver() == read(answers.events(answers.beginning(), *parts))
+    native = Answer(GenParams(), lambda text: None, is_reply=True)
+    sink = ResponsesReader(native, ERRORS, 100)
+    for event in EventReader().push(b"".join(answers.events(*parts))):
+        sink.event(event)
+    assert found.native == native.native
+
+
+def test_a_whole_response_is_cut_at_stops_and_charged() -> None:
+    response = answers.whole(
+        answers.message("one two"),
+        answers.message("three", index=1),
+        answers.ending(usage=answers.usage(9, 7)),
+    )
+    found = read_whole(response, params=GenParams(stop=("two",)))
+    assert (found.text, found.finish_reason) == ("one ", "stop")
+    assert found.usage.output_tokens == 7
+
+
+def test_whole_responses_have_log_probabilities() -> None:
+    part = {"token": "yes", "logprob": -0.5, "top_logprobs": [{"token": "yes", "logprob": -0.5}]}
+    content = [{"type": "output_text", "text": "yes", "annotations": [], "logprobs": [part]}]
+    item = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
+    found = read_whole(json.dumps({"status": "completed", "output": [item]}).encode())
+    assert [(token.text, token.logprob) for token in found.tokens] == [("yes", -0.5)]
+    assert found.text == "yes"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (answers.whole(answers.refusal("No."), answers.ending()), RequestRefused),
+        (answers.whole(answers.failed("server_error", "Sorry.")), EngineFailed),
+        (b'{"status": "cancelled", "output": []}', ServerLost),
+        (b'{"status": "completed", "output": 3}', ProtocolError),
+        (b'{"status": "completed", "output": [{"type": "message", "content": 3}]}', ProtocolError),
+        (b"no JSON", ProtocolError),
+    ],
+)
+def test_whole_responses_without_an_answer(response: bytes, expected: type[AgentflowError]) -> None:
+    with pytest.raises(expected):
+        read_whole(response)
 
 
 @given(size=st.integers(1, 400))

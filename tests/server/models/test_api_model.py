@@ -70,6 +70,14 @@ async def test_a_program_with_forks_and_wiring_runs_on_the_vendors_model() -> No
     assert {one.json["model"] for one in served.vendor.received} == {"gpt-4.1-mini"}
 
 
+async def test_a_server_has_no_batches() -> None:
+    async with served_apis([]) as served, af.session(served.ws_url) as flow:
+        with pytest.raises(NotSupported) as raised:
+            flow.map(judged, [()], batch=True)
+    assert raised.value.param == "batch"
+    assert served.vendor.received == []
+
+
 async def test_the_fields_of_a_turn_take_one_call_at_the_vendor() -> None:
     """The server's interpreter tells the generator what follows in the turn (speculation)."""
     answers = [text_stream("Name: Ada\nJob: engineer\nEnd")]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from support.apis.batch_vendors import AnthropicVendor, FakeVendor, OpenAIVendor
@@ -33,10 +34,16 @@ def backend_at(kind: type[FakeVendor], url: str, **options: Any) -> Any:
 
 
 @asynccontextmanager
-async def session_on(vendor: FakeVendor, *, max_retries: int = 0, **options: Any) -> AsyncIterator[Place]:
-    """A session. ``options``: of ``af.session``."""
+async def session_on(
+    vendor: FakeVendor,
+    *,
+    max_retries: int = 0,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> AsyncIterator[Place]:
+    """A session. ``given``: arguments of the backend. ``options``: of ``af.session``."""
     async with fake_server(vendor) as server:
-        backend = backend_at(type(vendor), server.url, max_retries=max_retries)
+        backend = backend_at(type(vendor), server.url, max_retries=max_retries, **given)
         async with af.session(backend=backend, **options) as flow:
             yield Place(server, flow)
 

@@ -17,22 +17,30 @@ from anthropic.types import Message, TextBlock, Usage
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse, MessageBatchRequestCounts
 from openai.types import Batch, BatchError, BatchRequestCounts, FileObject
 from openai.types.batch import Errors
-from openai.types.chat import ChatCompletion
-from support.apis import anthropic_answers, openai_answers
+from openai.types.chat import ChatCompletion, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from support.apis import anthropic_answers, openai_answers, responses_answers
 from support.apis.fake_server import Answer, AnyAnswer, Received
 
+LETTER = ChatCompletionTokenLogprob(token="B", logprob=-0.25, top_logprobs=[])
+"""The token of answers in batches of OpenAI that report log-probabilities."""
 Fate = Literal["answered", "refused", "expired"]
 
 
 def words_for(body: dict[str, Any]) -> str:
     """The answer to a request: text, or JSON of its schema. It depends on the messages."""
-    number = int(hashlib.sha256(json.dumps(body["messages"]).encode()).hexdigest()[:8], 16)
+    number = int(hashlib.sha256(json.dumps(_messages(body)).encode()).hexdigest()[:8], 16)
     schema = _schema(body)
     return f"w{number % 1000}" if schema is None else json.dumps(_instance(schema, number))
 
 
 def _schema(body: dict[str, Any]) -> dict[str, Any] | None:
-    for wanted in (body.get("response_format"), body.get("output_config", {}).get("format")):
+    formats = (
+        body.get("response_format"),
+        body.get("output_config", {}).get("format"),
+        body.get("text", {}).get("format"),
+    )
+    for wanted in formats:
         if wanted is not None:
             return wanted.get("json_schema", wanted)["schema"]  # type: ignore[no-any-return]
     return None
@@ -97,7 +105,12 @@ class FakeVendor:
     @property
     def prompts(self) -> list[list[str]]:
         """The last messages of the requests of each batch."""
-        return [[_text(body["messages"][-1]) for body in batch] for batch in self.sent]
+        return [[_text(_messages(body)[-1]) for body in batch] for batch in self.sent]
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = body.get("messages") or body["input"]
+    return found
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -110,7 +123,7 @@ def _json(model: Any) -> Answer:
 
 
 class OpenAIVendor(FakeVendor):
-    """OpenAI's chat completions, files and batches."""
+    """OpenAI's chat completions, responses, files and batches."""
 
     def __init__(self, num_polls: int = 1) -> None:
         super().__init__(num_polls)
@@ -124,6 +137,8 @@ class OpenAIVendor(FakeVendor):
         match request.method, path.removeprefix("/v1/").split("/"):
             case "POST", ["chat", "completions"]:
                 return openai_answers.text_stream(self.words(request.json))
+            case "POST", ["responses"]:
+                return responses_answers.text_stream(self.words(request.json))
             case "POST", ["files"]:
                 return self._upload(request)
             case "POST", ["batches"]:
@@ -168,7 +183,8 @@ class OpenAIVendor(FakeVendor):
         )
 
     def _create(self, wanted: dict[str, Any]) -> Batch:
-        assert (wanted["endpoint"], wanted["completion_window"]) == ("/v1/chat/completions", "24h")
+        assert wanted["endpoint"] in ("/v1/chat/completions", "/v1/responses")
+        assert wanted["completion_window"] == "24h"
         lines = [json.loads(line) for line in self._files[wanted["input_file_id"]].splitlines() if line]
         assert all((line["method"], line["url"]) == ("POST", wanted["endpoint"]) for line in lines)
         assert len({line["custom_id"] for line in lines}) == len(lines)
@@ -242,9 +258,15 @@ class OpenAIVendor(FakeVendor):
     def _body(self, asked: dict[str, Any]) -> Any:
         assert "stream" not in asked
         assert "stream_options" not in asked
+        if "input" in asked:
+            parts = responses_answers.message(self.words(asked)), responses_answers.ending()
+            return json.loads(responses_answers.whole(*parts))
         whole = openai_answers.completion(self.words(asked))
         assert isinstance(whole.body, bytes)
-        return ChatCompletion.model_validate_json(whole.body).to_dict(mode="json", exclude_unset=False)
+        completion = ChatCompletion.model_validate_json(whole.body)
+        if asked.get("logprobs"):
+            completion.choices[0].logprobs = ChoiceLogprobs(content=[LETTER])
+        return completion.to_dict(mode="json", exclude_unset=False)
 
 
 class AnthropicVendor(FakeVendor):

@@ -249,6 +249,14 @@ def stream(*parts: BaseModel | Iterable[BaseModel] | Step) -> Answer:
     return Answer([*_steps([beginning(), *parts])], content_type=EVENT_STREAM)
 
 
+def whole(*parts: Any) -> bytes:
+    """The response of which these events are the stream."""
+    found = [event for part in parts for event in (part if isinstance(part, list) else [part])]
+    items = [event.item for event in found if isinstance(event, ResponseOutputItemDoneEvent)]
+    response: Response = found[-1].response
+    return response.model_copy(update={"output": items}).to_json(indent=None).encode()
+
+
 def text_stream(
     *pieces: str, incomplete: Incomplete | None = None, usage: ResponseUsage | None = USAGE
 ) -> Answer:
