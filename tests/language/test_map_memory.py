@@ -94,7 +94,7 @@ async def test_all_tables_are_empty_after_many_runs(wrap):
         await map_eventfully(flow, 96)
         assert tables(flow) == NONE_LEFT
         if wrap is not Unbatched:
-            interpreter = flow._link._connection._connection._interpreter
+            interpreter = flow._link._connection._connection.interpreter
             with anyio.fail_after(10):
                 while any(tables_of(interpreter).values()):
                     await anyio.lowlevel.checkpoint()
