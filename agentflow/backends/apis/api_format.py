@@ -57,9 +57,11 @@ class ApiFormat(Protocol):
 
     Attributes:
         min_tokens: The smallest ``max_tokens`` that it accepts for a text.
+        may_stop_reasoning: Whether the model reasons by default, and a call may turn that off.
     """
 
     min_tokens: int
+    may_stop_reasoning: bool
 
     def request(self, context: ApiContext, call: Call) -> Request:
         """The request for a call. ``NotSupported`` if the API cannot express it."""

@@ -63,6 +63,11 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether the model reasons if a request says nothing about it."""
         return self.reasoning in ("by default", "always")
 
+    @property
+    def may_stop_reasoning(self) -> bool:
+        """Whether the model reasons by default, and a request may turn that off."""
+        return self.reasons_by_default and bool(self.reasoning_off)
+
     def parameters(self, reasons: bool | None = None) -> tuple[str, ...]:
         """The sampling parameters that may be set.
 

@@ -163,6 +163,7 @@ class EmbeddingsOnly:
     """The ``ApiFormat`` of a model that generates no text."""
 
     min_tokens = 1
+    may_stop_reasoning = False
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -416,8 +416,11 @@ class ApiGenerator:
         )
 
     def _greedy(self) -> GenParams:
-        """The parameters of a select."""
-        return GenParams(temperature=0.0 if self.capabilities.accepts("temperature") else None)
+        """The parameters of a select, before which the model does not reason if that can be avoided."""
+        return GenParams(
+            temperature=0.0 if self.capabilities.accepts("temperature") else None,
+            max_reasoning_tokens=0 if self._api.may_stop_reasoning else None,
+        )
 
     # Warming
 

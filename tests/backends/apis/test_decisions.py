@@ -163,11 +163,11 @@ def lettered(request: Received) -> AnyAnswer:
     return answers.stream([chunk, *answers.ending("length")])
 
 
-@pytest.mark.parametrize("flavour", ["openai", "vllm"])
-async def test_letters_decide_where_there_is_no_endpoint(flavour: str) -> None:
+@pytest.mark.parametrize("name", ["gpt-4.1-mini", "gpt-5.6", "vllm"])
+async def test_letters_decide_where_there_is_no_endpoint(name: str) -> None:
     async with fake_server(lettered) as server:
-        backend: Any = model(server.url, "gpt-4.1-mini")
-        if flavour != "openai":
+        backend: Any = model(server.url, name)
+        if name == "vllm":
             backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", max_retries=0)
         async with af.session(backend=backend) as flow, flow.state() as s:
             s += af.user("Buy now!")
@@ -183,6 +183,7 @@ async def test_letters_decide_where_there_is_no_endpoint(flavour: str) -> None:
     assert len(chats) == 2 * len(ASKED)
     assert len(server.received) - len(chats) <= 1  # the endpoint was looked for once
     for chat in chats:
+        assert chat.get("reasoning_effort") == ("none" if name == "gpt-5.6" else None)
         [message] = chat["messages"]
         assert message["content"].startswith("Buy now!\n\n")
 

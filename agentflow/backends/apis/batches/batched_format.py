@@ -30,6 +30,7 @@ class BatchedFormat:
     def __init__(self, inner: ApiFormat, api: BatchApi) -> None:
         self._inner = inner
         self.min_tokens = inner.min_tokens
+        self.may_stop_reasoning = inner.may_stop_reasoning
         self._api = api
         self._counts: Counter[str] = Counter()
 

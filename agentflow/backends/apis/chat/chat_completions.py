@@ -59,6 +59,7 @@ class ChatCompletions:
         self._model = model
         self._flavour = flavour
         self._facts = facts
+        self.may_stop_reasoning = facts.may_stop_reasoning
         self._sampling = SamplingFields(model, flavour, facts)
         self._plain = plain
         self._errors = errors

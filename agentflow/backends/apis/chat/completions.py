@@ -35,6 +35,7 @@ class TextCompletions:
 
     path = "completions"
     min_tokens = 1
+    may_stop_reasoning = False  # a plain text goes on without
 
     def __init__(self, model: str, flavour: Flavour, facts: ModelFacts, errors: ErrorMapping) -> None:
         self._model = model

@@ -66,6 +66,7 @@ class AnthropicMessages:
     ) -> None:
         self._model = model
         self._facts = facts
+        self.may_stop_reasoning = reasoning is None and facts.may_stop_reasoning
         self._errors = errors
         self._reasoning = reasoning
         self._effort = effort

@@ -49,6 +49,7 @@ class OpenAIResponses:
     def __init__(self, model: str, facts: ModelFacts, errors: ErrorMapping) -> None:
         self._model = model
         self._facts = facts
+        self.may_stop_reasoning = facts.may_stop_reasoning
         self._sampling = SamplingFields(model, RESPONSES, facts)
         self._errors = errors
         self._head = b'{"model":' + _encode(model) + b',"input":['
