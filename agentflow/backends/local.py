@@ -19,7 +19,6 @@ from agentflow.protocol.ops import Op
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
-from agentflow.runtime.state_tree import MAX_STATES
 from agentflow.runtime.task_group import open_task_group
 
 
@@ -48,7 +47,7 @@ async def interpreted(
     embedders: Mapping[str, Embedder] = MappingProxyType({}),
     models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
     *,
-    max_states: float = MAX_STATES,
+    max_states: float | None = None,
 ) -> AsyncIterator[InterpretedConnection[ContextT]]:
     """Interprets ops for the duration of the scope, whose end aborts running ops.
 
@@ -57,7 +56,7 @@ async def interpreted(
         deliver: Receives the events.
         embedders: Further models that make embeddings, by name.
         models: The generators of further models, by name.
-        max_states: The most states that may be open.
+        max_states: The most states that may be open; None: as many as in a session on a server.
     """
     with ExitStack() as at_the_end:
         async with open_task_group() as group:

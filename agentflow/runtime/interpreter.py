@@ -79,7 +79,6 @@ from agentflow.runtime.limits import (
 )
 from agentflow.runtime.observation import StatsAnswers, WatchAnswers
 from agentflow.runtime.state_tree import (
-    MAX_STATES,
     EventCursor,
     GraphExecution,
     PendingOp,
@@ -119,7 +118,7 @@ class Interpreter(Generic[ContextT]):
         hides_faults: Clients see only an id for faults of the backend, which the log explains.
         models: The generators of further models, by name.
         embedders: Further models that make embeddings, by name.
-        max_states: The most states that may be open.
+        max_states: The most states that may be open; None: ``state_tree.MAX_STATES``.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Interpreter(Generic[ContextT]):
         hides_faults: bool = False,
         models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
-        max_states: float = MAX_STATES,
+        max_states: float | None = None,
     ) -> None:
         self._hides_faults = hides_faults
         self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}

@@ -413,11 +413,11 @@ class StateTree(Generic[ContextT]):
         *,
         kick: Callable[[StateRecord[ContextT]], None],
         later: Callable[[Callable[[], object]], None],
-        max_states: float = MAX_STATES,
+        max_states: float | None = None,
     ) -> None:
         self._events = events
         self._memory = memory
-        self._max_states = max_states
+        self._max_states = MAX_STATES if max_states is None else max_states
         self._kick = kick
         self._later = later
         self._states: dict[int, StateRecord[ContextT]] = {}

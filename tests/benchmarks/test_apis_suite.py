@@ -21,6 +21,8 @@ SMALLEST = suite.Size(
     stream_tokens=2,
     stall_rounds=1,
     prefix_words=40,
+    questions=3,
+    text_words=20,
 )
 
 

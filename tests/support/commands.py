@@ -76,6 +76,9 @@ def engines_of(pid: int | None = None) -> list[psutil.Process]:
 def _is_engine(process: psutil.Process) -> bool:
     """And not the process that compiles constraints, nor the template of engine processes."""
     try:
-        return process.pid in process_template.forked or process_template.ENGINE in process.cmdline()
+        return (
+            process_template.forked.get(process.pid) == process_template.ENGINE
+            or process_template.ENGINE in process.cmdline()
+        )
     except psutil.Error:  # it has just ended
         return False

@@ -32,8 +32,8 @@ _IMPORTED = {
 """The main modules of the processes that are forked, and what their templates import."""
 # A template has the same command line as its forks, and none that names their module.
 _NUMBERS = {module: str(number) for number, module in enumerate(_IMPORTED)}
-forked: set[int] = set()
-"""The numbers of all processes that were forked."""
+forked: dict[int, str] = {}
+"""The modules of all processes that were forked, by their numbers."""
 _PYTHON = sys.executable
 _MOST_BYTES = 2**17
 _PR_SET_CHILD_SUBREAPER = 36
@@ -105,7 +105,7 @@ def forked_processes() -> Iterator[None]:
             if module not in templates:
                 templates[module] = ProcessTemplate(module, environment)
             pid = templates[module].fork(command[3:], environment, tuple(pass_fds))
-        forked.add(pid)
+        forked[pid] = module
         return Forked(command, pid)
 
     with pytest.MonkeyPatch.context() as patch:

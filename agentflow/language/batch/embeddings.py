@@ -101,13 +101,13 @@ def _embedder(link: Link, name: str) -> tuple[str, str]:
     found = {
         model: features.embedding_models for model, features in models.items() if features.embedding_models
     }
-    if name in found and name not in found[name]:
-        return name, found[name][0]
+    if name in found and models[name].model in found[name] and name not in found[name]:
+        return name, models[name].model
     for model, embed_models in found.items():
         if not name or name in embed_models:
             return "" if model == next(iter(models)) else model, name or embed_models[0]
     known = dict.fromkeys(one for embed_models in found.values() for one in embed_models)
-    features = msgspec.structs.replace(link.capabilities, embedding_models=(*found, *known))
+    features = msgspec.structs.replace(link.capabilities, embedding_models=tuple(known))
     features.require_embeddings(name)
     raise AssertionError
 
