@@ -178,11 +178,13 @@ def _scored_and_sampled_rows(
     owners: list[int] = []
     positions: list[int] = []
     first_rows: list[int] = []  # of each of ``scored_nodes``
+    has_targets = False  # not if all nodes are inside of heads: a runner then scores nothing
     first_token = 0
     for row in work:
         for index, target in row.targets:
             if row.request.tree is not None:
                 first_rows.append(len(rows))
+                has_targets = True
             rows.append(first_token + index)
             targets.append(target)
             owners.append(row.request.req_row)
@@ -194,6 +196,7 @@ def _scored_and_sampled_rows(
         scored = tree.scored_between(1 + first, 1 + first + num_nodes)
         nodes = scored - 1
         first_rows.append(len(rows))
+        has_targets = has_targets or len(scored) > 0
         rows += (nodes + (first_token - first)).tolist()
         targets += tree.targets[tree.first_targets[scored]].tolist()
         owners += [row.request.req_row] * len(nodes)
@@ -204,5 +207,5 @@ def _scored_and_sampled_rows(
         np.array(owners, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(targets, dtype=np.int64),
-        scored_tokens(scored_nodes(work, trees), first_rows) if first_rows and rows else None,
+        scored_tokens(scored_nodes(work, trees), first_rows) if has_targets else None,
     )

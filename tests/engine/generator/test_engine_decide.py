@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +16,12 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import decide
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.messages import Finished
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.decisions import Option, Question, probabilities_of, question_text
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 
@@ -151,6 +156,25 @@ async def test_an_open_turn_of_the_assistant_is_refused_and_one_of_the_user_goes
         generator, context = opened(client, [("user", "what?")], leaves_open=True)
         found = await generator.decide(context, [question := Question("a", "predicate")])
         assert found.probabilities[0] == pytest.approx(await by_hand(client, [("user", "what?")], question))
+
+
+async def test_steps_with_parts_of_questions_only_leave_generations_alone():
+    asked = [Question(f"q{number}", "predicate", f"the question {number} " * 8) for number in range(4)]
+    config = SchedulerConfig(token_budget=16)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    async with plain_model_engine(config, end_token_ids=(END_ID, *END_OF_TURN)) as client:
+        generator, context = opened(client, [("user", "what?")])
+        ends: list[Finished] = []
+
+        async def generate() -> None:
+            ends.append(await client.generate([5, 6, 7], params, seed=1))
+
+        async with open_task_group() as tasks:
+            tasks.start_soon(generate)
+            await anyio.lowlevel.checkpoint()
+            found = await generator.decide(context, asked)
+    assert len(ends[0].token_ids) == 100
+    assert [sum(one) for one in found.probabilities if one is not None] == pytest.approx([1] * 4)
 
 
 async def test_questions_that_do_not_fit_fail_alone():
