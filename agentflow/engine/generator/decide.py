@@ -64,7 +64,7 @@ def encode_questions(
         texts = [f" {text}\n" for text in question.answers] if is_plain else question.answers
         encoded = asked.encode_choices(texts)
         if end is None:
-            end = [] if is_plain else _end_of_turn(asked, texts[0], end_ids)
+            end = [] if is_plain else _end_of_turn(asked, end_ids)
         prefixes.append(encoded.prefix)
         answers.append([ids + end for ids in encoded.ends])
     num_common = min(num_common_ids(prefixes[0], prefix) for prefix in prefixes)
@@ -94,14 +94,17 @@ def _asked(tokens: TokenState, question: str) -> tuple[TokenState, bool]:
     return asked, False
 
 
-def _end_of_turn(asked: TokenState, answer: str, end_ids: Sequence[int]) -> list[int]:
-    """The token that ends the assistant's turn, if it is an end token of the model."""
-    answered = asked.fork()
-    answered.text(answer)
-    num_before = len(answered.ids())
-    answered.end_role()
-    closing = answered.ids()[num_before:]
-    return [closing[0]] if closing and closing[0] in end_ids else []
+def _end_of_turn(asked: TokenState, end_ids: Sequence[int]) -> list[int]:
+    """The token that ends the assistant's turn, if it is an end token of the model. Templates may rewrite the
+    beginning of a turn that is closed, so it is the first after what two answers differ in."""
+    closed: list[list[int]] = []
+    for answer in ("yes", "no"):
+        answered = asked.fork()
+        answered.text(answer)
+        answered.end_role()
+        closed.append(answered.ids()[::-1])
+    num_same = num_common_ids(*closed)
+    return [closed[0][num_same - 1]] if num_same and closed[0][num_same - 1] in end_ids else []
 
 
 async def decided(

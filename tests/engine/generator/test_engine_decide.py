@@ -7,9 +7,11 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chat_template_shapes import CHATML, THINKING
 from support.fake_engine import TEMPLATE, TOKENIZER
 from support.faults import has_param
 from support.plain_model import END_ID, plain_model_engine
+from support.thinking_models import QWEN
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
@@ -18,6 +20,7 @@ from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import Finished
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.decisions import Option, Question, probabilities_of, question_text
 from agentflow.protocol.sampling import SamplingParams
@@ -156,6 +159,17 @@ async def test_an_open_turn_of_the_assistant_is_refused_and_one_of_the_user_goes
         generator, context = opened(client, [("user", "what?")], leaves_open=True)
         found = await generator.decide(context, [question := Question("a", "predicate")])
         assert found.probabilities[0] == pytest.approx(await by_hand(client, [("user", "what?")], question))
+
+
+@pytest.mark.parametrize("source", [CHATML, THINKING, QWEN], ids=["plain", "reasoning", "qwen"])
+def test_answers_end_with_the_turn_where_a_template_rewrites_it(source):
+    state = TokenState(TOKENIZER, ChatTemplate(source))
+    state.begin_role("user")
+    state.text("what?")
+    state.end_role()
+    asked = [Question("a", "choice", "", (Option("no"), Option("not sure")))]
+    [answers] = decide.encode_questions(state, asked, END_OF_TURN).answers
+    assert all(ids[-1:] == END_OF_TURN for ids in answers)
 
 
 async def test_steps_with_parts_of_questions_only_leave_generations_alone():
