@@ -192,6 +192,8 @@ async def _decided_by_engine(
         )
         try:
             await generator.fill_conversation(context, Conversation(messages), opens_turn=False)
+            if context.tokens.last_turn[1]:  # the assistant's turn, which a completion would continue
+                generator.end_role(context)
             return await generator.decide(context, questions)
         finally:
             generator.free(context)

@@ -107,6 +107,19 @@ async def test_items_and_json_are_an_input(server: ApiServer) -> None:
     assert 0 < decision.answers[0].probability < 1
 
 
+async def test_an_answer_of_the_assistant_may_come_last(server: ApiServer) -> None:
+    async with af.session(server.url.replace("http", "ws")) as flow, flow.state() as s:
+        s += af.user(COMPLAINT) + af.assistant("I am sorry.")
+        expected = (await s.decide(ASKED))["spam"].probabilities[True]
+    items: list[Any] = [
+        {"role": "user", "content": COMPLAINT},
+        {"role": "assistant", "content": "I am sorry."},
+    ]
+    with sync_client(server) as client:
+        decision = client.decisions.create(model=MODEL, input=items, questions=QUESTIONS[:1])
+    assert decision.answers[0].probability == expected
+
+
 @pytest.mark.parametrize(
     "values", [["true", True], [True, False], ["a", "b"]], ids=["a text and a value", "values", "texts"]
 )
