@@ -248,6 +248,11 @@ class ApiContext:
         parts = [self.open_text] if self.parts else []
         return replace(self, parts=parts, trace="", upcoming=(), ahead=None)
 
+    def check_decidable(self) -> None:
+        """``BadArgument`` in the assistant's turn."""
+        if self.role == "assistant":
+            raise BadArgument("decide: the assistant's turn is open: end it first, or decide before it")
+
     def asked(self, question: str) -> ApiContext:
         """A context in which the user asks a question after this one. ``NotSupported`` after plain text,
         ``BadArgument`` in the assistant's turn."""
@@ -256,8 +261,7 @@ class ApiContext:
                 "decide: a model behind an API decides about turns, and this state has plain text: put "
                 "the text into af.user(…)"
             )
-        if self.role == "assistant":
-            raise BadArgument("decide: the assistant's turn is open: end it first, or decide before it")
+        self.check_decidable()
         asked = self.forked()
         if asked.role is not None:
             asked.end_role()

@@ -234,9 +234,12 @@ class ApiGenerator:
     async def decide(self, context: ApiContext, questions: Sequence[Question]) -> Decided:
         """Asks the endpoint for decisions if there is one, and otherwise decides each question by itself: by
         the log-probabilities of letters, or by an answer that the model writes."""
+        context.check_decidable()
         if self._has_decisions:
             try:
-                return await self._decided_by_endpoint(context, questions)
+                decided = await self._decided_by_endpoint(context, questions)
+                self._decisions_api = True  # from now on, its errors are those of the request
+                return decided
             except (NotSupported, RequestRefused, ProtocolError, BadArgument):
                 if self._decisions_api:
                     raise

@@ -222,6 +222,33 @@ async def test_an_open_turn_and_plain_text_are_refused() -> None:
         assert server.received == []
 
 
+async def test_an_endpoint_that_has_answered_is_kept() -> None:
+    def answer(request: Received) -> AnyAnswer:
+        if request.path != "/v1/decisions":
+            return lettered(request)
+        if "very long" in request.json["input"][0]["content"]:
+            return answers.error(400, "the context length is exceeded")
+        return decision(SPAM, TONE, STARS)
+
+    async with fake_server(answer) as server:
+        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", max_retries=0)
+        async with af.session(backend=backend) as flow:
+            for text in ("Buy now!", "very long", "Buy now!"):
+                async with flow.state() as s:
+                    s += af.user(text)
+                    asked = s.decide(ASKED)
+                    if text == "very long":
+                        with pytest.raises(RequestRefused):
+                            await asked
+                    else:
+                        await asked
+                        assert asked.decided_by == "endpoint"
+            async with flow.state() as s, s.assistant() as turn:
+                turn += "It is"
+                with pytest.raises(BadArgument):
+                    await turn.decide(ASKED)
+
+
 @given(st.lists(st.floats(-20, 0), min_size=2, max_size=20), st.lists(st.floats(-20, 0), max_size=5))
 def test_letters_have_the_probabilities_of_their_tokens(logprobs: list[float], others: list[float]) -> None:
     top = [TokenLogprob(-1, LETTERS[place], logprob) for place, logprob in enumerate(logprobs)]
