@@ -56,7 +56,8 @@ def encode_questions(
 ) -> EncodedQuestions:
     """Encodes the questions after a state, which is cut as by a fork. ``end_ids``: the model's end tokens.
     ``BadArgument`` within the assistant's turn."""
-    prefixes: list[list[int]] = []
+    first: list[int] = []  # the ids before the answers to the first question
+    heads: list[tuple[int, list[int]]] = []  # how many of these each question has, and its ids after them
     answers: list[list[list[int]]] = []
     end: list[int] | None = None
     for question in questions:
@@ -65,10 +66,13 @@ def encode_questions(
         encoded = asked.encode_choices(texts)
         if end is None:
             end = [] if is_plain else _end_of_turn(asked, end_ids)
-        prefixes.append(encoded.prefix)
+        first = encoded.prefix if not heads else first
+        num_same = num_common_ids(first, encoded.prefix)
+        heads.append((num_same, encoded.prefix[num_same:]))
         answers.append([ids + end for ids in encoded.ends])
-    num_common = min(num_common_ids(prefixes[0], prefix) for prefix in prefixes)
-    return EncodedQuestions(prefixes[0][:num_common], [ids[num_common:] for ids in prefixes], answers)
+    num_common = min([num_same for num_same, _ in heads])
+    rests = [first[num_common:num_same] + ids for num_same, ids in heads]
+    return EncodedQuestions(first[:num_common], rests, answers)
 
 
 def _asked(tokens: TokenState, question: str) -> tuple[TokenState, bool]:

@@ -628,10 +628,17 @@ def _joined(segments: list[Segment]) -> list[int]:
     return ids
 
 
+# Ids that are compared at once.
+_COMPARED = 1024
+
+
 def num_common_ids(old: list[int], new: list[int]) -> int:
-    """Length of the common prefix of two lists of ids; fast if ``new`` continues ``old``."""
+    """Length of the common prefix of two lists of ids; fast if it is long."""
     if new[: len(old)] == old:
         return len(old)
-    return next(
-        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
-    )
+    most = min(len(old), len(new))
+    for start in range(0, most, _COMPARED):
+        end = min(start + _COMPARED, most)
+        if old[start:end] != new[start:end]:
+            return next(n for n in range(start, end) if old[n] != new[n])
+    return most
