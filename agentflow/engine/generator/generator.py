@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
 from agentflow.engine.generator.context import (
     CHARS_PER_TOKEN,
+    CHARS_PER_TURN,
     EngineContext,
     OutputTokenCache,
     PromptLimits,
@@ -82,6 +83,8 @@ MAX_INLINE_CHARS = 4000
 ENCODING_THREADS = 4
 # Rendering a question costs about as much as encoding this many characters.
 CHARS_PER_QUESTION = 500
+# All turns before a question are rendered so many times.
+RENDERINGS = 4
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
 MIN_AHEAD_TOKENS = 32
@@ -463,7 +466,8 @@ class EngineGenerator:
             admitted.prompt_tokens = 0  # until the engine has the request
             await self._encode(context)
             self.limits.check_length(num_chars)
-            amount = num_chars + CHARS_PER_QUESTION * len(questions)
+            per_question = CHARS_PER_QUESTION + RENDERINGS * CHARS_PER_TURN * context.num_turns
+            amount = num_chars + per_question * len(questions)
             asked = await self.encode_beside(
                 amount, encode_questions, context.tokens, questions, self._client.info.end_token_ids
             )
