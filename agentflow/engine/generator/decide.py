@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import anyio
 import msgspec
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator.select import MAX_TREE_TOKENS, Scoring
+from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, Scoring
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.token_state import TokenState, num_common_ids
 from agentflow.errors import BadArgument
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
-from agentflow.runtime.task_group import open_task_group
+from agentflow.runtime.task_group import first_of, open_task_group
 
 MAX_NODES = 8192
 """The most nodes of one tree. More questions make several trees, of which only the first computes the
@@ -136,17 +137,25 @@ async def decided(
             store(index, [next(logprobs) for _ in asked.answers[index]])
         return end
 
-    async def score_long(index: int) -> None:
-        prompt = asked.prompt + asked.heads[index]
-        store(index, await scoring.scored_after(prompt, asked.answers[index]))
+    async def score_beside(group: Sequence[int]) -> None:
+        async with limiter:
+            await score(group, stateless)
 
-    scoring = Scoring(client, origin)
+    async def score_long(index: int) -> None:
+        async with limiter:
+            prompt = asked.prompt + asked.heads[index]
+            store(index, await scoring.scored_after(prompt, asked.answers[index]))
+
+    scoring, limiter = Scoring(client, origin), anyio.CapacityLimiter(MAX_AT_ONCE)
     first = await (score(groups[0], origin) if groups else client.compute(asked.prompt, origin=origin))
-    async with open_task_group() as tasks:
-        for group in groups[1:]:
-            tasks.start_soon(score, group, stateless)
-        for index in long:
-            tasks.start_soon(score_long, index)
+    try:
+        async with open_task_group() as tasks:
+            for group in groups[1:]:
+                tasks.start_soon(score_beside, group)
+            for index in long:
+                tasks.start_soon(score_long, index)
+    except ExceptionGroup as failed:  # several, perhaps for the same reason
+        raise first_of(failed) from failed
     return found, first
 
 

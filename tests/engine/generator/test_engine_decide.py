@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import anyio
 import anyio.lowlevel
 import pytest
@@ -18,8 +21,10 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import decide
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.messages import Finished
+from agentflow.engine.generator.select import MAX_AT_ONCE
+from agentflow.engine.messages import Finished, FromEngine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.decisions import Option, Question, probabilities_of, question_text
@@ -189,6 +194,30 @@ async def test_steps_with_parts_of_questions_only_leave_generations_alone():
             found = await generator.decide(context, asked)
     assert len(ends[0].token_ids) == 100
     assert [sum(one) for one in found.probabilities if one is not None] == pytest.approx([1] * 4)
+
+
+async def test_many_long_questions_take_turns():
+    class Unfinished:
+        numbers: ClassVar[list[int]] = [0]
+
+        def sent(self, message: Submit) -> None:
+            self.numbers.append(self.numbers[-1] + 1)
+
+        def received(self, messages: Sequence[FromEngine]) -> None:
+            ended = sum([isinstance(message, Finished) for message in messages])
+            self.numbers.append(self.numbers[-1] - ended)
+
+    texts = [f"{number} " + "the question " * 150 for number in range(40)]
+    asked = [Question(text[:2], "predicate", text) for text in texts]
+    async with plain_model_engine(
+        num_slots=65536, max_context=32768, end_token_ids=(END_ID, *END_OF_TURN)
+    ) as client:
+        client.observe(seen := Unfinished())
+        generator, context = opened(client, [("user", "what?")])
+        await generator.decide(context, asked)
+        generator.free(context)
+    assert len(asked) < len(seen.numbers)
+    assert max(seen.numbers) <= MAX_AT_ONCE
 
 
 async def test_questions_that_do_not_fit_fail_alone():
