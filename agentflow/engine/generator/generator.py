@@ -461,11 +461,12 @@ class EngineGenerator:
     async def decide(self, context: EngineContext, questions: Sequence[Question]) -> Decided:
         """Scores the answers to all questions together. Each question follows the context by itself."""
         self.check_task(embeds=False)
-        num_chars = sum([len(question_text(question)) for question in questions])
+        lengths = [len(question_text(question)) for question in questions]
+        num_chars = sum(lengths)
         with self._admit(context.num_guessed_tokens + num_chars // CHARS_PER_TOKEN) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             await self._encode(context)
-            self.limits.check_length(num_chars)
+            self.limits.check_length(max(lengths))  # each is a prompt of its own
             per_question = CHARS_PER_QUESTION + RENDERINGS * CHARS_PER_TURN * context.num_turns
             amount = num_chars + per_question * len(questions)
             asked = await self.encode_beside(

@@ -220,6 +220,15 @@ async def test_many_long_questions_take_turns():
     assert max(seen.numbers) <= MAX_AT_ONCE
 
 
+async def test_questions_may_be_longer_together_than_a_prompt():
+    asked = [Question(f"q{number}", "predicate", f"the question {number} " * 8) for number in range(150)]
+    assert TOKENIZER.fewest_tokens(sum([len(question_text(question)) for question in asked])) > 512
+    async with plain_model_engine(end_token_ids=(END_ID, *END_OF_TURN)) as client:
+        generator, context = opened(client, [("user", "what?")])
+        found = await generator.decide(context, asked)
+    assert len(found.probabilities) == len(asked)
+
+
 async def test_questions_that_do_not_fit_fail_alone():
     long = [Question("a", "predicate", "the question " * 400)]
     async with plain_model_engine(end_token_ids=(END_ID, *END_OF_TURN)) as client:
