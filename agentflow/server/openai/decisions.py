@@ -12,10 +12,10 @@ from msgspec import Meta
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.submit import MAX_PRIORITY
 from agentflow.protocol.chat import Conversation, Message
-from agentflow.protocol.decisions import MAX_OPTIONS, MAX_QUESTIONS, Option, Question
+from agentflow.protocol.decisions import MAX_OPTIONS, MAX_QUESTIONS, Option, Question, check_questions
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.runtime.generator import Decided
-from agentflow.server.compatible.field_errors import naming_field
+from agentflow.server.compatible.field_errors import naming_field, naming_param
 from agentflow.server.compatible.fields import Unread
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
@@ -158,7 +158,7 @@ async def create_decision(call: ApiCall) -> None:
     body = await call.beside(call.read, DecisionRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
     messages = await call.beside(_messages_of, body, generator.capabilities.model)
-    questions = [_question(number, asked) for number, asked in enumerate(body.questions)]
+    questions = await call.beside(_questions_of, body)
     if isinstance(generator, TenantGenerator):
         decided = await _decided_by_api(generator, body, messages, questions)
     else:
@@ -230,6 +230,13 @@ def _messages_of(body: DecisionRequest, model: str) -> tuple[Message, ...]:
     for number, raw in enumerate(items):
         turns.add(reader.read(raw, f"input[{number}]"), f"input[{number}]")
     return tuple(turns.messages)
+
+
+def _questions_of(body: DecisionRequest) -> list[Question]:
+    questions = [_question(number, asked) for number, asked in enumerate(body.questions)]
+    with naming_param("questions"):
+        check_questions(questions)
+    return questions
 
 
 def _question(number: int, asked: AskedQuestion) -> Question:

@@ -120,6 +120,14 @@ async def test_an_answer_of_the_assistant_may_come_last(server: ApiServer) -> No
     assert decision.answers[0].probability == expected
 
 
+async def test_the_questions_have_the_limit_of_those_of_programs(server: ApiServer) -> None:
+    questions = [{"type": "predicate", "instructions": "x" * 2_000}] * 201
+    body = {"model": MODEL, "input": "x", "questions": questions}
+    async with httpx2.AsyncClient() as client:
+        answer = await client.post(f"{server.url}/v1/decisions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "questions")
+
+
 @pytest.mark.parametrize(
     "values", [["true", True], [True, False], ["a", "b"]], ids=["a text and a value", "values", "texts"]
 )
