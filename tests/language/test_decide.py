@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -152,3 +153,16 @@ async def test_a_branch_that_is_cancelled_takes_its_questions_along() -> None:
         with pytest.raises(af.Cancelled):
             await asked
         assert (await s.decide({"good": bool}))["good"].value in (True, False)
+
+
+async def test_decisions_are_kept_by_a_resumed_map(tmp_path: Path) -> None:
+    async def decide(s: af.State, text: str) -> dict[str, af.Decision]:
+        s += af.user(text)
+        return await s.decide({"spam": bool, "stars": range(1, 3)})
+
+    answers = {"decisions": {"spam": {True: 0.75, False: 0.25}, "stars": {1: 0.25, 2: 0.75}}}
+    for script in (answers, {}):
+        async with af.session(backend=af.Scripted(script)) as flow:
+            [found] = await flow.map(decide, ["Buy now!"], resume=tmp_path / "found.jsonl")
+        assert (found["spam"].value, found["spam"].probability) == (True, 0.75)
+        assert (found["stars"].value, found["stars"].probability) == (2, 0.75)

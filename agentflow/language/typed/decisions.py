@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from agentflow.errors import BadArgument, faults_of, short_repr
 from agentflow.language.markers import MARKERS
+from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol.decisions import Option, Question, check_questions
 
@@ -19,7 +20,7 @@ of a ``Literal`` with texts; or the numbers of a range, from the lowest to the h
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(JsonRecord):
     """The answer to a question of ``s.decide``.
 
     Attributes:
@@ -40,7 +41,7 @@ class Decision:
     @property
     def probability(self) -> float:
         """The probability of the value; 0 if there is none."""
-        return self.probabilities.get(self.value, 0.0)
+        return max(self.probabilities.values(), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

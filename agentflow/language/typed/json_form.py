@@ -144,6 +144,8 @@ _SCALARS: Final = (str, bool, int, float)
 def _plain_key(key: Any) -> str:
     if type(key) is str:
         return key
+    if isinstance(key, bool):  # as in ``json``
+        return "true" if key else "false"
     found: dict[str, None] = msgspec.to_builtins({key: None}, str_keys=True)
     return next(iter(found))
 
