@@ -479,7 +479,8 @@ class EngineGenerator:
             admitted.cached_tokens = end.cached_tokens
             usage = Usage(asked.num_tokens, end.cached_tokens)
             self._own += usage
-        context.num_computed = max(context.num_computed, len(asked.prompt))
+        num_own = min(len(asked.prompt), context.tokens.num_settled)  # the rest belongs to the questions
+        context.num_computed = max(context.num_computed, num_own)
         return Decided(tuple(probabilities), usage)
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
