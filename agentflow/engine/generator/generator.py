@@ -458,8 +458,11 @@ class EngineGenerator:
         context.num_computed = len(encoded.prefix)
         return Scored(best, tuple(scores), _usage(end))
 
-    async def decide(self, context: EngineContext, questions: Sequence[Question]) -> Decided:
-        """Scores the answers to all questions together. Each question follows the context by itself."""
+    async def decide(
+        self, context: EngineContext, questions: Sequence[Question], *, max_tokens: int | None = None
+    ) -> Decided:
+        """Scores the answers to all questions together. Each question follows the context by itself, and
+        makes a prompt of at most ``max_tokens`` with it (None: what the model takes)."""
         self.check_task(embeds=False)
         lengths = [len(question_text(question)) for question in questions]
         num_chars = sum(lengths)
@@ -472,6 +475,9 @@ class EngineGenerator:
             asked = await self.encode_beside(
                 amount, encode_questions, context.tokens, questions, self._client.info.end_token_ids
             )
+            if max_tokens is not None:
+                most = self.limits.max_tokens(max_tokens)
+                self.limits.check_num_tokens(len(asked.prompt) + max(map(len, asked.heads)), most)
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = asked.num_tokens
             context.has_run = True

@@ -194,7 +194,7 @@ async def _decided_by_engine(
             await generator.fill_conversation(context, Conversation(messages), opens_turn=False)
             if context.tokens.last_turn[1]:  # the assistant's turn, which a completion would continue
                 generator.end_role(context)
-            return await generator.decide(context, questions)
+            return await generator.decide(context, questions, max_tokens=most)
         finally:
             generator.free(context)
 

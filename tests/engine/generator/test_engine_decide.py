@@ -235,5 +235,7 @@ async def test_questions_that_do_not_fit_fail_alone():
         generator, context = opened(client, [("user", "what?")])
         with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
             await generator.decide(context, long)
-        found = await generator.decide(context, [Question("a", "predicate")])
+        with pytest.raises(af.PromptTooLong):
+            await generator.decide(context, [Question("a", "predicate")], max_tokens=20)
+        found = await generator.decide(context, [Question("a", "predicate")], max_tokens=500)
         assert sum(found.probabilities[0]) == pytest.approx(1)
