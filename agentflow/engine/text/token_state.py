@@ -412,6 +412,11 @@ class TokenState:
             self._parts = _with_run(self._parts, TextRun(text, tuple(ids)))
             self._has_changed()
 
+    def markup(self, text: str) -> None:
+        """Appends text that may have special tokens, as if the model had written it."""
+        if text:
+            self.generated(self._tokenizer.encode_markup(text, continues=True), text)
+
     def called(self, reply: Message) -> None:
         """Declares that the last generated text, if it is the whole open turn, is ``reply``, which calls
         tools. A template that requires calls before their results gets them as calls."""

@@ -14,7 +14,7 @@ from support.chat_template_shapes import CHATML, THINKING
 from support.fake_engine import TEMPLATE, TOKENIZER
 from support.faults import has_param
 from support.plain_model import END_ID, plain_model_engine
-from support.thinking_models import QWEN
+from support.thinking_models import DEEPSEEK, QWEN
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
@@ -175,6 +175,17 @@ def test_answers_end_with_the_turn_where_a_template_rewrites_it(source):
     asked = [Question("a", "choice", "", (Option("no"), Option("not sure")))]
     [answers] = decide.encode_questions(state, asked, END_OF_TURN).answers
     assert all(ids[-1:] == END_OF_TURN for ids in answers)
+
+
+def test_answers_follow_no_reasoning_that_the_prompt_begins():
+    state = TokenState(TOKENIZER, ChatTemplate(DEEPSEEK))
+    state.begin_role("user")
+    state.text("what?")
+    state.end_role()
+    encoded = decide.encode_questions(state, [Question("a", "predicate"), Question("b", "predicate")], ())
+    for head in encoded.heads:
+        text = TOKENIZER.decode(encoded.prompt + head, skip_special=False)
+        assert text.endswith("<|assistant|><think>\n\n</think>\n\n")
 
 
 async def test_steps_with_parts_of_questions_only_leave_generations_alone():
