@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from agentflow.backends.apis.answers.answer import TokenInfo
+from agentflow.backends.apis.responses.responses_stream import call_item
 from agentflow.errors import ProtocolError
 from agentflow.protocol.chat import Message
 from agentflow.protocol.decisions import Option, Question, probabilities_of
@@ -69,12 +70,21 @@ def request_body(
     """The request to the endpoint. ``key``: of the prompt cache."""
     fields: dict[str, Any] = {
         "model": model,
-        "input": [{"role": message.role, "content": message.content} for message in messages],
+        "input": [item for message in messages for item in _items(message)],
         "questions": [_question(question) for question in questions],
     }
     if key is not None:
         fields["prompt_cache_key"] = key
     return _encode(fields)
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        result = {"call_id": message.tool_call_id or "", "output": message.content}
+        return [{"type": "function_call_output", **result}]
+    has_text = message.content or not message.tool_calls
+    said = [{"role": message.role, "content": message.content}] if has_text else []
+    return said + [call_item(call) for call in message.tool_calls]
 
 
 def _question(question: Question) -> dict[str, Any]:

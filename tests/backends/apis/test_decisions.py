@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +15,10 @@ from support.apis.fake_server import Answer, AnyAnswer, Received, fake_server
 
 import agentflow as af
 from agentflow.backends.apis.answers.answer import TokenInfo
-from agentflow.backends.apis.decisions import LETTERS, letter_probabilities
+from agentflow.backends.apis.decisions import LETTERS, letter_probabilities, request_body
 from agentflow.errors import BadArgument, NotSupported, ProtocolError, RequestRefused
+from agentflow.protocol.chat import CalledTool, Message
+from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import TokenLogprob
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +106,21 @@ async def test_the_endpoint_answers_all_questions_at_once() -> None:
     assert found["stars"] == af.Decision(1, {1: 0.5, 2: 0.25, 3: 0.25}, 1.75)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.written_tokens) == (100, 40, 10)
     assert usage.cost == stats.cost > 0
+
+
+def test_the_endpoint_reads_tool_calls_and_results() -> None:
+    call = CalledTool("c1", "look_up", "{}")
+    messages = [
+        Message("user", "Look it up."),
+        Message("assistant", "", tool_calls=(call,)),
+        Message("tool", "broken", tool_call_id="c1", name="look_up"),
+    ]
+    body = msgspec.json.decode(request_body("m", messages, [Question("a", "predicate")], None))
+    assert body["input"] == [
+        {"role": "user", "content": "Look it up."},
+        {"type": "function_call", "call_id": "c1", "name": "look_up", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "broken"},
+    ]
 
 
 async def test_a_refused_question_has_no_value() -> None:
