@@ -5,6 +5,7 @@ A text ends where the parameters of the gen end it, and must satisfy the constra
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -102,6 +103,8 @@ def _probabilities(question: Question, answer: Answer) -> tuple[float, ...]:
 
 
 def _answer_text(answer: object) -> str:
+    if isinstance(answer, enum.Enum):  # as the question has it
+        return answer.value if isinstance(answer.value, str) else answer.name
     return ("no", "yes")[answer] if isinstance(answer, bool) else str(answer)
 
 

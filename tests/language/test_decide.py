@@ -52,6 +52,14 @@ async def test_each_kind_of_answer_has_its_type() -> None:
     assert found["tone"].probability == 0.75
 
 
+@pytest.mark.parametrize("answer", [Tone.ANGRY, {Tone.CALM: 0.25, Tone.ANGRY: 0.75}])
+async def test_scripts_answer_with_members_of_an_enum(answer: Any) -> None:
+    script = {"decisions": {"tone": answer}}
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        s += af.user("A message.")
+        assert (await s.decide({"tone": Tone}))["tone"].value is Tone.ANGRY
+
+
 @pytest.mark.parametrize(
     "questions",
     [
