@@ -12,7 +12,7 @@ from agentflow.errors import BadArgument, faults_of, short_repr
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.values import ValueType
-from agentflow.protocol.decisions import Option, Question, check_questions
+from agentflow.protocol.decisions import MAX_OPTIONS, Option, Question, check_questions
 
 Answers: TypeAlias = "type | range | Sequence[str] | Mapping[str, str] | Any"
 """The possible answers to a question: ``bool``; texts, perhaps with descriptions; the members of an enum or
@@ -133,7 +133,8 @@ def _form(name: str, question: TypedQuestion) -> _Form:
         if answers is bool:
             return _Form(Question(name, "predicate", instructions), (True, False))
         if isinstance(answers, range):
-            numbers = tuple(sorted(answers))
+            # One more than may be asked for is enough to be refused: a range may be far longer than memory.
+            numbers = tuple(sorted(answers[: MAX_OPTIONS + 1]))
             options = tuple([Option(str(number)) for number in numbers])
             return _Form(Question(name, "score", instructions, options), numbers, numbers)
         options, values = _options(name, answers)
