@@ -144,6 +144,14 @@ async def test_nothing_is_repeated_where_another_endpoint_can_answer(name: str) 
         assert len(server.received) <= 1
 
 
+async def test_the_longest_wait_that_a_server_may_ask_for_is_kept() -> None:
+    async with opened([Answer(b"{}", 429, {"retry-after": "60"})] * 9) as (transport, server):
+        with anyio.move_on_after(0.5) as scope:
+            await stream(transport)
+        assert scope.cancelled_caught
+        assert len(server.received) == 1
+
+
 async def test_a_short_wait_for_a_rate_is_kept_although_another_endpoint_can_answer() -> None:
     short, long = [Answer(b"{}", 429, {"retry-after": wait}) for wait in ("0.001", "20")]
     async with opened([short, short, good(), long, good()]) as (transport, server):

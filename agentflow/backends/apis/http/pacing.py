@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 
 import anyio
 
-MAX_WAIT_S = 60.0
-"""Longer waits are not kept: the request is sent, and the provider refuses it."""
+MAX_WAIT_S = 66.0
+"""Longer waits are not kept: the request is sent, and the provider refuses it. The transport asks for up to a
+tenth more than the longest pause of a provider that it keeps, to spread its requests."""
 _UNLIMITED = 1024.0
 """A window of this size is unlimited again."""
 # What is left until ``reset``: of OpenAI's requests and tokens, and of Anthropic's.
