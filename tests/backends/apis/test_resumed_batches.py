@@ -155,6 +155,37 @@ async def test_a_failure_in_a_later_stage_does_not_repeat_the_earlier_one(
     assert [len(batch) for batch in vendor.sent] == [3, 3, 3]
 
 
+def is_of_outcomes(request: Received) -> bool:
+    return request.path.endswith(("/content", "/results"))
+
+
+async def test_outcomes_that_cannot_be_read_for_a_while_are_read_later(vendor: FakeVendor, path: str) -> None:
+    num_failures = 0
+
+    def fail(request: Received) -> AnyAnswer | None:
+        nonlocal num_failures
+        if num_failures == 5 or not is_of_outcomes(request):
+            return None
+        num_failures += 1
+        return Answer(b"{}", 500)
+
+    vendor.override = fail
+    assert await map_all(vendor, ask, path, retries=3) == await plain(type(vendor)(), ask)
+    assert (num_failures, vendor.num_batches) == (5, 1)
+
+
+async def test_outcomes_that_were_read_once_and_cannot_be_read_again_are_not_paid_twice(
+    vendor: FakeVendor, path: str
+) -> None:
+    vendor.fate = lambda body: "refused" if "And?" in str(body["messages"]) else "answered"
+    with pytest.raises(RequestRefused):
+        await map_all(vendor, ask_twice, path)
+    vendor.override = lambda request: Answer(b"no outcome", 400) if is_of_outcomes(request) else None
+    with pytest.raises(RequestRefused):
+        await map_all(vendor, ask_twice, path)
+    assert vendor.num_batches == 2
+
+
 async def test_a_refused_batch_is_sent_again(path: str) -> None:
     vendor = OpenAIVendor()
     vendor.refusal = BatchError(code="token_limit_exceeded", message="Enqueued token limit reached.")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -36,6 +36,9 @@ MAX_STAGE_S: Final = 60.0
 """How long a stage waits for a state that does not park its call."""
 CANCEL_S: Final = 10.0
 """How long the end of a session may take to cancel batches."""
+
+
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(eq=False)
@@ -254,8 +257,13 @@ class Collector:
 
     async def _found(self, record: BatchRecord) -> list[Candidate]:
         """Where a batch may be at the vendor, whose answer to it was lost."""
+
+        async def find() -> Sequence[Candidate]:
+            return await self._api.find(record)
+
+        found = await self._repeated(find)
         known = {one.record.batch for one in (*self._by_request.values(), *self._sent)}
-        return [one for one in await self._api.find(record) if one.batch not in known]
+        return [one for one in found if one.batch not in known]
 
     async def _follow(self, batch: _Batch) -> bool:
         """Waits for the end of the batch, and takes its outcomes. False if the vendor does not have it."""
@@ -264,8 +272,7 @@ class Collector:
             if batch.state.failure is not None:
                 await self._keep(batch, candidate.batch, is_read=True)
                 raise batch.state.failure
-            outcomes: dict[str, Outcome] = {}
-            await self._api.read(candidate.batch, batch.state, outcomes.__setitem__)
+            outcomes = await self._outcomes(candidate.batch, batch.state)
             if candidate.is_certain or not outcomes.keys().isdisjoint(batch.record.requests):
                 batch.outcomes = outcomes
                 if not batch.record.batch:
@@ -273,24 +280,47 @@ class Collector:
                 return True
         return False
 
+    async def _outcomes(self, batch_id: str, state: BatchState) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+
+        async def read() -> None:
+            await self._api.read(batch_id, state, outcomes.__setitem__)
+
+        await self._repeated(read)
+        return outcomes
+
     async def _wait_for_end(self, batch: _Batch, batch_id: str) -> None:
-        num_polls, num_failed = 0, 0
+        async def poll() -> BatchState:
+            return await self._api.state(batch_id)
+
+        num_polls = 0
         while True:
             num_polls += 1
-            wait_s = doubled_s(FIRST_POLL_S, MAX_POLL_S, num_polls)
+            batch.state = await self._repeated(poll, num_polls)
+            self._show()
+            if batch.state.has_ended:
+                return
+            await _pause(doubled_s(FIRST_POLL_S, MAX_POLL_S, num_polls))
+
+    async def _repeated(self, ask: Callable[[], Awaitable[AnswerT]], num_asked: int = 1) -> AnswerT:
+        """The answer of a vendor that may be out of reach for a day. The batch is paid: to give up would mean
+        to pay for it again.
+
+        Args:
+            ask: Asks the vendor.
+            num_asked: The pauses are those after so many answers.
+        """
+        num_failed = 0
+        while True:
             try:
-                batch.state = await self._api.state(batch_id)
+                return await ask()
             except AgentflowError as error:
                 num_failed += 1
                 if not is_transient(error) or num_failed > MAX_FAILED_POLLS:
                     raise
+                wait_s = doubled_s(FIRST_POLL_S, MAX_POLL_S, num_asked + num_failed - 1)
                 if isinstance(error, Overloaded) and error.retry_after_s is not None:
                     wait_s = max(wait_s, error.retry_after_s)
-            else:
-                num_failed = 0
-                self._show()
-                if batch.state.has_ended:
-                    return
             await _pause(wait_s)
 
     async def _keep(self, batch: _Batch, batch_id: str, *, is_read: bool = False) -> None:
@@ -299,20 +329,23 @@ class Collector:
 
     def _settle(self, batch: _Batch, calls: Iterable[_ParkedCall]) -> None:
         """Gives calls the outcomes of a batch that is over."""
+        # An error of this map, on the way to the outcomes, says nothing about them.
+        is_known = batch.was_read and batch.error in (None, batch.state.failure)
         for call in calls:
             batch.calls.pop(call.request_id, None)
             outcome = batch.outcomes.pop(call.request_id, None)
             if outcome is None:
                 outcome = batch.error or batch.state.missing
-            if isinstance(outcome, AgentflowError) and batch.was_read:
+            if call.ended.is_set():  # cancelled
+                continue
+            if isinstance(outcome, AgentflowError) and is_known:
                 # An earlier map has reported that failure: the request is sent again.
                 self._by_request.pop(call.request_id, None)
                 self._place(call)
                 continue
-            if not call.ended.is_set():
-                call.outcome = outcome or EngineFailed("a batch ended without an outcome")
-                self._num_parked -= 1
-                call.ended.set()
+            call.outcome = outcome or EngineFailed("a batch ended without an outcome")
+            self._num_parked -= 1
+            call.ended.set()
 
     def _release(self, batch: _Batch) -> None:
         """The calls go into the next batch."""
