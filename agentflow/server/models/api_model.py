@@ -410,8 +410,10 @@ class TenantGenerator:
                 limited = Overloaded(f"the API of {name} limits the server's requests: try again later")
                 limited.retry_after_s = error.retry_after_s
                 shown = limited
-            case Overloaded():
-                pass
+            case Overloaded():  # its words have the address of the API
+                busy = Overloaded(f"the API of {name} is overloaded: try again later")
+                busy.retry_after_s = error.retry_after_s
+                shown = busy
             case ServerUnreachable() | ServerLost() | EngineDown():
                 shown = EngineDown(f"the API of {name} cannot be reached: try again later")
             case RequestRefused():

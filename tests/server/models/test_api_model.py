@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 from support.apis.anthropic_answers import text_stream as anthropic_text
-from support.apis.fake_server import Hold, RawAnswer, Received, fake_server
+from support.apis.fake_server import Answer, Hold, RawAnswer, Received, fake_server
 from support.apis.openai_answers import (
     BROKEN,
     NO_MODEL,
@@ -150,6 +150,8 @@ async def test_parameters_that_the_model_lacks_are_refused_before_anything_is_se
         (NO_MODEL, EngineFailed),
         (BROKEN, EngineFailed),
         (rate_limited(s=3), Overloaded),
+        (Answer(b"{}", 503), Overloaded),
+        (Answer(b"{}", 409), Overloaded),
     ],
 )
 async def test_faults_between_server_and_vendor_are_not_the_clients(answer: Any, kind: Any) -> None:
@@ -160,6 +162,7 @@ async def test_faults_between_server_and_vendor_are_not_the_clients(answer: Any,
             await s["word"]
         assert not isinstance(failed.value, RateLimited)
         assert SECRET not in str(failed.value)
+        assert served.vendor.url not in str(failed.value)
 
 
 async def test_a_vendor_that_is_gone_is_an_engine_that_is_down() -> None:
