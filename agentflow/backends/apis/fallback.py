@@ -304,8 +304,13 @@ class FallbackGenerator:
         return await self._first.fork(context, count)
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """As ``ApiGenerator.hint``."""
-        self._first.hint(context, hint)
+        """As ``ApiGenerator.hint``, for the model that is asked next."""
+        ready = next((one for one in self._candidates if one.circuit.is_ready), None)
+        if ready is None and hint.forks is not None:
+            hint = msgspec.structs.replace(hint, forks=None)
+        asked = ready or self._first
+        context.model = asked
+        asked.hint(context, hint)
 
     def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
         """Takes what follows the next gen in its turn."""

@@ -447,7 +447,7 @@ class ApiGenerator:
         call = Call(GenParams(max_tokens=self._api.min_tokens), is_reply=bool(asked.tools))
         try:
             request = self._api.request(asked, call)
-            if request.gate is None or not request.gate.is_needed:
+            if request.gate is None or not request.gate.of(self).is_needed:
                 return
             answer = await self._streamed(asked, request, call, lambda text: None, None, is_held=True)
             # Its output is none of the program's: limits of output tokens would be used up by a hint.
@@ -632,7 +632,7 @@ class ApiGenerator:
 
         headers = {"traceparent": context.trace} if context.trace else {}
         context.trace = ""
-        async with (request.gate or PrefixGate()).passed() as has_begun:
+        async with (request.gate or PrefixGate()).of(self).passed() as has_begun:
 
             async def exchange(lane: Lane[Answer] | None) -> Answer:
                 return await self._exchange(context, request, call, headers, new_answer, lane)

@@ -32,6 +32,12 @@ class PrefixGate:
         self.usage = Usage()  # of requests that only warmed the cache; the next answer is charged with it
         self._first: anyio.Event | None = None  # of the first request: set when it has begun, or has failed
         self._cached_until_s = float("-inf")
+        self._of_models: dict[object, PrefixGate] = {}
+
+    def of(self, model: object) -> PrefixGate:
+        """The gate of one of several models that answer in the place of one another: each has a separate
+        cache, and one that is silent must not hold up the others."""
+        return self._of_models.setdefault(model, PrefixGate())
 
     @asynccontextmanager
     async def passed(self) -> AsyncIterator[Callable[[], None]]:

@@ -469,6 +469,27 @@ async def test_another_endpoint_of_the_vendor_gets_no_reasoning_of_the_first() -
         assert kinds == ["text"]
 
 
+async def test_the_prefix_of_forks_is_warmed_where_they_ask() -> None:
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(fake_server(script))
+            for script in ([RawAnswer([Hold()])] * 9, [said("ok")] * 9)
+        ]
+        silent, other = [openai(server, "gpt-4o") for server in servers]
+        flow = await stack.enter_async_context(af.session(backend=af.Fallback(silent, other)))
+        for _ in range(circuit.MAX_FAILURES):
+            silent._settings.circuit.attempt().failed()
+        async with flow.state() as s:
+            s += af.user("Plants live on light. " * 400)
+            s.hint(forks=2)
+            branches = s.fork(2)
+            for number, branch in enumerate(branches):
+                branch += af.user(f"Question {number}") + af.assistant(af.gen("x"))
+            with anyio.fail_after(20):
+                assert [await branch["x"] for branch in branches] == ["ok"] * 2
+        assert servers[0].received == []
+
+
 async def test_branches_of_a_fork_share_the_messages() -> None:
     async with opened([said("a"), *[CURABLE["500"]] * 3], lambda _: said("b")) as (flow, first, second):
         async with flow.state() as s:
