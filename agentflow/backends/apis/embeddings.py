@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import EmbeddingFacts
 from agentflow.backends.apis.conversation import ApiContext
@@ -120,8 +120,10 @@ class ApiEmbedder:
                 answer = msgspec.convert(found, _Answer)
             except msgspec.ValidationError as error:
                 raise self._wrong(str(error)) from error
-            counted = answer.usage and answer.usage.prompt_tokens
-            usage = charged(Usage(prompt_tokens=counted or 0))
+            counted = None if answer.usage is None else answer.usage.prompt_tokens
+            if counted is None:  # a server that counts nothing must not make a cap useless
+                counted = len(body) // CHARS_PER_TOKEN
+            usage = charged(Usage(prompt_tokens=counted))
         return Embeddings(self._vectors(answer, len(texts), dimensions), usage)
 
     def _vectors(self, answer: _Answer, count: int, dimensions: int | None) -> list[bytes]:

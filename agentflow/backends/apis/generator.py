@@ -271,7 +271,7 @@ class ApiGenerator:
             messages = [Message("user", context.open_text)]
         key = prefix_key(context.program.encode(), context.cache_salt.encode())
         body = decisions.request_body(self.capabilities.model, messages, questions, key)
-        with self._billing.charged(len(body), 0) as charged:
+        with self._billing.charged(len(body), None) as charged:
             try:
                 found = await self._transport.post(decisions.PATH, body)
             except AgentflowError:

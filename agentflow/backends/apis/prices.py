@@ -250,7 +250,7 @@ class Billing(NamedTuple):
 
         Args:
             num_bytes: The size of the request, which has no more tokens.
-            max_tokens: The limit of its output.
+            max_tokens: The limit of its output; None: as much as the model can write.
 
         Raises:
             BudgetExceeded: The call could exceed the cap of the session.
@@ -259,7 +259,8 @@ class Billing(NamedTuple):
         if price is None:
             yield lambda usage: usage
             return
-        highest = highest_cost(price, num_bytes, max_tokens or self.longest_output)
+        most = self.longest_output if max_tokens is None else max_tokens
+        highest = highest_cost(price, num_bytes, most)
         with self.spending.reserved(highest) as call:
 
             def add(usage: Usage) -> Usage:

@@ -208,6 +208,15 @@ async def test_costs_of_embeddings() -> None:
     assert len(server.received) == 1
 
 
+async def test_embeddings_that_the_server_does_not_count_are_estimated() -> None:
+    prices = {SMALL: af.Price(input=1e6, output=1e6), "gpt-4.1-mini": af.Price(input=1, output=1)}
+    async with fake_server(lambda request: embedded(request, usage=None)) as server:
+        backend = af.OpenAI("gpt-4.1-mini", base_url=f"{server.url}/v1", api_key="k", embed_model=SMALL)
+        async with af.session(backend=backend, prices=prices, max_cost=200.0) as flow:
+            await flow.embed("x" * 40)  # its output costs nothing, as there is none
+            assert 10 < (await flow.stats()).cost < 100
+
+
 @pytest.fixture(scope="module")
 def server() -> Any:
     with api_server(embedder=embedding_engine(SIZE, 64)) as running:
