@@ -147,7 +147,7 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     else:
         backend = _with_fallback(backend, None, options)
     if options.get("max_cost") is not None or options.get("prices") is not None:
-        _limit_cost(backend, options)
+        backend = _with_costs(backend, options)
     session_seed = getattr(backend, "session_seed", None)
     if session_seed is not None:  # a replay has the recorded one
         seed = session_seed(seed)
@@ -277,18 +277,18 @@ async def open_session(url: str | None = None, **options: Unpack[SessionOptions]
     return await SessionHost(session(url, **options)).open()
 
 
-def _limit_cost(backend: Backend, options: SessionOptions) -> None:
-    """Gives the backend the cap and the prices."""
+def _with_costs(backend: Backend, options: SessionOptions) -> Backend:
+    """The backend with the cap and the prices, which other sessions of it do not have."""
     from agentflow.backends.apis.prices import Costs, Spending, check_prices
 
     costs = Costs(Spending(options.get("max_cost")), check_prices(options.get("prices")))
-    take = getattr(backend, "take_costs", None)
-    if take is None or not getattr(backend, "is_paid", True):
+    with_costs: Callable[[Costs], Backend] | None = getattr(backend, "with_costs", None)
+    if with_costs is None or not getattr(backend, "is_paid", True):
         raise BadArgument(
             "session: max_cost and prices are for models behind an API, and this session has none",
             param="max_cost" if options.get("max_cost") is not None else "prices",
         )
-    take(costs)
+    return with_costs(costs)
 
 
 _VENDORS: Final = ("openai:", "anthropic:")

@@ -60,11 +60,13 @@ class Several:
             raise BadArgument("session: models must name at least one model", param="models")
         self._backends = dict(backends)
 
-    def take_costs(self, costs: Any) -> None:
-        """Gives all backends behind a paid API the same cap."""
-        for backend in self._backends.values():
-            if (take := getattr(backend, "take_costs", None)) is not None:
-                take(costs)
+    def with_costs(self, costs: Any) -> Several:
+        """The backends, of which those behind a paid API have the same cap."""
+        found: dict[str, Any] = dict(self._backends)
+        for name, backend in found.items():
+            if hasattr(backend, "with_costs"):
+                found[name] = backend.with_costs(costs)
+        return Several(found)
 
     def batches(self, notes: BatchNotes) -> Backend:
         """The default backend for one map in batches. ``NotSupported`` if it has none."""
@@ -74,7 +76,7 @@ class Several:
     @property
     def is_paid(self) -> bool:
         """Whether a backend is behind an API."""
-        return any(hasattr(backend, "take_costs") for backend in self._backends.values())
+        return any(hasattr(backend, "with_costs") for backend in self._backends.values())
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

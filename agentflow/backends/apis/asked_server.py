@@ -6,6 +6,7 @@ sessions are better: they keep states, cache and schedule whole programs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -47,9 +48,11 @@ class AskedServer:
     def __repr__(self) -> str:
         return repr(self._api if self._is_certain else self._remote)
 
-    def take_costs(self, costs: Costs) -> None:
-        """As ``OpenAI.take_costs``."""
-        self._api.take_costs(costs)
+    def with_costs(self, costs: Costs) -> AskedServer:
+        """As ``OpenAI.with_costs``."""
+        server = copy.copy(self)
+        server._api = self._api.with_costs(costs)
+        return server
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -9,6 +9,7 @@ The endpoints read the same messages, which a context has once.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections import Counter
@@ -53,8 +54,8 @@ ResultT = TypeVar("ResultT", Generated, Scored, Decided)
 
 
 class _PaidBackend(Backend, Protocol):
-    def take_costs(self, costs: Costs) -> None:
-        """Takes the prices and the cap of the session."""
+    def with_costs(self, costs: Costs) -> _PaidBackend:
+        """The backend with the prices and the cap of the session."""
 
 
 class Fallback:
@@ -82,10 +83,11 @@ class Fallback:
     def __repr__(self) -> str:
         return f"Fallback({', '.join(map(repr, self._backends))})"
 
-    def take_costs(self, costs: Costs) -> None:
-        """Gives all models the prices and the cap of the session. For the session."""
-        for backend in self._backends:
-            backend.take_costs(costs)
+    def with_costs(self, costs: Costs) -> Fallback:
+        """All models with the prices and the cap of the session. For the session."""
+        fallback = copy.copy(self)
+        fallback._backends = [backend.with_costs(costs) for backend in self._backends]
+        return fallback
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -145,9 +145,11 @@ class ApiBackend:
 
     _settings: ApiSettings
 
-    def take_costs(self, costs: Costs) -> None:
-        """Takes the prices and the cap of the session. For the session."""
-        self._settings = replace(self._settings, costs=costs)
+    def with_costs(self, costs: Costs) -> Self:
+        """The backend with the prices and the cap of one session. For the session."""
+        backend = copy.copy(self)
+        backend._settings = replace(self._settings, costs=costs)
+        return backend
 
     def batches(self, notes: BatchNotes) -> Self:
         """The backend for one map, whose requests go into batches. ``NotSupported`` if the server has none.

@@ -36,7 +36,7 @@ def api_backend(model: ModelConfig) -> Backend:
         from agentflow.backends.apis.prices import Costs, Price, Spending
 
         price = Price(input=model.input_price, output=model.output_price, cached=model.cached_price)
-        backend.take_costs(Costs(Spending(), {address.model: price}))
+        backend = backend.with_costs(Costs(Spending(), {address.model: price}))
     return backend
 
 

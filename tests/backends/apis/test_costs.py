@@ -68,6 +68,20 @@ async def test_a_call_that_could_exceed_the_cap_is_not_sent() -> None:
             await s["x"]
 
 
+async def test_sessions_of_one_backend_have_separate_caps() -> None:
+    async with fake_server(answer) as server:
+        for backend in (model(server.url), af.Fallback(model(server.url), model(server.url))):
+            capped = af.session(backend=backend, prices={"m": PRICE}, max_cost=0.0)
+            free = af.session(backend=backend)
+            async with capped as flow, flow.state() as s:
+                s += af.user("Hi") + af.assistant(af.gen("x"))
+                with pytest.raises(BudgetExceeded):
+                    await s["x"]
+            async with free as flow, flow.state() as s:
+                s += af.user("Hi") + af.assistant(af.gen("x"))
+                assert await s["x"]
+
+
 async def test_concurrent_calls_share_the_cap() -> None:
     hold = Hold()
 

@@ -68,8 +68,7 @@ def backend_of(vendor: FakeServer, address: str, on_unsupported: OnUnsupported) 
             backend = Anthropic(model, base_url=vendor.url, **options)
         case _:
             backend = OpenAICompatible(url, model, flavour="vllm", **options)
-    backend.take_costs(Costs(Spending(), {model: PRICE}))
-    return backend
+    return backend.with_costs(Costs(Spending(), {model: PRICE}))
 
 
 @asynccontextmanager
