@@ -60,6 +60,8 @@ CHARS_PER_TOKEN = 4
 # Where a server of others is, in messages of its backend.
 _ADDRESS = re.compile(r" (?:at|of) https?://\S+?(?=:?\s|:?$)")
 
+_FIRST_ADDRESS = re.compile(r"^https?://\S+")
+
 
 class CallObserver(Protocol):
     """Observes the calls of an ``ApiModel``. Must not raise."""
@@ -417,7 +419,8 @@ class TenantGenerator:
             case ServerUnreachable() | ServerLost() | EngineDown():
                 shown = EngineDown(f"the API of {name} cannot be reached: try again later")
             case RequestRefused():
-                shown = type(error)(_ADDRESS.sub("", str(error)), param=error.param)
+                text = _ADDRESS.sub("", _FIRST_ADDRESS.sub("the API", str(error)))
+                shown = type(error)(text, param=error.param)
             case BadArgument() if error.param == "url":  # the API is elsewhere
                 shown = EngineFailed(f"the API of {name} failed: the server's log says why")
             case ServerError() | EngineFailed():

@@ -93,6 +93,7 @@ export class FakeServer {
             continuation: true,
             plain_text: true,
             candidates: [],
+            decisions: true,
           } },
           limits: { frame_bytes: 1024 * 1024, resume_grace_s: this.graceS },
           ack: this.accepted.length,
