@@ -29,6 +29,11 @@ class Option(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str
     description: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The text with its description."""
+        return f"{self.text}: {self.description}" if self.description else self.text
+
 
 class Question(msgspec.Struct, frozen=True, omit_defaults=True):
     """A question. A ``predicate`` is true or false and has no options, a ``choice`` has options in any order,
@@ -38,6 +43,16 @@ class Question(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: QuestionKind
     instructions: str = ""
     options: tuple[Option, ...] = ()
+
+    @property
+    def wording(self) -> str:
+        """The question itself: the instructions, or else the name."""
+        return self.instructions or self.name
+
+    @property
+    def is_statement(self) -> bool:
+        """Whether it is a predicate that is worded as a statement."""
+        return self.kind == "predicate" and not self.wording.rstrip().endswith("?")
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -75,16 +90,10 @@ def check_questions(questions: Sequence[Question]) -> None:
 
 def question_text(question: Question) -> str:
     """The question as a text for the model, which then answers with one of ``question.answers``."""
-    asked = question.instructions or question.name
+    asked = question.wording
     if question.kind == "predicate":
-        is_asked = asked.rstrip().endswith("?")
-        return f"{asked}\n{'' if is_asked else 'Is this true? '}Answer yes or no."
-    listed = "\n".join(
-        [
-            f"- {option.text}: {option.description}" if option.description else f"- {option.text}"
-            for option in question.options
-        ]
-    )
+        return f"{asked}\n{'Is this true? ' if question.is_statement else ''}Answer yes or no."
+    listed = "\n".join([f"- {option.shown}" for option in question.options])
     if question.kind == "score":
         return f"{asked}\nLevels, from the lowest to the highest:\n{listed}\nAnswer with one of the levels."
     return f"{asked}\nChoices:\n{listed}\nAnswer with one of the choices."

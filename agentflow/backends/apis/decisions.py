@@ -31,14 +31,9 @@ _encode = msgspec.json.Encoder().encode
 
 def lettered_text(question: Question) -> str:
     """The question as a text whose answer is one letter."""
-    asked = question.instructions or question.name
-    if question.kind == "predicate" and not asked.rstrip().endswith("?"):
-        asked += "\nIs this true?"
+    asked = f"{question.wording}\nIs this true?" if question.is_statement else question.wording
     options = question.options or [Option(answer) for answer in question.answers]
-    listed = [
-        f"{letter}) {option.text}: {option.description}" if option.description else f"{letter}) {option.text}"
-        for letter, option in zip(LETTERS, options, strict=False)
-    ]
+    listed = [f"{letter}) {option.shown}" for letter, option in zip(LETTERS, options, strict=False)]
     order = "\nThe answers go from the lowest to the highest." if question.kind == "score" else ""
     return (
         f"{asked}\n" + "\n".join(listed) + f"{order}\nAnswer with the letter of one answer, and nothing else."
@@ -91,7 +86,7 @@ def _question(question: Question) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "type": question.kind,
         "name": question.name,
-        "instructions": question.instructions or question.name,
+        "instructions": question.wording,
     }
     if question.kind != "predicate":
         list_name, text_name = ("choices", "value") if question.kind == "choice" else ("levels", "label")

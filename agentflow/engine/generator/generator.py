@@ -83,7 +83,7 @@ MAX_INLINE_CHARS = 4000
 ENCODING_THREADS = 4
 # Rendering a question costs about as much as encoding this many characters.
 CHARS_PER_QUESTION = 500
-# All turns before a question are rendered so many times.
+# How often all turns before a question are rendered.
 RENDERINGS = 4
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
@@ -469,7 +469,7 @@ class EngineGenerator:
         with self._admit(context.num_guessed_tokens + num_chars // CHARS_PER_TOKEN) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             await self._encode(context)
-            self.limits.check_length(max(lengths))  # each is a prompt of its own
+            self.limits.check_length(max(lengths))  # each is a separate prompt
             per_question = CHARS_PER_QUESTION + RENDERINGS * CHARS_PER_TURN * context.num_turns
             amount = num_chars + per_question * len(questions)
             asked = await self.encode_beside(

@@ -53,7 +53,7 @@ _NEUTRAL = SamplingParams()
 
 
 def params_of(request: CompletionRequest) -> GenParams:
-    """The parameters that the client gave: an API has defaults of its own, and refuses many parameters."""
+    """The parameters that the client gave: an API has other defaults, and refuses many parameters."""
     found: dict[str, Any] = {}
     for name in GenParams.__struct_fields__:
         value = getattr(request.params, name)

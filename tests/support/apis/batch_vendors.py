@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -58,7 +59,7 @@ def _instance(schema: dict[str, Any], number: int) -> Any:
             return f"w{number % 1000}"
 
 
-class FakeVendor:
+class FakeVendor(ABC):
     """A script for ``fake_server``.
 
     Attributes:
@@ -83,9 +84,9 @@ class FakeVendor:
         found = self.override(request)
         return found if found is not None else self.answer(request)
 
+    @abstractmethod
     def answer(self, request: Received) -> AnyAnswer:
         """The answer of the API."""
-        raise NotImplementedError
 
     def has_ended(self, batch: str) -> bool:
         """Whether the batch has ended; counts the polls."""
@@ -93,9 +94,9 @@ class FakeVendor:
         return self.num_asked[batch] > self.num_polls
 
     @property
+    @abstractmethod
     def ids(self) -> list[str]:
         """The ids of the batches."""
-        raise NotImplementedError
 
     @property
     def num_batches(self) -> int:

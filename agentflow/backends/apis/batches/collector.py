@@ -308,7 +308,7 @@ class Collector:
 
         Args:
             ask: Asks the vendor.
-            num_asked: The pauses are those after so many answers.
+            num_asked: The number of answers before, which sets the pauses.
         """
         num_failed = 0
         while True:

@@ -59,7 +59,7 @@ def is_transient(error: AgentflowError) -> bool:
 
 
 def is_endpoint_fault(error: AgentflowError) -> bool:
-    """Whether another endpoint may answer the same request: this one fails, or serves nobody with its key,
+    """Whether another endpoint may answer the same request: this one fails, or refuses its key,
     model or address. A request that is refused for its content or its parameters is at fault itself."""
     is_wrong_place = isinstance(error, BadArgument) and error.param == "url"
     kinds = (ProtocolError, NotAuthorized, UnknownModel)
