@@ -119,7 +119,6 @@ class ApiGenerator:
         self._api = api
         self._on_unsupported = on_unsupported
         self._decisions_api = decisions_api
-        self._has_decisions = decisions_api is not False
         self._tasks = tasks
         self._speculates = not capabilities.continuation if speculates is None else speculates
         self._hedge_after_s = hedge_after_s
@@ -235,7 +234,7 @@ class ApiGenerator:
         """Asks the endpoint for decisions if there is one, and otherwise decides each question by itself: by
         the log-probabilities of letters, or by an answer that the model writes."""
         context.check_decidable()
-        if self._has_decisions:
+        if self._decisions_api is not False:
             try:
                 decided = await self._decided_by_endpoint(context, questions)
                 self._decisions_api = True  # from now on, its errors are those of the request
@@ -243,7 +242,7 @@ class ApiGenerator:
             except (NotSupported, RequestRefused, ProtocolError, BadArgument):
                 if self._decisions_api:
                     raise
-                self._has_decisions = False  # the server has none, or another one
+                self._decisions_api = False  # the server has none, or another one
         found: list[Decided | None] = [None] * len(questions)
         limiter = anyio.CapacityLimiter(self.max_questions)
 
