@@ -180,6 +180,11 @@ class Stage:
         ending = self._send(_End(finish), to)
         self._wait_until(lambda: not any(line in ending for line in self._generator.lines))
 
+    def end_all(self) -> None:
+        """Ends the generations that are left, if any, until none follows."""
+        while self.running():
+            self.end()
+
     def running(self, to: str = "") -> int:
         """Generations that wait for text."""
         return self._call(lambda: sum(to in line.prompt for line in self._generator.lines))
