@@ -60,6 +60,7 @@ ROOMS = {
     "runtime": (
         "backoff",
         "declared",
+        "programs",
         "generator",
         "limits",
         "state_tree",

@@ -3,7 +3,8 @@
 Reading order: ``generator`` is the interface to a model. ``state_tree`` has the records of states and
 variables and spreads failures, and ``interpreter`` runs the op streams of a session on both. ``turns`` bounds
 its turns of the event loop, ``limits`` counts time, tokens and memory, and ``observation`` lets clients watch
-the scheduler. Ground for other packages: ``declared`` describes settings, ``task_group`` extends anyio,
-``telemetry`` connects to OpenTelemetry, ``backoff`` computes pauses between attempts, ``locked_file`` writes
-files with one writer, and ``word_embedding`` embeds texts without a model.
+the scheduler. ``programs`` is the graph of a program, which advises the scheduler. Ground for other packages:
+``declared`` describes settings, ``task_group`` extends anyio, ``telemetry`` connects to OpenTelemetry,
+``backoff`` computes pauses between attempts, ``locked_file`` writes files with one writer, and
+``word_embedding`` embeds texts without a model.
 """

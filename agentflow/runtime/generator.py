@@ -27,6 +27,7 @@ from agentflow.protocol.events import (
     WatchedRequest,
 )
 from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.programs.place import Place
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")
@@ -86,7 +87,8 @@ class Embeddings(NamedTuple):
 
 
 class StateHint(msgspec.Struct, frozen=True):
-    """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op."""
+    """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
+    ``place``: the state's place in its program, from the interpreter's graph."""
 
     objective: Literal["latency", "throughput"] | None = None
     output_tokens: int | None = None
@@ -94,6 +96,7 @@ class StateHint(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     speculate: bool | None = None
     trace: str = ""
+    place: Place | None = None
 
 
 class UpcomingGen(NamedTuple):

@@ -1,0 +1,30 @@
+"""A state's place in its program: the advice that the program's graph gives to a scheduler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Objective = Literal["latency", "throughput"]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A state's place in its program. The latest place of a state holds for its next request, and for the one
+    that waits or runs now. It changes the order of requests, and which KV is kept, but no result.
+
+    Args:
+        program: The number of the program, unique in the process; 0: none.
+        group: Equal for the requests of one stage below one consumer; 0: none.
+        objective: What to optimize for the state's requests.
+        steps: The requests that must end, one after the other, before the state's next request can begin. 0:
+            it runs or waits in the queue. None: unknown, because the state waits for its client.
+        returns_s: The expected time until a state that waits for its client continues, in seconds; None:
+            unknown.
+    """
+
+    program: int = 0
+    group: int = 0
+    objective: Objective = "latency"
+    steps: int | None = 0
+    returns_s: float | None = None
