@@ -94,7 +94,8 @@ class Open(_Op, frozen=True):
 
 
 class Text(_Op, frozen=True):
-    """Appends text; references are resolved when the op runs."""
+    """Appends text; references are resolved when the op runs. Text before a reference is appended while its
+    variable has no value yet."""
 
     state: int
     parts: Parts

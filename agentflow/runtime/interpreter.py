@@ -238,6 +238,13 @@ class Interpreter(Generic[ContextT]):
         running = [state.current for state in self._states if state.is_running]
         return sum([op is None or all(source.has_ended for source in op.sources) for op in running])
 
+    def variable(self, var_id: int) -> VariableRecord:
+        """The variable, for a reader other than the client of the session. ``ProtocolError`` if it does not
+        exist."""
+        if var_id not in self._variables:
+            raise ProtocolError(f"there is no variable {var_id}")
+        return self._variables[var_id]
+
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
         """Moves the events back to the client's position: the received characters of each unfinished
         variable, and the last ticket of each state."""
@@ -591,7 +598,16 @@ class _OpExecution(Generic[ContextT]):
         match op:
             case ops.Set():  # needs no context: the state may be sealed
                 variable = self._variables[op.var]
-                _complete(variable, await self._resolved(op.parts, pending.sources), "set")
+                texts: list[str] = []
+                held = Reservation(self._memory, 0)
+
+                def hold(text: str) -> None:
+                    held.add(sys.getsizeof(text))
+                    texts.append(text)
+
+                await self._resolve(op.parts, pending.sources, hold)
+                del held, hold
+                _complete(variable, "".join(texts), "set")
             case ops.Embed():
                 await self._embed(op)
             case ops.Read() if generator is not None:
@@ -614,9 +630,12 @@ class _OpExecution(Generic[ContextT]):
             generator.hint(context, StateHint(trace=op.trace))
         match op:
             case ops.Text():
-                text = await self._resolved(op.parts, pending.sources)
-                state.reserve_text(text)
-                generator.fill(context, text)
+
+                def fill(text: str) -> None:
+                    state.reserve_text(text)
+                    generator.fill(context, text)
+
+                await self._resolve(op.parts, pending.sources, fill)
             case ops.Converse():
                 await self._converse(state, generator, context, op.conversation)
             case ops.Tools():
@@ -782,13 +801,11 @@ class _OpExecution(Generic[ContextT]):
         )
         variable.complete(value)
 
-    async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
-        """The text of the parts. ``sources``: the variables that they refer to, in their order."""
-        for variable in sources:  # all of them, before memory is taken for the first
-            await variable.wait()
-            if variable.error is not None:
-                cause = root_cause(variable.error)
-                raise RunFailed(f"the text needs {variable.name!r}, which has no value: {cause}") from cause
+    async def _resolve(
+        self, parts: ops.Parts, sources: Sequence[VariableRecord], append: Callable[[str], None]
+    ) -> None:
+        """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
+        text that is known by then. ``sources``: the variables that the parts refer to, in their order."""
         pieces: list[str] = []
         num_chars = 0
         variables = iter(sources)
@@ -799,7 +816,18 @@ class _OpExecution(Generic[ContextT]):
             if isinstance(part, str):
                 piece = part
             else:
-                piece = await apply_in_turn(next(variables).content, part.transforms, self._searching)
+                variable = next(variables)
+                if pieces and not variable.has_ended:
+                    text, pieces, reservation = "".join(pieces), [], Reservation(self._memory, 0)
+                    append(text)
+                    del text
+                await _wait_for_value(variable)
+                try:
+                    piece = await apply_in_turn(variable.content, part.transforms, self._searching)
+                except AgentflowError:
+                    for later in variables:  # a variable without a value is the cause that counts
+                        await _wait_for_value(later)
+                    raise
                 reservation.add(sys.getsizeof(piece))
             num_chars += len(piece)
             if num_chars > MAX_OP_CHARS:
@@ -807,7 +835,16 @@ class _OpExecution(Generic[ContextT]):
                     f"with its variables, this text has more than {MAX_OP_CHARS:,} characters"
                 )
             pieces.append(piece)
-        return "".join(pieces)
+        del reservation
+        append("".join(pieces))
+
+
+async def _wait_for_value(variable: VariableRecord) -> None:
+    """Waits for the end of a variable that a text refers to. ``RunFailed`` if it has no value."""
+    await variable.wait()
+    if variable.error is not None:
+        cause = root_cause(variable.error)
+        raise RunFailed(f"the text needs {variable.name!r}, which has no value: {cause}") from cause
 
 
 def _num_chars_of(tools: Sequence[ToolSpec]) -> int:

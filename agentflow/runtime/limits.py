@@ -25,6 +25,8 @@ STATE_BYTES = 3_000
 """A state with an empty context."""
 _VARIABLE_BYTES = 1_000
 """A variable without its text."""
+READER_BYTES = 500
+"""A reader of a variable, in addition to the reader of the session's events."""
 _CHAR_BYTES = 16
 """A character in a context, in addition to its text: its tokens in all their forms."""
 FORKED_CHAR_BYTES = 4

@@ -1,9 +1,12 @@
 """The states and variables of one session: their records, their events, and the tree of forks.
 
 ``VariableRecord`` and ``StateRecord`` hold the interpreter's knowledge of each, and how much of it the reader
-of the events has received. Events are not queued: ``EventCursor.drain`` makes the events that bring the
-reader up to date, so text that was generated while it did not read is sent as one delta. After a broken
+of the session's events has received. Events are not queued: ``EventCursor.drain`` makes the events that bring
+the reader up to date, so text that was generated while it did not read is sent as one delta. After a broken
 connection, ``rewind`` moves a record back to the position that the client reports.
+
+A variable may have more readers (``VariableRecord.reading``). Its text is kept once, and each reader has its
+own position and its own ``EventCursor``.
 
 ``StateTree`` knows which state was forked from which. A failure in a task group spreads up: to the siblings
 of the failed state and to their parent. A cancellation spreads down, to all forks of a state.
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Generator as Steps
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, Protocol
@@ -48,6 +52,7 @@ from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.ops import MAX_BRANCHES, check_number
 from agentflow.runtime.generator import ContextT, Generator
 from agentflow.runtime.limits import (
+    READER_BYTES,
     STATE_BYTES,
     Budget,
     MemoryBudget,
@@ -68,8 +73,8 @@ class Record(Protocol):
 
 
 class EventCursor:
-    """The position of the one reader of a session's events: the set of records that have changed since it
-    last called ``drain``."""
+    """The position of one reader of events: the set of records that have changed since it last called
+    ``drain``."""
 
     def __init__(self) -> None:
         self._changed_records: dict[Record, None] = {}  # a dict: an ordered set
@@ -81,6 +86,10 @@ class EventCursor:
         self._changed_records.pop(record, None)
         self._changed_records[record] = None
         self.wake()
+
+    def drop(self, record: Record) -> None:
+        """The reader no longer reads ``record``."""
+        self._changed_records.pop(record, None)
 
     def wake(self) -> None:
         """Ends the current ``wait`` even without new events."""
@@ -120,9 +129,49 @@ MAX_WOKEN = 50
 """The ops that wait for a variable and continue in one turn of the event loop after its end."""
 
 
+Reports = Literal["all", "end", "nothing"]
+"""The events of a variable that a reader receives."""
+
+
+@dataclass(slots=True)
+class VariablePosition:
+    """How much of a variable one reader has received."""
+
+    num_chars: int = 0
+    num_reasoning_chars: int = 0
+    has_end: bool = False
+
+    def rewind(self, num_chars: int) -> None:
+        """Moves back to ``num_chars`` characters, before the end. Reasoning is sent again."""
+        self.num_chars, self.num_reasoning_chars, self.has_end = max(0, num_chars), 0, False
+
+
+class VariableReader:
+    """One more reader of a variable. ``VariableRecord.reading`` makes it."""
+
+    def __init__(self, variable: VariableRecord, events: EventCursor, reports: Reports) -> None:
+        self._variable = variable
+        self._events = events
+        self._reports = reports
+        self._position = VariablePosition()
+
+    def mark(self, *, is_end: bool) -> None:
+        """The variable has more text, or its end."""
+        if self._reports == "all" or (is_end and self._reports == "end"):
+            self._events.mark(self)
+
+    def rewind(self, num_chars: int) -> None:
+        """As ``VariableRecord.rewind``, for this reader."""
+        self._position.rewind(num_chars)
+        self._events.mark(self)
+
+    def take_events(self) -> list[Event]:
+        return self._variable.events_after(self._position)
+
+
 class VariableRecord:
-    """One variable: its text so far, its end, and the position of the reader of its events. ``reports``:
-    which events it sends.
+    """One variable: its text so far, its end, and the position of the reader of the session's events.
+    ``reports``: the events that the reader receives.
 
     Args:
         var_id: Its number.
@@ -159,9 +208,9 @@ class VariableRecord:
         self._content: str | None = None
         self._events = events
         self._reservation = reservation
-        self.reports: Literal["all", "end", "nothing"] = "all"
-        self._num_sent = self._num_reasoning_sent = 0
-        self._has_sent_end = False
+        self.reports: Reports = "all"
+        self._position = VariablePosition()
+        self._readers: dict[VariableReader, None] = {}  # other than the session's
 
     @property
     def content(self) -> str:
@@ -173,14 +222,12 @@ class VariableRecord:
     def extend(self, delta: str) -> None:
         """Appends text."""
         self.text += delta
-        if self.reports == "all":
-            self._events.mark(self)
+        self._mark()
 
     def extend_reasoning(self, delta: str) -> None:
         """Appends reasoning, which the value will have too."""
         self.reasoning += delta
-        if self.reports == "all":
-            self._events.mark(self)
+        self._mark()
 
     def complete(self, value: Value) -> None:
         """Completes the variable; ``value`` has all of its text. ``Overloaded``."""
@@ -205,8 +252,13 @@ class VariableRecord:
     def _end(self) -> None:
         self.has_ended = True
         self._wake()
-        if self.reports != "nothing":
+        self._mark(is_end=True)
+
+    def _mark(self, *, is_end: bool = False) -> None:
+        if self.reports == "all" or (is_end and self.reports == "end"):
             self._events.mark(self)
+        for reader in self._readers:
+            reader.mark(is_end=is_end)
 
     def _wake(self) -> None:
         for _ in range(min(MAX_WOKEN, len(self._waiting))):
@@ -214,27 +266,46 @@ class VariableRecord:
         if self._waiting:
             self._later(self._wake)
 
+    @contextmanager
+    def reading(self, events: EventCursor, reports: Reports = "all") -> Iterator[VariableReader]:
+        """The scope of one more reader, which receives the events from the first character on in ``events``.
+        ``Overloaded``."""
+        self._reservation.add(READER_BYTES)
+        reader = VariableReader(self, events, reports)
+        self._readers[reader] = None
+        try:
+            reader.mark(is_end=self.has_ended)
+            yield reader
+        finally:
+            del self._readers[reader]  # breaks the cycle of references
+            events.drop(reader)
+            self._reservation.count(-READER_BYTES)
+
     def rewind(self, num_chars: int) -> None:
-        """The reader has received ``num_chars`` characters, and not the end. Reasoning is sent again."""
-        self._num_reasoning_sent = 0
-        self._num_sent, self._has_sent_end = max(0, min(num_chars, len(self.text))), False
+        """The reader of the session's events has received ``num_chars`` characters, and not the end.
+        Reasoning is sent again."""
+        self._position.rewind(num_chars)
         self._events.mark(self)
 
     def take_events(self) -> list[Event]:
-        if self._has_sent_end:
+        return self.events_after(self._position)
+
+    def events_after(self, position: VariablePosition) -> list[Event]:
+        """The events since ``position``, which moves forward."""
+        if position.has_end:
             return []
-        at, self._num_sent = self._num_sent, len(self.text)
+        at, position.num_chars = min(position.num_chars, len(self.text)), len(self.text)
         rest = self.text[at:]
-        reasoning_at, self._num_reasoning_sent = self._num_reasoning_sent, len(self.reasoning)
+        reasoning_at, position.num_reasoning_chars = position.num_reasoning_chars, len(self.reasoning)
         reasoning = self.reasoning[reasoning_at:]
         deltas: list[Event] = []
         if rest or reasoning:
             deltas = [Delta(self.id, at, rest, reasoning, reasoning_at if reasoning else 0)]
         if self.error is not None:
-            self._has_sent_end = True
+            position.has_end = True
             return [*deltas, VarFailed(self.id, ErrorInfo.of(self.error))]
         if self.value is not None:
-            self._has_sent_end = True
+            position.has_end = True
             return [msgspec.structs.replace(self.value, at=at, text=rest)]
         return deltas
 

@@ -153,7 +153,10 @@ export interface SubmitGraphOp {
 export interface TextOp {
   op: "text";
   state: number;
-  /** A reference inserts the value of its variable, once there is one. */
+  /**
+   * A reference inserts the value of its variable, once there is one; the text before it is appended
+   * meanwhile.
+   */
   parts: (string | Ref)[];
 }
 
