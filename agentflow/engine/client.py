@@ -32,6 +32,7 @@ from agentflow.engine.messages import (
     FromEngine,
     LoadAdapter,
     NodeTokens,
+    Placed,
     Progress,
     Query,
     StatsRequest,
@@ -248,6 +249,10 @@ class EngineClient:
     def new_number(self) -> int:
         """A new number of a state or task group, for an ``Origin``."""
         return next(self._ids)
+
+    def place(self, placed: Placed) -> None:
+        """A state's place in its program changed. Unknown states are ignored."""
+        self.engine.send(placed)
 
     def close_state(self, state: int) -> None:
         """The state will have no more requests."""

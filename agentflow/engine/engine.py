@@ -41,6 +41,7 @@ from agentflow.engine.messages import (
     LoadAdapter,
     NeedPayload,
     PeekRequest,
+    Placed,
     Progress,
     SnapshotRequest,
     Started,
@@ -265,6 +266,8 @@ class Engine:
                         self._fail(message.request_id, Cancelled("the request was aborted"))
                 case CloseState():
                     self.scheduler.close_state(message.state)
+                case Placed():
+                    self._place(message)
                 case StatsRequest():
                     self._outbox.append(self._stats(message.ticket))
                 case SnapshotRequest():
@@ -318,6 +321,15 @@ class Engine:
             self._enter(request, message)
         else:
             unready[request.id] = message
+
+    def _place(self, placed: Placed) -> None:
+        """Gives the requests of a state their place, also those whose grammar is not built yet."""
+        for messages in self._unready.values():
+            for request_id in messages:
+                request = self._requests[request_id]
+                if request.origin.state == placed.state:
+                    request.origin = request.origin.at(placed.program, placed.task_group, placed.objective)
+        self.scheduler.place(placed.state, placed.program, placed.task_group, placed.objective)
 
     def _grammar_built(self, built: BuiltGrammar) -> None:
         messages = self._unready.pop(built.key, {})

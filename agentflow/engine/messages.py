@@ -17,7 +17,7 @@ import msgspec
 
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Submit, TopTokens
+from agentflow.engine.submit import Objective, Submit, TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord
 
@@ -32,6 +32,18 @@ class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The program state is closed; its KV becomes ordinary cache."""
 
     state: int
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The place of a state in its program changed, for its requests that wait or run. Later requests have it
+    in their ``Origin``. ``task_group`` is as in ``Origin``, the other fields as in ``Place``."""
+
+    state: int
+    program: int
+    task_group: int
+    objective: Objective
+    steps: int | None = 0
+    returns_s: float | None = None
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -79,7 +91,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
 """Messages that one message with the same ticket answers, or ``Failed``."""
-ToEngine = Submit | Abort | CloseState | Query | UnloadAdapter | Stop
+ToEngine = Submit | Abort | CloseState | Placed | Query | UnloadAdapter | Stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -46,6 +46,11 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     trace: str = ""  # the client's ``traceparent``, for observers; the engine does not use it
     label: str = ""  # the program's name, which snapshots show
     adapter: str = ""  # the name of a loaded adapter (LoRA); empty: the model itself
+    program: int = 0  # the program whose place in the queue the request has; 0: none
+
+    def at(self, program: int, task_group: int, objective: Objective) -> Origin:
+        """The same at another place in the program."""
+        return msgspec.structs.replace(self, program=program, task_group=task_group, objective=objective)
 
     def check(self) -> None:
         """Raises ``BadArgument`` for a priority or a weight that is out of range."""

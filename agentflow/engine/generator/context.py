@@ -32,6 +32,7 @@ from agentflow.engine.text.tool_format import takes_system, tool_description
 from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
+from agentflow.runtime.programs.place import Place
 
 # The estimate until a text is encoded.
 CHARS_PER_TOKEN = 4
@@ -134,7 +135,7 @@ class EngineContext:
     """One state of a program in the engine."""
 
     tokens: TokenState
-    origin: Origin  # of its requests
+    origin: Origin  # of its requests, without their place in the program
     limits: PromptLimits
     num_unencoded_chars: int = 0
     num_unencoded_turns: int = 0
@@ -142,6 +143,7 @@ class EngineContext:
     num_computed: int = 0  # the leading tokens that requests have already computed
     has_run: bool = False  # the engine knows the state
     prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
+    place: Place | None = None  # in its program
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
     tools: ToolUse | None = None  # of the conversation with which the state began
     conversation_key: bytes | None = None  # of that conversation, if the model's answer to it comes next
@@ -205,11 +207,16 @@ class EngineContext:
         self.num_unencoded_chars = self.num_unencoded_turns = 0
 
     def origin_now(self) -> Origin:
-        """Returns the origin of a request made now, with the time left until the deadline."""
+        """Returns the origin of a request made now, with its place in the program and the time left until the
+        deadline."""
+        origin = self.origin
+        if self.place is not None:
+            group = group_of_place(self.place) or origin.task_group
+            origin = origin.at(self.place.program, group, self.place.objective)
         if self.deadline is None:
-            return self.origin
+            return origin
         left_s = max(0.0, self.deadline - time.monotonic())
-        return msgspec.structs.replace(self.origin, deadline_s=left_s)
+        return msgspec.structs.replace(origin, deadline_s=left_s)
 
     def fork(self, origin: Origin) -> EngineContext:
         """Returns a context with the same tokens. Appended text must be encoded first."""
@@ -219,6 +226,7 @@ class EngineContext:
             self.limits,
             num_turns=self.num_turns,
             num_computed=self.num_computed,
+            place=None if self.place is None else msgspec.structs.replace(self.place, group=0),
             deadline=self.deadline,
             tools=self.tools,
             conversation_key=self.conversation_key,
@@ -230,6 +238,11 @@ def group_of_program(program: str) -> int:
     others count from 1."""
     digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
     return 2**60 + int.from_bytes(digest, "big")
+
+
+def group_of_place(place: Place) -> int:
+    """Returns the task group of a place, or 0. No other group has the number."""
+    return 2**61 + place.group if place.group else 0
 
 
 def fill_conversation(

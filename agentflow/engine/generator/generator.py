@@ -43,7 +43,7 @@ from agentflow.engine.generator.embedding import (
 from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.messages import EngineStats, Finished, Progress
+from agentflow.engine.messages import EngineStats, Finished, Placed, Progress
 from agentflow.engine.request_checks import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
@@ -72,6 +72,7 @@ from agentflow.runtime.generator import (
     Scored,
     StateHint,
 )
+from agentflow.runtime.programs.place import Objective, Place
 from agentflow.runtime.turns import Turn
 
 ResultT = TypeVar("ResultT")
@@ -603,11 +604,35 @@ class EngineGenerator:
             objective=hint.objective or origin.objective,
             output_tokens=hint.output_tokens or origin.output_tokens,
         )
+        if hint.place is not None or (context.place is not None and hint.objective is not None):
+            self._place(context, hint.place, hint.objective)
         if hint.deadline_s is not None:
             context.deadline = time.monotonic() + hint.deadline_s
         if hint.forks is not None and hint.forks > 1 and context.num_to_encode <= MAX_INLINE_CHARS:
             context.tokens.cut()
             self._compute_ahead(context)
+
+    def _place(self, context: EngineContext, place: Place | None, objective: Objective | None) -> None:
+        """Gives the state a place in its program (None: the present one), with another ``objective`` unless
+        that is None. Tells the engine if it may have requests of the state."""
+        place = place or context.place or Place()
+        if objective is not None:
+            place = msgspec.structs.replace(place, objective=objective)
+        if place == context.place:
+            return
+        context.place = place
+        if context.has_run and context.origin.state:
+            origin = context.origin_now()
+            self._client.place(
+                Placed(
+                    origin.state,
+                    origin.program,
+                    origin.task_group,
+                    origin.objective,
+                    place.steps,
+                    place.returns_s,
+                )
+            )
 
     def text(self, context: EngineContext) -> str:
         """Returns all text, including the markup of the template."""

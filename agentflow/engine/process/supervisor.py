@@ -42,6 +42,7 @@ from agentflow.engine.messages import (
     Logged,
     NeedPayload,
     NodeTokens,
+    Placed,
     Progress,
     Start,
     StepBegins,
@@ -314,9 +315,9 @@ class EngineSupervisor:
             case UnloadAdapter():
                 self._unneeded.append(message.identity)
                 self._forward()
-            case CloseState():
+            case CloseState() | Placed():
                 if self._outgoing is not None:
-                    self._post(message)  # a new process has no states
+                    self._post(message)  # a new process has no states, and reads the origins again
             case Stop():
                 pass  # its scope ends the process
             case _ if self._outgoing is None:

@@ -23,9 +23,20 @@ s(a). The same holds with a and b exchanged. ∎
 **Within a tenant.** Waiting requests are ordered thus: preempted requests; then the oldest request, if it has
 been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
 all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
-the request whose patience ended first; then siblings in the task group that was admitted last; then the
-objective ``latency`` before ``throughput``, short requests before long ones, and the longest match. A request
-is *short* if it has at most SHORT_BATCHES * token_budget tokens to compute.
+the request whose patience ended first; then siblings in the task group that was admitted last, or in an
+earlier one of which some still wait; then the objective ``latency`` before ``throughput``, programs of a
+lower level, short requests before long ones, and the longest match. A request is *short* if it has at most
+SHORT_BATCHES * token_budget tokens to compute.
+
+**Programs.** A program's *level* is 0 until LEVEL_BATCHES * token_budget tokens were computed for it, and
+rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
+goes first (Luo et al., "Autellix", 2025). The levels are coarse, so that programs of one size do not take
+turns and evict each other's tokens. A request *continues* its program if an earlier request of the program
+was admitted. It keeps the program's place: of equal objectives and levels it goes before siblings, and before
+the request with the longest match, if its program arrived before theirs did (a request without a program
+arrives alone). So dependent requests run back to back under load (Lin et al., "Parrot", OSDI 2024). The bound
+on overtaking holds for any order. It counts a request that continues a program from its own arrival, and so
+the work that overtakes by a program's place.
 
 A chunk goes to the first waiting request rather than to a running prompt if that request was preempted or
 overtaken so far, or if it has a higher priority, or else an earlier deadline, or else the objective
@@ -77,17 +88,20 @@ work immediately, and beyond that for OVERTAKEN_FRACTION of the work that the lo
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.policies import Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
+from agentflow.engine.submit import Origin
 
 OVERTAKEN_BATCHES = 32
 OVERTAKEN_FRACTION = 0.35
@@ -97,6 +111,14 @@ SHORT_BATCHES = 1
 """A request with at most this many full batches to compute is short."""
 OLDEST_PART = 3
 """A tenant's first admitted prompt gets at least one token for this many of the tenant's other prompts."""
+LEVEL_BATCHES = 32
+LEVEL_FACTOR = 4
+MAX_LEVEL = 4
+MAX_PROGRAMS = 16_384
+"""Programs whose place is remembered: those with the latest requests."""
+MAX_PASSED_BY = 16
+"""At most this many blocked requests that continue programs, or open groups, are passed in the search for one
+that is not. The order by match follows then."""
 MIN_GONE = 64
 AFTER_TOKENS = b"\xff" * TOKEN_BYTES
 """Sorts after all tokens that may follow a run."""
@@ -119,6 +141,8 @@ class FairLongestPrefix(Policy):
         self._by_charge: list[_Charged] = []  # a heap with old entries
         self._passed: list[TenantQueue] = []  # not in the heap, as they cannot use a chunk of this step
         self._in_step: dict[TenantQueue, None] = {}  # tenants that this step touched
+        # By tenant and number, the one with the latest request last.
+        self._programs: OrderedDict[tuple[str, int], Program] = OrderedDict()
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -135,7 +159,18 @@ class FairLongestPrefix(Policy):
 
     def add(self, request: Request) -> None:
         run = request.reusable_run()
-        self._arrived(request).add(request, run, self._peek(request.extra_key, run))
+        tenant = self._arrived(request)
+        tenant.add(request, run, self._peek(request.extra_key, run), self._program_of(request))
+
+    def place(self, request: Request, origin: Origin) -> None:
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None or request.id not in tenant.arrivals.waiting:
+            request.origin = origin
+            return
+        match = tenant.match_of(request)
+        tenant.take_out(request)
+        request.origin = origin
+        tenant.put_in(request, request.reusable_run(), match, self._program_of(request))
 
     def restore(self, request: Request) -> None:
         tenant = self._arrived(request)
@@ -173,6 +208,9 @@ class FairLongestPrefix(Policy):
         tenant = self._tenants[request.tenant]
         self._in_step[tenant] = None
         tenant.charge(request, num_tokens)
+        program = self._programs.get((request.tenant, request.origin.program))
+        if program is not None:
+            program.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
@@ -184,7 +222,10 @@ class FairLongestPrefix(Policy):
     def admit(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.num_admitted += 1
-        tenant.current_group = _group_of(request)
+        tenant.open_group(request)
+        program = self._programs.get((request.tenant, request.origin.program))
+        if program is not None:
+            program.has_begun = True
         self.remove(request)
 
     def finish(self, request: Request) -> None:
@@ -214,6 +255,20 @@ class FairLongestPrefix(Policy):
         tenant.weight = request.origin.weight
         self._num_waiting += 1
         return tenant
+
+    def _program_of(self, request: Request) -> Program | None:
+        """The request's program, which has a request now."""
+        if not request.origin.program:
+            return None
+        key = request.tenant, request.origin.program
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = Program(request.arrival)
+            if len(self._programs) > MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        else:
+            self._programs.move_to_end(key)
+        return program
 
     def _lowest(self) -> TenantQueue | None:
         """The tenant with the lowest charge that was not passed, at the top of the heap."""
@@ -250,6 +305,15 @@ class FairLongestPrefix(Policy):
         return () if tenant is None else (tenant.short, tenant.long)
 
 
+@dataclass(slots=True, eq=False)
+class Program:
+    """One program of a tenant."""
+
+    arrival: int  # of its first request
+    num_tokens: int = 0  # that were computed for it
+    has_begun: bool = False  # a request of it was admitted
+
+
 class TenantQueue:
     """A tenant's waiting requests, and its charge.
 
@@ -259,7 +323,7 @@ class TenantQueue:
     - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
       ``other_tokens``.
     - ``may_begin``: whether some waiting request may not be blocked.
-    - ``current_group``: the task group of the request that was admitted last.
+    - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``short``, ``long``: requests that were short, or not, when they arrived.
     """
 
@@ -270,6 +334,7 @@ class TenantQueue:
         self.number = number
         self._clock = clock
         self._short_tokens = SHORT_BATCHES * token_budget
+        self._level_tokens = LEVEL_BATCHES * token_budget
         self.weight = 1.0
         self.used = used
         self.num_admitted = 0
@@ -277,20 +342,31 @@ class TenantQueue:
         self.oldest: Request | None = None
         self.oldest_tokens = self.other_tokens = 0
         self.may_begin = True
-        self.current_group: Hashable = None
+        self.open_groups: dict[Hashable, None] = {}
         self.preempted = Preempted()
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.short, self.long = WaitingTree(), WaitingTree()
         self._num_at: dict[int, int] = {}  # requests in the trees, by priority
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
+        self._continuing: list[_Place] = []  # requests that continue their programs, in order
+        self._places: dict[int, _Place] = {}  # of requests that have a program, by id
         self._deadlines = TimeHeaps(self.arrivals.waiting)
         self._patience_ends = TimeHeaps(self.arrivals.waiting)
 
-    def add(self, request: Request, run: TokenRun, match: int) -> None:
+    def add(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
         """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
         self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
+        self.put_in(request, run, match, program)
+
+    def put_in(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
+        """Gives an arrived request its place in the order. The arguments are those of ``add``."""
         tree = self.short if self._is_short(request, match) else self.long
-        tree.add(request, run, match, _rank(request))
+        rank = (*_objective_rank(request), 0 if program is None else self._level(program))
+        tree.add(request, run, match, rank)
+        if program is not None:
+            place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
+            if program.has_begun:
+                insort(self._continuing, place)
         priority = request.origin.priority
         self._num_at[priority] = self._num_at.get(priority, 0) + 1
         self._deadlines.add(request.deadline, request)
@@ -304,7 +380,16 @@ class TenantQueue:
         if self.preempted.discard(request):
             return
         self.arrivals.remove(request)
+        self.take_out(request)
+
+    def take_out(self, request: Request) -> None:
+        """Reverses ``put_in``."""
         self._tree_of(request).remove(request)
+        place = self._places.pop(request.id, None)
+        if place is not None:
+            index = bisect_left(self._continuing, place)
+            if index < len(self._continuing) and self._continuing[index].request is request:
+                del self._continuing[index]
         priority = request.origin.priority
         self._num_at[priority] -= 1
         if not self._num_at[priority]:
@@ -317,6 +402,14 @@ class TenantQueue:
             self._groups[key].remove(request)
             if not len(self._groups[key]):
                 del self._groups[key]
+
+    def open_group(self, request: Request) -> None:
+        """A request is admitted: the others of its task group come next."""
+        group = _group_of(request)
+        self.open_groups.pop(group, None)
+        self.open_groups[group] = None
+        if len(self.open_groups) > MAX_PASSED_BY:
+            del self.open_groups[next(iter(self.open_groups))]
 
     def match_of(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""
@@ -376,19 +469,47 @@ class TenantQueue:
         if preferred is not None:
             return preferred
         found = self._first_in_trees(is_blocked)
-        if found is None or found.origin.priority == highest:
-            return found
-        return self._first_preferred(found.origin.priority, is_blocked) or found
+        if found is None:
+            return None
+        if found.origin.priority != highest:
+            preferred = self._first_preferred(found.origin.priority, is_blocked)
+        return preferred or self._continuing_before(found, is_blocked) or found
 
     def _first_preferred(self, priority: int, is_blocked: IsBlocked) -> Request | None:
         """Of the requests with this priority: the first deadline, then the first whose patience has ended,
-        then a sibling in the task group that was admitted last."""
+        then a sibling in an open task group, or a request of an earlier program than the sibling's."""
         for times, by in ((self._deadlines, math.inf), (self._patience_ends, self._clock())):
             urgent = times.first(priority, by)
             if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
                 return urgent
-        siblings = self._groups.get((priority, self.current_group))
-        return None if siblings is None else siblings.first(self.match_of, is_blocked)
+        for group in reversed(self.open_groups):
+            siblings = self._groups.get((priority, group))
+            sibling = None if siblings is None else siblings.first(self.match_of, is_blocked)
+            if sibling is not None:
+                return self._continuing_before(sibling, is_blocked) or sibling
+        return None
+
+    def _continuing_before(self, other: Request, is_blocked: IsBlocked) -> Request | None:
+        """The first request that continues a program, if its place is before that of ``other``."""
+        if not self._continuing:
+            return None
+        end = self._places.get(other.id)
+        if end is None:
+            end = _Place((*_objective_rank(other), 0), other.arrival, other.id, other)
+        for place in itertools.islice(self._continuing, MAX_PASSED_BY):
+            if place[:3] >= end[:3]:
+                return None
+            if not is_blocked(place.request, self.match_of(place.request)):
+                return place.request
+        return None
+
+    def _level(self, program: Program) -> int:
+        """The program's level, from its attained service."""
+        level, limit = 0, self._level_tokens
+        while program.num_tokens >= limit and level < MAX_LEVEL:
+            level += 1
+            limit *= LEVEL_FACTOR
+        return level
 
     def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
         """The first request by rank, then short before long, then by match. A long request that the cache has
@@ -398,7 +519,8 @@ class TenantQueue:
             found = short or long
         else:
             is_short = self._is_short(*long)
-            long_is_first = (_rank(long[0]), not is_short, -long[1]) < (_rank(short[0]), False, -short[1])
+            ranks = self.long.node_of(long[0]).rank, self.short.node_of(short[0]).rank
+            long_is_first = (ranks[0], not is_short, -long[1]) < (ranks[1], False, -short[1])
             found = long if long_is_first else short
         return None if found is None else found[0]
 
@@ -409,7 +531,7 @@ class TenantQueue:
             to_compute -= self.match_of(request)
         elif not request.num_generated:  # a long prompt counts as long until it is computed
             to_compute += request.num_computed - request.num_shared
-        priority, is_patient = _rank(request)
+        priority, is_patient = _objective_rank(request)
         return priority, request.deadline, is_patient, to_compute > self._short_tokens
 
     def _is_short(self, request: Request, match: int) -> bool:
@@ -426,9 +548,18 @@ def _charge_key(tenant: TenantQueue) -> tuple[float, int]:
     return tenant.used, tenant.number
 
 
-def _rank(request: Request) -> tuple[int, bool]:
+def _objective_rank(request: Request) -> tuple[int, bool]:
     """The priority and the objective. Lower goes first."""
     return -request.origin.priority, request.origin.objective != "latency"
+
+
+class _Place(NamedTuple):
+    """The place of a waiting request that belongs to a program. Lower goes first."""
+
+    rank: tuple[int, bool, int]  # with the program's level
+    arrival: int  # of the program
+    id: int  # of the request
+    request: Request
 
 
 class Arrived(NamedTuple):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
+from agentflow.engine.submit import Origin
 
 Peek = Callable[[CacheIdentity, TokenRun], int]
 """How many tokens of a run are cached under an identity. Changes nothing."""
@@ -30,7 +31,7 @@ MAX_PASSED_OVER = 128
 class Policy(ABC):
     """The waiting requests, and which of them is next.
 
-    The scheduler reports every change to its policy, which may ignore the events of the last five methods.
+    The scheduler reports every change to its policy, which may ignore the events of the last six methods.
     """
 
     @abstractmethod
@@ -66,6 +67,10 @@ class Policy(ABC):
     @abstractmethod
     def admit(self, request: Request) -> None:
         """A waiting request starts to run."""
+
+    def place(self, request: Request, origin: Origin) -> None:
+        """The program changed the place of a request that waits or runs. The tenant and the priority stay."""
+        request.origin = origin
 
     def start_step(self) -> None:
         """A step is being planned."""

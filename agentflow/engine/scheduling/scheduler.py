@@ -34,6 +34,7 @@ from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek,
 from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_limits import PassSize, StepCost, batch_features
+from agentflow.engine.submit import Objective
 from agentflow.errors import BadArgument, PromptTooLong
 
 MAX_FORCED_TOKENS = 32
@@ -137,6 +138,7 @@ class Scheduler:
         self._counters = Counters()
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
+        self._of_state: dict[int, list[Request]] = {}  # the requests that wait or run, by state
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
@@ -157,6 +159,8 @@ class Scheduler:
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.arrival = next(self._arrivals)
         self.waiting.add(request)
+        if request.origin.state:
+            self._of_state.setdefault(request.origin.state, []).append(request)
 
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its tokens, or None if there is nothing to run (before the batch
@@ -429,6 +433,11 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         request.status = Status.FINISHED
+        state = request.origin.state
+        if request in self._of_state.get(state, ()):
+            self._of_state[state].remove(request)
+            if not self._of_state[state]:
+                del self._of_state[state]
 
     def preempt(self, request: Request) -> None:
         """Preempts a running request: frees its slots and puts it at the front of the queue. Its tokens are
@@ -464,6 +473,13 @@ class Scheduler:
         if request.num_to_compute > MAX_FORCED_TOKENS:
             self._prefills.add(request)
 
+    def place(self, state: int, program: int, task_group: int, objective: Objective) -> None:
+        """The program changed the place of a state: its requests that wait or run have this place now."""
+        for request in self._of_state.get(state, ()):
+            origin = request.origin.at(program, task_group, objective)
+            if origin != request.origin:
+                self.waiting.place(request, origin)
+
     def close_state(self, state: Hashable) -> None:
         """A program state was closed: its cached tokens become ordinary cache."""
         self.memory.liveness.close(state)
@@ -473,6 +489,7 @@ class Scheduler:
         assert not self.running
         assert not len(self._prefills)
         assert not len(self.waiting)
+        assert not self._of_state
         self.memory.check()
 
     def _prompt_seconds(self, draft: Draft) -> float:

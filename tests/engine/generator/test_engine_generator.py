@@ -31,6 +31,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import StateHint
+from agentflow.runtime.programs.place import Place
 
 pytestmark = pytest.mark.anyio
 
@@ -624,6 +625,43 @@ async def test_hints_go_with_the_requests_that_follow():
     assert before == 3  # the prefix was computed when the forks were announced, and not again
     assert ahead.params is None
     assert last.token_ids[: len(ahead.token_ids)] == ahead.token_ids
+
+
+async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
+    observer = SubmitObserver()
+    engine = FakeEngine()
+    async with engine.open_client() as client:
+        generator = EngineGenerator(client, TEMPLATE)
+        generator.observe(observer)
+        context = generator.open("", program="p")
+        generator.fill(context, "one two three")
+        generator.hint(context, StateHint(place=Place(program=3, group=4, objective="throughput")))
+        [copy] = await generator.fork(context, 1)
+        for one in (context, copy):
+            await generator.generate(one, GenParams(max_tokens=2), lambda text: None)
+        engine.gate.allow(0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generator.generate, context, GenParams(max_tokens=3), lambda text: None)
+            await engine.gate.held()
+            generator.hint(context, StateHint(place=Place(program=5)))
+            generator.hint(context, StateHint("throughput"))
+            engine.gate.allow(1)
+            await engine.gate.held()
+            [running] = engine.client.engine.scheduler.running.values()
+            assert (running.origin.program, running.origin.objective) == (5, "throughput")
+            engine.gate.open()
+        for one in (context, copy):
+            generator.free(one)
+        without = EngineGenerator(client, TEMPLATE, use_hints=False)
+        unplaced = without.open("")
+        without.hint(unplaced, StateHint(place=Place(program=3)))
+        assert unplaced.origin_now().program == 0
+    first, copied, _ = [submit.origin for submit in observer.submits]
+    assert (first.program, first.objective) == (3, "throughput")
+    assert (copied.program, copied.objective) == (3, "throughput")
+    assert first.task_group != copied.task_group == context.origin.task_group
+    assert context.origin_now().task_group == context.origin.task_group
+    assert context.origin_now().objective == "throughput"
 
 
 async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():

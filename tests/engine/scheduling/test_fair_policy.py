@@ -64,6 +64,7 @@ arrivals = st.tuples(
     st.sampled_from("aaab"),
     st.sampled_from([math.inf, math.inf, 1.0, 2.0]),
     st.sampled_from([0, 0, -1, 3]),
+    st.sampled_from([0, 1, 2]),
 )
 # Mostly about as many come as go, so that some are passed over again and again.
 steps = st.lists(
@@ -73,6 +74,7 @@ steps = st.lists(
         st.tuples(st.just("admit"), st.integers(1, 2)),
         st.tuples(st.just("admit"), st.integers(1, 2)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("place"), st.integers(0, 30), st.integers(0, 2), st.integers(0, 2)),
     ),
     min_size=20,
     max_size=120,
@@ -92,8 +94,10 @@ def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
         largest = 0
         for number, (kind, *args) in enumerate(plan):
             if kind == "arrive":
-                size, cached, tenant, deadline, priority = args
-                made = request(number, size, cached, tenant, deadline=deadline, priority=priority)
+                size, cached, tenant, deadline, priority, program = args
+                made = request(
+                    number, size, cached, tenant, deadline=deadline, priority=priority, program=program
+                )
                 before = sum(work(r) for r in waiting.values() if r.tenant == tenant)
                 limit[number] = least + share * before
                 largest = max(largest, work(made))
@@ -110,9 +114,13 @@ def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
                     if other.tenant == chosen.tenant and other.arrival < chosen.arrival:
                         overtaken[other.id] += work(chosen)
                         assert overtaken[other.id] < limit[other.id] + largest
+                policy.charge(chosen, chosen.num_tokens)
                 policy.finish(chosen)
             if kind == "cancel" and args[0] in waiting:
                 policy.remove(waiting.pop(args[0]))
+            if kind == "place" and args[0] in waiting:
+                placed = waiting[args[0]]
+                policy.place(placed, replace(placed.origin, program=args[1], task_group=args[2]))
         assert len(policy) == len(waiting)
         assert {r.id for r in policy} == set(waiting)
 

@@ -1,0 +1,291 @@
+"""``fair-lpm`` with programs: the place that a program's requests keep, levels, groups, and requests that get
+another place while they wait."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.engine.requests import request_of
+from support.examples import examples
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling import fair_policy
+from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+
+TOKEN_BUDGET = 256
+LEVEL_TOKENS = fair_policy.LEVEL_BATCHES * TOKEN_BUDGET
+
+
+def free(request, match) -> bool:
+    return False
+
+
+def peek(identity, run: bytes) -> int:
+    """The first token of a prompt is the number of its cached tokens."""
+    return min(int(np.frombuffer(run, np.int32)[0]), len(run) // 4) if run else 0
+
+
+def policy() -> FairLongestPrefix:
+    return FairLongestPrefix(peek, TOKEN_BUDGET)
+
+
+def request(number: int, cached: int = 0, **origin) -> Request:
+    tokens = np.full(100, number + 1000, dtype=np.int32)
+    tokens[0] = cached
+    made = request_of(number, tokens, 1, **origin)
+    made.arrival = number
+    return made
+
+
+def admit_next(policy: FairLongestPrefix) -> Request | None:
+    policy.start_step()
+    chosen = policy.next([], free)
+    if chosen is not None:
+        policy.admit(chosen)
+        policy.finish(chosen)
+    return chosen
+
+
+def order_of(policy: FairLongestPrefix) -> list[int]:
+    order = []
+    while (chosen := admit_next(policy)) is not None:
+        order.append(chosen.id)
+    return order
+
+
+def begin(policy: FairLongestPrefix, made: Request) -> None:
+    """The only waiting request runs to its end."""
+    policy.add(made)
+    assert admit_next(policy) is made
+
+
+def test_a_dependent_request_has_the_place_of_its_program():
+    queue = policy()
+    anchor = request(0)
+    queue.add(anchor)
+    queue.admit(anchor)  # a tenant without requests is forgotten
+    begin(queue, request(1, program=7))
+    queue.add(request(2, 50))
+    queue.add(request(3, 0, program=7))
+    queue.add(request(4, 90, program=8))
+    assert order_of(queue) == [3, 4, 2]
+
+
+def test_dependent_requests_of_many_programs_follow_the_arrivals_of_the_programs():
+    queue = policy()
+    for program in (1, 2, 3):
+        begin(queue, request(program, program=program))
+    for number, program in ((4, 3), (5, 1), (6, 2)):
+        queue.add(request(number, program=program))
+    assert order_of(queue) == [5, 6, 4]
+
+
+def test_a_program_that_had_much_goes_after_others():
+    queue = policy()
+    early, late = request(0, program=1), request(1, program=2)
+    for made in (early, late):
+        queue.add(made)
+        queue.admit(made)
+    queue.charge(early, LEVEL_TOKENS)
+    queue.charge(late, LEVEL_TOKENS - 1)
+    queue.add(request(2, 90, program=1))
+    queue.add(request(3, program=2))
+    queue.add(request(4, 10))
+    assert order_of(queue) == [3, 4, 2]
+
+
+def test_a_program_keeps_its_place_in_its_tenant_only():
+    queue = policy()
+    begin(queue, request(0, program=1, tenant="a"))
+    queue.add(request(1, 50, tenant="b"))
+    queue.add(request(2, program=1, tenant="b"))
+    assert order_of(queue) == [1, 2]
+
+
+def test_a_group_that_another_request_interrupts_goes_on():
+    queue = policy()
+    for number in range(3):
+        queue.add(request(number, task_group=5))
+    assert admit_next(queue).id == 0
+    urgent = request(3, task_group=6)
+    urgent.deadline = 1.0
+    queue.add(urgent)
+    queue.add(request(4, 90))
+    assert order_of(queue) == [3, 1, 2, 4]
+
+
+def test_a_waiting_request_gets_another_place():
+    queue = policy()
+    begin(queue, request(0, program=1))
+    waiting = [request(number, 10 * number) for number in range(1, 4)]
+    for made in waiting:
+        queue.add(made)
+    queue.place(waiting[0], replace(waiting[0].origin, program=1))
+    queue.place(waiting[2], replace(waiting[2].origin, objective="throughput"))
+    assert order_of(queue) == [1, 2, 3]
+
+
+@dataclass
+class Known:
+    arrival: int
+    num_tokens: int = 0
+    has_begun: bool = False
+
+
+@dataclass
+class Reference:
+    """The order by its definition, over plain lists."""
+
+    waiting: list[Request] = field(default_factory=list)
+    programs: dict[int, Known] = field(default_factory=dict)
+    places: dict[int, tuple] = field(default_factory=dict)
+    continuing: set[int] = field(default_factory=set)
+    groups: list = field(default_factory=list)
+    joined: dict[int, int] = field(default_factory=dict)  # when each request got its present place
+
+    def put_in(self, made: Request) -> None:
+        number = made.origin.program
+        self.continuing.discard(made.id)
+        known = self.programs.setdefault(number, Known(made.arrival)) if number else Known(made.arrival)
+        levels = [LEVEL_TOKENS * fair_policy.LEVEL_FACTOR**n for n in range(fair_policy.MAX_LEVEL)]
+        level = sum(known.num_tokens >= limit for limit in levels)
+        self.places[made.id] = (made.origin.objective != "latency", level), known.arrival, made.id
+        if known.has_begun:
+            self.continuing.add(made.id)
+
+    def next(self) -> Request:
+        by_place = sorted(self.waiting, key=lambda made: self.places[made.id])
+        end = min(self.waiting, key=lambda made: (self.places[made.id][0], -made.tokens[0]))
+        for group in reversed(self.groups):
+            siblings = [made for made in self.waiting if group and made.origin.task_group == group]
+            if siblings:
+                end = min(siblings, key=lambda made: self.joined[made.id])
+                break
+        for made in by_place:
+            if made.id in self.continuing and self.places[made.id] < self.places[end.id]:
+                return made
+        return end
+
+    def admit(self, made: Request, num_tokens: int) -> None:
+        self.waiting.remove(made)
+        group, number = made.origin.task_group, made.origin.program
+        if group in self.groups:
+            self.groups.remove(group)
+        self.groups.append(group)
+        if number:
+            self.programs[number].has_begun = True
+            self.programs[number].num_tokens += num_tokens
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("arrive"),
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.sampled_from(["latency", "latency", "throughput"]),
+        ),
+        st.tuples(st.just("admit"), st.sampled_from([1, LEVEL_TOKENS // 2, 5 * LEVEL_TOKENS])),
+        st.tuples(
+            st.just("place"),
+            st.integers(0, 30),
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.sampled_from(["latency", "throughput"]),
+        ),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+@examples(300)
+@given(plan=events, matches=st.permutations(range(60)))
+def test_the_order_is_the_one_of_the_definition(plan, matches):
+    queue = FairLongestPrefix(peek, TOKEN_BUDGET)
+    anchor = request(1000, tenant="")
+    queue.add(anchor)
+    queue.admit(anchor)
+    reference = Reference()
+    origins = {}
+    for number, (kind, *args) in enumerate(plan):
+        if kind == "arrive":
+            program, group, objective = args
+            made = request(number, matches[number], program=program, task_group=group, objective=objective)
+            queue.add(made)
+            reference.waiting.append(made)
+            reference.joined[number] = number
+            reference.put_in(made)
+            origins[number] = made
+        elif kind == "place":
+            placed, program, group, objective = args
+            made = origins.get(placed)
+            if made in reference.waiting:
+                origin = replace(made.origin, program=program, task_group=group, objective=objective)
+                queue.place(made, origin)
+                reference.joined[made.id] = number
+                reference.put_in(made)
+        elif reference.waiting:
+            expected = reference.next()
+            queue.start_step()
+            chosen = queue.next([], free)
+            assert chosen is expected
+            queue.admit(chosen)
+            queue.charge(chosen, args[0])
+            reference.admit(chosen, args[0])
+
+
+def test_dependent_requests_run_back_to_back_in_the_scheduler():
+    """Two programs of three requests each, and requests without a program, one at a time."""
+    config = SchedulerConfig(max_running=1, token_budget=16)
+    scheduler = Scheduler(num_slots=4000, max_context=256, config=config)
+    runner = FakeRunner(num_slots=4000, max_context=256)
+    numbers = iter(range(100))
+    left = {1: 3, 2: 3}
+    order = []
+
+    def submit(program: int) -> None:
+        number = next(numbers)
+        tokens = np.arange(40 * number, 40 * number + 40, dtype=np.int32)
+        scheduler.add(request_of(number, tokens, 1, program=program, state=number + 1))
+
+    for program in (1, 0, 2, 0):
+        submit(program)
+    while (batch := scheduler.schedule()) is not None:
+        for row in scheduler.complete(run_batch(runner, batch)):
+            if row.request.num_generated:
+                program = row.request.origin.program
+                scheduler.finish(row.request)
+                order.append(program)
+                left[program] = left.get(program, 1) - 1
+                if left[program] > 0:
+                    submit(program)
+    scheduler.check_idle()
+    assert order[:3] == [1, 1, 1]
+    runs = [program for at, program in enumerate(order) if at == 0 or order[at - 1] != program]
+    assert runs.count(2) == 1
+
+
+def test_a_state_places_its_waiting_and_running_requests():
+    scheduler = Scheduler(num_slots=400, max_context=100, config=SchedulerConfig(max_running=1))
+    runner = FakeRunner(num_slots=400, max_context=100)
+    running, waiting, other = (
+        request_of(number, [number + 1] * 9, 2, state=state) for number, state in ((0, 5), (1, 5), (2, 6))
+    )
+    for made in (running, waiting, other):
+        scheduler.add(made)
+    scheduler.complete(run_batch(runner, scheduler.schedule()))
+    scheduler.place(5, 7, 8, "throughput")
+    for made in (running, waiting):
+        assert (made.origin.program, made.origin.task_group) == (7, 8)
+        assert made.origin.objective == "throughput"
+    assert other.origin.program == 0
+    scheduler.place(99, 1, 1, "latency")
+    for made in (running, waiting, other):
+        scheduler.release(made)
+    scheduler.check_idle()
