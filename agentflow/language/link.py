@@ -118,11 +118,19 @@ class Link:
         self.deadline = math.inf
         """When the limits of the session end all states, on the event loop's clock."""
         self._tokens_left: int | None = None
+        self._links = [self]
+        """The links that share the limits of the session."""
         self.spans: SessionSpan | None = None
         self.runs = Runs()
 
     def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
         """Limits all states; see ``Session.limit``."""
+        self._limit(deadline_s, output_tokens)
+        for link in self._links:
+            if link is not self and link.is_alive:
+                link._limit(deadline_s, output_tokens)
+
+    def _limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
         self.send([limit_op(0, deadline_s, output_tokens)])
         if deadline_s is not None:
             self.deadline = min(self.deadline, anyio.current_time() + deadline_s)
@@ -178,20 +186,39 @@ class Link:
 
     @asynccontextmanager
     async def beside(self, backend: Backend) -> AsyncIterator[Link]:
-        """A link of the same session to another backend. Its runs are among the session's, and what is left
-        of the session's limits holds there too."""
+        """A link of the same session to another backend. Its runs are among the session's, and both links
+        use up the session's limits."""
         link = Link(self.seed)
         link.runs, link._run_indices = self.runs, self._run_indices
         await link.open(backend)
         try:
             left_s = None if math.isinf(self.deadline) else max(0.0, self.deadline - anyio.current_time())
             if left_s is not None or self._tokens_left is not None:
-                link.limit(left_s, self._tokens_left)
+                link._limit(left_s, self._tokens_left)
+            link._links = self._links
+            self._links.append(link)
             yield link
         except BaseException as error:
+            self._leave(link)
             await link.close(type(error), error, error.__traceback__)
             raise
+        self._leave(link)
         await link.close(None, None, None)
+
+    def _leave(self, link: Link) -> None:
+        """The limits are those of one link again, whose backend does not know what the other has used."""
+        if link in self._links:
+            self._links.remove(link)
+        if self._tokens_left is not None:
+            self.send([limit_op(0, None, self._tokens_left)], quiet=True)
+
+    def _spend(self, num_tokens: int) -> None:
+        """Takes tokens from the limit of all links. The other backends end their states at its end."""
+        for link in self._links:
+            if link._tokens_left:
+                link._tokens_left = max(0, link._tokens_left - num_tokens)
+                if link is not self and not link._tokens_left:
+                    link.send([limit_op(0, None, 0)], quiet=True)
 
     def _end_spans(self, error: BaseException | None) -> None:
         if self.spans is not None:
@@ -332,8 +359,7 @@ class Link:
                         variable.think(event.reasoning_at, event.reasoning)
                         variable.extend(event.at, event.text)
                 case Value():
-                    if self._tokens_left is not None:
-                        self._tokens_left = max(0, self._tokens_left - event.usage.output_tokens)
+                    self._spend(event.usage.output_tokens)
                     if (variable := self.variables.get(event.var)) is not None:
                         variable.complete(event)
                 case VarFailed():  # the state fails too, by a separate event

@@ -163,6 +163,34 @@ async def test_limits_of_the_session_hold_in_batches(vendor: FakeVendor) -> None
             await place.flow.map(ask_twice, ["a"], batch=True)
 
 
+async def test_batches_use_up_the_limits_of_the_session(vendor: FakeVendor) -> None:
+    async with session_on(vendor) as place, place.flow.state() as before:
+        await place.flow.map(ask, ["a", "b"], batch=True)
+        used = sum(run.usage.output_tokens for run in place.flow.runs)
+        place.flow.limit(output_tokens=used)
+        await place.flow.map(ask, ["c", "d"], batch=True)
+        with pytest.raises(af.BudgetExceeded):
+            await place.flow.run(ask, "e")
+        before += af.user("f") + af.assistant(af.gen("answer", max_tokens=8))
+        with pytest.raises(af.BudgetExceeded):
+            await before["answer"]
+
+
+async def test_a_limit_that_is_set_while_a_batch_runs_holds_there(vendor: FakeVendor) -> None:
+    vendor.num_polls = 10**9
+    async with session_on(vendor) as place:
+
+        async def limit() -> None:
+            await place.server.wait_until(lambda: bool(vendor.num_asked))
+            place.flow.limit(output_tokens=1)
+            vendor.num_polls = 1
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(limit)
+            with pytest.raises(af.BudgetExceeded):
+                await place.flow.map(ask_twice, ["a", "b"], batch=True)
+
+
 async def test_a_batch_is_cancelled_if_the_map_is_left_while_it_is_sent(vendor: FakeVendor) -> None:
     hold = Hold()
 
