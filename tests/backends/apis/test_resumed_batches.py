@@ -155,6 +155,55 @@ async def test_a_failure_in_a_later_stage_does_not_repeat_the_earlier_one(
     assert [len(batch) for batch in vendor.sent] == [3, 3, 3]
 
 
+async def failed_and_sent_again(vendor: FakeVendor, path: str, program: Any) -> None:
+    """A map whose first batch expires, and that ends while the second attempt runs."""
+    vendor.fate = lambda body: "expired" if vendor.num_batches == 1 else "answered"
+    sent_again = anyio.Event()
+
+    def hold(request: Received) -> AnyAnswer | None:
+        if vendor.num_batches < 2 or request.method != "GET":
+            return None
+        sent_again.set()
+        return Answer([Hold()])
+
+    vendor.override = hold
+    async with anyio.create_task_group() as group:
+
+        async def run() -> None:
+            await map_all(vendor, program, path, retries=1)
+
+        group.start_soon(run)
+        await sent_again.wait()
+        group.cancel_scope.cancel()
+    vendor.override = lambda request: None
+
+
+async def test_a_retry_that_runs_when_the_map_ends_is_found_again(
+    vendor: FakeVendor, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
+    await failed_and_sent_again(vendor, path, ask)
+    assert await map_all(vendor, ask, path) == await plain(type(vendor)(), ask)
+    assert [len(batch) for batch in vendor.sent] == [3, 3]
+
+
+async def test_equal_requests_that_failed_find_their_retries(
+    vendor: FakeVendor, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @af.program
+    async def ask_alike(s: af.State, question: str) -> list[str]:
+        s += af.user(question)
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.assistant(af.gen("answer", max_tokens=8))
+        return [await branch["answer"] for branch in branches]
+
+    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
+    await failed_and_sent_again(vendor, path, ask_alike)
+    assert await map_all(vendor, ask_alike, path) == await plain(type(vendor)(), ask_alike)
+    assert [len(batch) for batch in vendor.sent] == [6, 6]
+
+
 def is_of_outcomes(request: Received) -> bool:
     return request.path.endswith(("/content", "/results"))
 

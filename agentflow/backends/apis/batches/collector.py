@@ -7,6 +7,7 @@ answered: the map begins no more inputs, and each state waits for its call or fo
 from __future__ import annotations
 
 import copy
+import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -93,6 +94,7 @@ class Collector:
         self._has_come = anyio.Event()
         self._sent: list[_Batch] = []
         self._by_request: dict[str, _Batch] = {}
+        self._taken: set[str] = set()  # the ids of the calls of this map
         for record in notes.records():
             batch = _Batch(record, was_read=record.is_read)
             if record.batch:
@@ -109,6 +111,9 @@ class Collector:
         """
         path, _, request_id = path.partition("#")
         call = _ParkedCall(request_id, path, body)
+        # An earlier call has the request if its first one had failed.
+        ids = itertools.chain([request_id], _following(request_id))
+        self._take(call, next(one for one in ids if one not in self._taken))
         message = await self._parked(call)
         sink = make_sink()
         for event in self._api.events(path, message):
@@ -130,6 +135,24 @@ class Collector:
             return call.outcome
         assert call.outcome is not None
         raise copy.copy(call.outcome)  # calls may share it, and each adds its place
+
+    def _place_again(self, call: _ParkedCall) -> None:
+        """Places a call whose request has failed. An earlier map may have sent another attempt."""
+        for request_id in _following(call.request_id):
+            if request_id not in self._by_request:
+                self._by_request.pop(call.request_id, None)
+                break
+            if request_id not in self._taken:
+                self._take(call, request_id)
+                break
+        self._place(call)
+
+    def _take(self, call: _ParkedCall, request_id: str) -> None:
+        """Gives the call a request that no other call has."""
+        if request_id != call.request_id:
+            call.line = call.line.replace(f'"{call.request_id}"'.encode(), f'"{request_id}"'.encode(), 1)
+            call.request_id = request_id
+        self._taken.add(request_id)
 
     def _place(self, call: _ParkedCall) -> None:
         """Puts the call into the batch that an earlier map sent with it, or into the next one."""
@@ -339,9 +362,8 @@ class Collector:
             if call.ended.is_set():  # cancelled
                 continue
             if isinstance(outcome, AgentflowError) and is_known:
-                # An earlier map has reported that failure: the request is sent again.
-                self._by_request.pop(call.request_id, None)
-                self._place(call)
+                # An earlier map has reported that failure.
+                self._place_again(call)
                 continue
             call.outcome = outcome or EngineFailed("a batch ended without an outcome")
             self._num_parked -= 1
@@ -355,7 +377,7 @@ class Collector:
                 del self._by_request[request_id]
         for call in batch.calls.values():
             if not call.ended.is_set():
-                self._place(call)
+                self._place_again(call)
 
     def _show(self) -> None:
         running = [batch for batch in self._sent if not batch.is_over]
@@ -379,6 +401,12 @@ class Collector:
                         await self._api.cancel(batch.record.batch)
                     except AgentflowError:
                         continue  # it has ended meanwhile, or the vendor cannot be reached
+
+
+def _following(request_id: str) -> Iterator[str]:
+    """The ids of the next equal requests."""
+    identity, _, number = request_id.rpartition("-")
+    return (f"{identity}-{following}" for following in itertools.count(int(number) + 1))
 
 
 async def _pause(pause_s: float) -> None:
