@@ -59,6 +59,7 @@ ROOMS = {
     ),
     "runtime": (
         "backoff",
+        "payer",
         "declared",
         "programs",
         "generator",

@@ -22,6 +22,7 @@ import msgspec
 from agentflow.errors import BadArgument, BudgetExceeded, NotSupported
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_number
+from agentflow.runtime.payer import PAYER, Payer
 
 _MILLION = 1_000_000
 BATCH_SHARE = 0.5
@@ -227,6 +228,21 @@ class CallCost:
         self.cost: float | None = None
 
 
+@contextmanager
+def _paid(payer: Payer | None, highest: float) -> Iterator[CallCost]:
+    """The scope of a call that the payer pays for."""
+    paid = CallCost()
+    paid.cost = 0.0
+    if payer is None:
+        yield paid
+        return
+    payer.reserve(highest)
+    try:
+        yield paid
+    finally:
+        payer.settle(highest, paid.cost)
+
+
 LONGEST_OUTPUT = 128_000
 UNCAPPED = Spending()
 
@@ -254,17 +270,22 @@ class Billing(NamedTuple):
 
         Raises:
             BudgetExceeded: The call could exceed the cap of the session.
+            RateLimited: It could exceed what its payer may spend now.
+            NotSupported: Its price is unknown, and its payer has a limit.
         """
-        price = self.price
+        price, payer = self.price, PAYER.get()
         if price is None:
+            if payer is not None:
+                payer.reserve(None)
             yield lambda usage: usage
             return
         most = self.longest_output if max_tokens is None else max_tokens
         highest = highest_cost(price, num_bytes, most)
-        with self.spending.reserved(highest) as call:
+        with _paid(payer, highest) as paid, self.spending.reserved(highest) as call:
+            paid.cost = None  # from here on, the call may be sent
 
             def add(usage: Usage) -> Usage:
-                call.cost = cost(price, usage)
+                call.cost = paid.cost = cost(price, usage)
                 return msgspec.structs.replace(usage, cost=call.cost)
 
             yield add

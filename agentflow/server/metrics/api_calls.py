@@ -52,19 +52,23 @@ class ApiCalls(RequestTimes):
         pending = self._pending.pop(call_id, None)
         if pending is None:
             return
-        label = self._label(pending.tenant)
-        use = self.tokens.setdefault(label, TokenUse())
-        use.prompt += usage.prompt_tokens
-        use.cached += usage.cached_tokens
-        use.output += usage.output_tokens
-        if usage.cost:
-            self.cost[label] += usage.cost
+        self.charged(pending.tenant, usage)
         self._has_finished(pending, self._clock(), usage.output_tokens)
 
     def call_failed(self, call_id: int, code: str) -> None:
         """Records a failure."""
         if self._pending.pop(call_id, None) is not None:
             self.errors[code] += 1
+
+    def charged(self, tenant: str, usage: Usage) -> None:
+        """Counts tokens and costs."""
+        label = self._label(tenant)
+        use = self.tokens.setdefault(label, TokenUse())
+        use.prompt += usage.prompt_tokens
+        use.cached += usage.cached_tokens
+        use.output += usage.output_tokens
+        if usage.cost:
+            self.cost[label] += usage.cost
 
     def _label(self, tenant: str) -> str:
         return label_of(tenant, self.tokens.keys())

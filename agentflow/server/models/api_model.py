@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -51,6 +51,7 @@ from agentflow.runtime.generator import (
     Upcoming,
     View,
 )
+from agentflow.runtime.payer import PAYER
 from agentflow.server.tenants.rate_limit import TenantGate
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,9 @@ class CallObserver(Protocol):
 
     def call_failed(self, call_id: int, code: str) -> None:
         """The call failed, or was cancelled (``cancelled``)."""
+
+    def charged(self, tenant: str, usage: Usage) -> None:
+        """A call that did not end took these tokens and costs; the tokens are estimates."""
 
 
 class ApiModel:
@@ -375,18 +379,30 @@ class TenantGenerator:
         with self._admitted(num_chars // CHARS_PER_TOKEN) as admitted, self.model.calling() as call_id:
             call = _Call(call_id, admitted, self.model.observers)
             call.begin(self.tenant.name, generates)
+            token = PAYER.set(_CallPayer(call, self._charge))
             try:
                 yield call
             except AgentflowError as error:
                 shown = self._shown(error)
                 call.fail(shown.code)
+                if admitted.output_tokens or call.cost:
+                    self._charge(call.estimate())
                 if shown is error:
                     raise
                 raise shown from error
             except BaseException:
                 call.fail("cancelled")
+                self._charge(call.estimate())
                 raise
+            finally:
+                PAYER.reset(token)
             self._own += call.usage
+
+    def _charge(self, usage: Usage) -> None:
+        """Counts what a call took that did not end."""
+        self._own += usage
+        for observer in self.model.observers:
+            observer.charged(self.tenant.name, usage)
 
     def _num_chars(self, context: Any) -> int:
         return len(self._inner.text(context))
@@ -435,6 +451,9 @@ class _Call:
 
     def __init__(self, call_id: int, admitted: AdmittedRequest, observers: Sequence[CallObserver]) -> None:
         self.usage = Usage()
+        self.cost = 0.0
+        """The costs of its requests that have ended, in US dollars."""
+        self.has_failed = False
         self._id = call_id
         self._admitted = admitted
         self._observers = observers
@@ -470,5 +489,34 @@ class _Call:
             observer.call_ended(self._id, usage)
 
     def fail(self, code: str) -> None:
+        self.has_failed = True
         for observer in self._observers:
             observer.call_failed(self._id, code)
+
+    def estimate(self) -> Usage:
+        """The use of a call that did not end: the tokens that the tenant's limits count."""
+        return Usage(self._admitted.prompt_tokens, 0, self._admitted.output_tokens, cost=self.cost)
+
+
+class _CallPayer:
+    """Pays for the requests of a call, some of which outlive it (speculation).
+
+    Args:
+        call: the call.
+        charge: counts what a request costs that ends after its call has failed.
+    """
+
+    def __init__(self, call: _Call, charge: Callable[[Usage], None]) -> None:
+        self._call = call
+        self._charge = charge
+
+    def reserve(self, highest: float | None) -> None:
+        """Lets all calls pass."""
+
+    def settle(self, highest: float, cost: float | None) -> None:
+        """Counts the cost of a request."""
+        if self._call.has_failed:
+            if cost:
+                self._charge(Usage(cost=cost))
+        else:
+            self._call.cost += cost or 0.0

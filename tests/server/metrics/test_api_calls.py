@@ -60,6 +60,22 @@ async def test_tokens_costs_and_errors_of_the_calls_are_counted() -> None:
     assert SECRET not in text
 
 
+async def test_a_call_that_was_left_is_counted() -> None:
+    hold = Hold()
+    async with served_apis([stream(text_chunks("word " * 100), hold)]) as served:
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, served)
+            with anyio.fail_after(20):
+                await hold.reached.wait()
+            group.cancel_scope.cancel()
+        await served.vendor.wait_until_gone()
+        await served.server.service.models.until_idle()
+        _, found = await scraped(served)
+    assert found["agentflow_api_errors_total", "cancelled", "gpt"] == 1
+    assert found["agentflow_generated_tokens_total", "gpt"] == 125
+    assert found["agentflow_tenant_cost_dollars_total", "default", "gpt"] > 0
+
+
 async def test_figures_of_engines_are_absent() -> None:
     async with served_apis([text_stream("a")]) as served:
         assert await ask(served) == 200

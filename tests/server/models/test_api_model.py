@@ -281,6 +281,27 @@ async def test_a_call_that_was_left_is_charged_by_estimate(tmp_path: Path) -> No
             await ask(served.ws_url, "af-ann")
 
 
+async def test_a_call_that_was_left_is_in_the_statistics(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path))
+    hold = Hold()
+    async with served_apis([stream(text_chunks("word " * 100), hold)], tenants=tenants) as served:
+        async with af.session(served.ws_url, api_key="af-ann") as flow:
+            s = flow.state()
+            s += af.user("hello") + af.assistant(af.gen("word"))
+            with anyio.fail_after(20):
+                await hold.reached.wait()
+            s.cancel()
+            await served.vendor.wait_until_gone()
+            await served.server.service.models.until_idle()
+            stats = await flow.stats()
+        async with af.session(served.ws_url, api_key="af-bob") as flow:
+            others = await flow.stats()
+    assert stats.generated_tokens == 125
+    assert stats.prompt_tokens > 0
+    assert stats.cost > 0
+    assert (others.generated_tokens, others.cost) == (0, 0)
+
+
 async def test_a_revoked_tenants_call_is_cancelled(tmp_path: Path) -> None:
     path = keys_file(tmp_path)
     hold = Hold()

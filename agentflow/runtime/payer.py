@@ -1,0 +1,31 @@
+"""Who pays for the calls to APIs, for a generator that serves several clients.
+
+A server sets the payer of each call; the tasks that the call starts have the same one.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Protocol
+
+
+class Payer(Protocol):
+    """Pays for calls. Amounts are US dollars."""
+
+    def reserve(self, highest: float | None) -> None:
+        """Called before a call is sent.
+
+        Args:
+            highest: The highest cost that the call can have; None: its price is unknown.
+
+        Raises:
+            RateLimited: The payer cannot pay as much now.
+            NotSupported: The payer does not pay for calls of unknown price.
+        """
+
+    def settle(self, highest: float, cost: float | None) -> None:
+        """Called when the call has ended, with its ``cost``; None: it is unknown, as its answer was lost."""
+
+
+PAYER: ContextVar[Payer | None] = ContextVar("payer", default=None)
+"""The payer of the calls that the current task makes; None: nobody asks."""
