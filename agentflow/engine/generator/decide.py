@@ -18,7 +18,6 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, Scoring
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
-from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
 from agentflow.engine.text.token_state import TokenState, num_common_ids
 from agentflow.errors import BadArgument
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
@@ -61,13 +60,9 @@ def encode_questions(
     first: list[int] = []  # the ids before the answers to the first question
     heads: list[tuple[int, list[int]]] = []  # how many of these each question has, and its ids after them
     answers: list[list[list[int]]] = []
-    closing = ""
     end: list[int] | None = None
     for question in questions:
         asked, is_plain = _asked(tokens, question_text(question))
-        if not is_plain:
-            closing = _end_of_reasoning(asked) if not heads else closing
-            asked.markup(closing)
         texts = [f" {text}\n" for text in question.answers] if is_plain else question.answers
         encoded = asked.encode_choices(texts)
         if end is None:
@@ -102,16 +97,6 @@ def _asked(tokens: TokenState, question: str) -> tuple[TokenState, bool]:
     asked.end_role()
     asked.begin_role("assistant")
     return asked, False
-
-
-def _end_of_reasoning(asked: TokenState) -> str:
-    """What ends the reasoning that the prompt begins, because answers follow no reasoning; empty if it begins
-    none."""
-    marks = reasoning_marks(asked.template.source)
-    opening = None if marks is None else asked.opening()
-    thinking = None if marks is None or opening is None else thinking_after(marks, *opening)
-    is_open = thinking is not None and thinking.is_open and not thinking.has_channels
-    return f"\n{thinking.end}\n\n" if thinking is not None and is_open else ""
 
 
 def _end_of_turn(asked: TokenState, end_ids: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, la
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
+from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
@@ -448,8 +449,12 @@ class TokenState:
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
         """Returns the ids of the state with each of ``choices`` as its next text; the pending run is encoded
-        again with each. ``choose`` then appends one. Raises the errors of ``ids``."""
+        again with each. ``choose`` then appends one. Reasoning that the prompt begins ends first, because a
+        choice belongs to the answer. Raises the errors of ``ids``."""
+        closing = self._end_of_reasoning()
         pending, self._pending = self._pending, []
+        if closing and self._end_of_reasoning():  # the pending text did not begin it
+            self.markup(closing)
         if self.template.has_channels and self._open_role == "assistant" and not self._parts[-1].runs:
             self.generated(self._tokenizer.encode_markup(ANSWER_HEAD, continues=True), ANSWER_HEAD)
         try:
@@ -502,6 +507,14 @@ class TokenState:
             low, high = max(low - start, 0), max(high - start, 0)
             markup = markup[:low] + " " * (high - low) + markup[high:]
         return markup, parts[-1].text
+
+    def _end_of_reasoning(self) -> str:
+        """Returns the markup that ends the reasoning in which the state is; empty if it is in none."""
+        marks = reasoning_marks(self.template.source)
+        opening = None if marks is None else self.opening()
+        thinking = None if marks is None or opening is None else thinking_after(marks, *opening)
+        is_open = thinking is not None and thinking.is_open and not thinking.has_channels
+        return f"\n{thinking.end}\n\n" if thinking is not None and is_open else ""
 
     def messages(self) -> list[dict[str, str]]:
         """Returns the turns so far, including the open one, as ``{"role": …, "content": …}``."""

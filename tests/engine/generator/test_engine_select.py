@@ -11,6 +11,7 @@ from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from support.faults import has_param
 from support.plain_model import alone, fake_logprob, plain_model_engine, runner
 from support.process_engine import Hold, kill, process_engine
+from support.thinking_models import DEEPSEEK, QWEN
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
@@ -21,6 +22,7 @@ from agentflow.engine.messages import Finished
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import GREEDY
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, scores_of
 from agentflow.engine.token_tree import MAX_CHOICE_TOKENS
 from agentflow.protocol.sampling import SamplingParams
@@ -199,6 +201,43 @@ async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, 
         scores = s["x"].choices
     assert list(scores) == choices
     assert max(scores, key=scores.__getitem__) == chosen
+
+
+@pytest.mark.parametrize("source", [DEEPSEEK, QWEN], ids=["opened", "not opened"])
+@pytest.mark.parametrize("written", ["", "the answer is"])
+async def test_choices_follow_no_reasoning_that_the_prompt_begins(source, written):
+    async with plain_model_engine() as client:
+        generator = EngineGenerator(client, ChatTemplate(source))
+        context = generator.open("")
+        generator.begin_role(context, "user")
+        generator.fill(context, "what?")
+        generator.end_role(context)
+        generator.begin_role(context, "assistant")
+        opening = generator.text(context)
+        generator.fill(context, written)
+        scored = await generator.score(context, ["the", "an"], METHODS[0])
+        closing = "\n</think>\n\n" if source is DEEPSEEK else ""
+        assert generator.text(context) == opening + closing + written + ["the", "an"][scored.index]
+        ids = context.tokens.ids()
+        assert TOKENIZER.decode(ids, skip_special=False) == generator.text(context)
+        await generator.score(context, [" an", " question"], METHODS[0])
+        assert context.tokens.ids()[: len(ids) - 1] == ids[:-1]  # it is closed once
+        assert generator.text(context).count("</think>") == closing.count("</think>")
+
+
+@pytest.mark.parametrize("written", ["so</think>the answer is", "so</think>"])
+async def test_reasoning_that_the_program_ends_is_not_ended_again(written):
+    async with plain_model_engine() as client:
+        generator = EngineGenerator(client, ChatTemplate(DEEPSEEK))
+        context = generator.open("")
+        generator.begin_role(context, "user")
+        generator.fill(context, "what?")
+        generator.end_role(context)
+        generator.begin_role(context, "assistant")
+        generator.fill(context, written)
+        before = generator.text(context)
+        scored = await generator.score(context, ["the", "an"], METHODS[0])
+        assert generator.text(context) == before + ["the", "an"][scored.index]
 
 
 long_choices = st.lists(
