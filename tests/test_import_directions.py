@@ -46,6 +46,7 @@ ROOMS = {
         "events",
         "schema_walk",
         "chat",
+        "text_parts",
         "transform",
         "decisions",
         "ops",

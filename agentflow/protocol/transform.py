@@ -5,7 +5,6 @@ Python functions (``Variable.map``) run in the client, never on a server."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -13,38 +12,53 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument, RunFailed
-from agentflow.protocol import client_pattern
+from agentflow.protocol import client_pattern, text_parts
 from agentflow.protocol.client_pattern import InvalidPattern
+from agentflow.protocol.text_parts import MAX_INLINE_CHARS, shown
 
 if TYPE_CHECKING:
     import regex
 
-TransformName = Literal["strip", "lower", "upper", "first_line", "json", "regex"]
+TransformName = Literal[
+    "strip",
+    "lower",
+    "upper",
+    "first_line",
+    "json",
+    "regex",
+    "items",
+    "xml",
+    "yaml",
+    "number",
+    "date",
+    "enum",
+]
 
 MAX_TRANSFORMS = 16
 MAX_PATTERN_CHARS = 1000
-MAX_JSON_VALUES = 250_000
-"""The largest number of values that ``json`` decodes, commas in texts included: decoding holds the GIL."""
-MAX_INLINE_CHARS = 65_536
+_SLOW = ("regex", "yaml")
 REGEX_TIMEOUT_S = 0.2
 """A search that takes longer fails its state; it bounds the cost for other states."""
 
 
 class Transform(msgspec.Struct, frozen=True, array_like=True):
-    """One transform. ``argument``: the path of ``json`` (``a.b.0``) or the pattern of ``regex``."""
+    """One transform. ``argument``: the path of ``json`` and ``yaml`` (``a.b.0``), the pattern of ``regex``,
+    the kind of list and an index for ``items`` (``numbered.0``), the tag of ``xml``, the format of ``date``,
+    the values of ``enum`` as a JSON list."""
 
     name: TransformName
     argument: str = ""
 
 
 def check_written(transforms: tuple[Transform, ...]) -> None:
-    """Raises ``BadArgument`` if there are too many, or if an argument is not a string. Compiles no
-    pattern."""
+    """Raises ``BadArgument`` if there are too many, or if an argument is wrong. Compiles no pattern."""
     if len(transforms) > MAX_TRANSFORMS:
         raise BadArgument(f"a reference may have at most {MAX_TRANSFORMS} transforms, not {len(transforms)}")
     for transform in transforms:
         if transform.name != "regex" and not isinstance(transform.argument, str):
             raise BadArgument(f"{transform.name}: the argument must be text, not {transform.argument!r:.60}")
+        if transform.name in _CHECKS:
+            _CHECKS[transform.name](transform.argument)
 
 
 def check_transforms(transforms: tuple[Transform, ...]) -> None:
@@ -82,26 +96,9 @@ async def apply_in_turn(
     text: str, transforms: tuple[Transform, ...], limiter: anyio.CapacityLimiter | None = None
 ) -> str:
     """``apply_transforms`` for an event loop: searches, and all transforms of long texts, run in a thread."""
-    if transforms and (len(text) > MAX_INLINE_CHARS or any(one.name == "regex" for one in transforms)):
+    if transforms and (len(text) > MAX_INLINE_CHARS or any(one.name in _SLOW for one in transforms)):
         return await anyio.to_thread.run_sync(apply_transforms, text, transforms, limiter=limiter)
     return apply_transforms(text, transforms)
-
-
-def _json(text: str, path: str) -> str:
-    if len(text) > MAX_INLINE_CHARS and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
-        raise RunFailed(f"json({path!r}): the text has more than {MAX_JSON_VALUES:,} values: {_shown(text)}")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RunFailed(f"json({path!r}): the text is not JSON ({error}): {_shown(text)}") from None
-    for step in path.split(".") if path else ():
-        try:
-            value = value[int(step)] if isinstance(value, list) else value[step]
-        except (KeyError, IndexError, ValueError, TypeError):
-            raise RunFailed(f"json({path!r}): there is no {step!r} in {_shown(json.dumps(value))}") from None
-    found = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    # JSON can escape half a surrogate pair, which is not valid in text.
-    return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _regex(text: str, pattern: str) -> str:
@@ -110,7 +107,7 @@ def _regex(text: str, pattern: str) -> str:
     except TimeoutError:
         raise RunFailed(f"regex({pattern!r}): the search takes too long; simplify the pattern") from None
     if found is None:
-        raise RunFailed(f"regex({pattern!r}) finds nothing in {_shown(text)}")
+        raise RunFailed(f"regex({pattern!r}) finds nothing in {shown(text)}")
     return str(found.group(1) or "") if compiled(pattern).groups else str(found.group())
 
 
@@ -132,15 +129,23 @@ def _in_pieces(convert: Callable[[str], str], text: str) -> str:
     return "".join([*pieces, convert(text[start:])])
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:79]}…")
-
-
 _STEPS: dict[str, Callable[[str, str], str]] = {
     "strip": lambda text, _: text.strip(),
     "lower": lambda text, _: _in_pieces(str.lower, text),
     "upper": lambda text, _: _in_pieces(str.upper, text),
     "first_line": lambda text, _: text.strip().partition("\n")[0].strip(),
-    "json": _json,
+    "json": text_parts.json_value,
     "regex": _regex,
+    "items": text_parts.items,
+    "xml": text_parts.xml,
+    "yaml": text_parts.yaml_value,
+    "number": text_parts.number,
+    "date": text_parts.iso_date,
+    "enum": text_parts.one_of,
+}
+_CHECKS: dict[str, Callable[[str], None]] = {
+    "items": text_parts.check_items,
+    "xml": text_parts.check_tag,
+    "date": text_parts.check_date_format,
+    "enum": text_parts.check_words,
 }

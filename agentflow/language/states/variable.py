@@ -9,12 +9,13 @@ it as it grows.
 from __future__ import annotations
 
 import inspect
+import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
 from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed, shown_error
-from agentflow.language.expressions import Appendable, Expression, Sequence_
+from agentflow.language.expressions import Appendable, Expression, Sequence_, tuple_of
 from agentflow.language.failures.frames import calling_line, raised_at, without_internals
 from agentflow.language.failures.mistakes import defined_at
 from agentflow.language.failures.user_code import UserCode
@@ -26,6 +27,7 @@ from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
 from agentflow.protocol.events import DecidedBy, ErrorInfo, PassedOver, TopLogprobs, Usage
+from agentflow.protocol.text_parts import ListKind
 from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -99,6 +101,74 @@ class Reference(Expression, Generic[ValueT_co]):
         '8'
         """
         return self._then("regex", pattern)
+
+    def items(self, kind: ListKind = "numbered", index: int | None = None) -> Transformed:
+        """The items of a list, one a line, or only the item at ``index``. Fails with ``RunFailed`` if there
+        are none.
+
+        Args:
+            kind: ``numbered`` (``1. …``) or ``bulleted`` (``- …`` or ``* …``): other lines are dropped.
+                ``comma``: values of a CSV text.
+            index: Of the item, from 0; negative from the end.
+
+        >>> await s.set("x", "Sure:\\n1. light\\n2. water").items("numbered", 1)
+        'water'
+        """
+        is_index = index is None or (isinstance(index, int) and abs(index) < 10**9)
+        if not isinstance(kind, str) or not is_index:
+            raise BadArgument(f"items: give a kind and an index, not {kind!r:.60} and {index!r:.60}")
+        return self._then("items", kind if index is None else f"{kind}.{index:d}")
+
+    def xml(self, tag: str) -> Transformed:
+        """The text within the first ``<tag>…</tag>``, unchanged. Fails with ``RunFailed`` if there is none.
+
+        >>> await s.set("x", "Let me see. <answer>8</answer>").xml("answer")
+        '8'
+        """
+        return self._then("xml", tag)
+
+    def yaml(self, path: str = "") -> Transformed:
+        """As ``json``, of a YAML text or the first Markdown block of it. Dates become texts in ISO's format.
+        Fails with ``RunFailed`` for a text with aliases, or of more than 65,536 characters. Raises
+        ``NotSupported`` if the package ``pyyaml`` is not installed.
+
+        >>> await s.set("x", "name: Ada\\nborn: {year: 1815}").yaml("born.year")
+        '1815'
+        """
+        return self._then("yaml", path)
+
+    def number(self) -> Transformed:
+        """The first decimal number, as JSON writes it. Fails with ``RunFailed`` if there is none.
+
+        >>> await s.set("x", "About 1,250.50 tonnes.").number()
+        '1250.50'
+        """
+        return self._then("number")
+
+    def date(self, format: str = "") -> Transformed:
+        """A date, or a date and time, in ISO's format. Fails with ``RunFailed`` if the text is no date.
+
+        Args:
+            format: As of ``datetime.strptime``, without ``%c``, ``%x``, ``%X`` and ``%Z``. Default: ISO's
+                format.
+
+        >>> await s.set("x", " 10 December 1815 ").date("%d %B %Y")
+        '1815-12-10'
+        """
+        return self._then("date", format)
+
+    def enum(self, values: Sequence[str]) -> Transformed:
+        """The text, stripped, which must be one of ``values``. Fails with ``RunFailed`` if it is none.
+
+        >>> await s.set("x", " yes\\n").enum(["yes", "no"])
+        'yes'
+        """
+        if isinstance(values, str):
+            raise BadArgument(f"enum: values must be a list of strings, not {values!r:.60}", param="values")
+        words = tuple_of(values, "enum", "values", "strings")
+        if not all(isinstance(word, str) for word in words):
+            raise BadArgument(f"enum: values must be a list of strings, not {words!r:.60}", param="values")
+        return self._then("enum", json.dumps(words, ensure_ascii=False))
 
     def map(self, function: Callable[[ValueT_co], str]) -> Variable[str]:
         """The result of ``function`` for the value; it must be a string. The function runs in this process

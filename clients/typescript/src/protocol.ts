@@ -174,11 +174,14 @@ export interface Ref {
 
 /**
  * Part of `ref`, as a list of its name and its argument: `strip`, `lower`, `upper`, `first_line`, `json`
- * (the argument is a path such as `a.b.0`), `regex` (a pattern; the result is its first group, or its
- * first match). At most 16 may follow each other (`bad_argument`). A transform that cannot be applied
- * fails its state with `run_failed`; an invalid pattern, with `bad_argument`.
+ * and `yaml` (the argument is a path such as `a.b.0`), `regex` (a pattern; the result is its first
+ * group, or its first match), `items` (`numbered`, `bulleted` or `comma`, for all items, one a line, or
+ * with an index as in `comma.0`), `xml` (a tag), `number`, `date` (a format of Python's `strptime`, or
+ * empty for ISO's), `enum` (the values as a JSON list, as text). At most 16 may follow each other
+ * (`bad_argument`). A transform that cannot be applied fails its state with `run_failed`; an invalid
+ * pattern, with `bad_argument`.
  */
-export type Transform = [name: "first_line" | "json" | "lower" | "regex" | "strip" | "upper", argument?: string];
+export type Transform = [name: "date" | "enum" | "first_line" | "items" | "json" | "lower" | "number" | "regex" | "strip" | "upper" | "xml" | "yaml", argument?: string];
 
 /** Appends an image. Rejected if `capabilities.images` is false. */
 export interface ImageOp {

@@ -46,6 +46,36 @@ export class Reference {
     return this.#with(["regex", pattern]);
   }
 
+  /** The items of a list, one a line, or one of them; a negative index counts from the end. */
+  items(kind: "numbered" | "bulleted" | "comma" = "numbered", index?: number): Reference {
+    return this.#with(["items", index === undefined ? kind : `${kind}.${index}`]);
+  }
+
+  /** The text within the first `<tag>…</tag>`. */
+  xml(tag: string): Reference {
+    return this.#with(["xml", tag]);
+  }
+
+  /** A part of a YAML value, such as `yaml("cities.0.name")`. */
+  yaml(path = ""): Reference {
+    return this.#with(["yaml", path]);
+  }
+
+  /** The first decimal number, as JSON writes it. */
+  firstNumber(): Reference {
+    return this.#with(["number"]);
+  }
+
+  /** A date in ISO's format. `format` is one of Python's `strptime`; by default, the text is in ISO's format too. */
+  date(format = ""): Reference {
+    return this.#with(["date", format]);
+  }
+
+  /** The text, without white space at its ends, which must be one of the values. */
+  enum(values: readonly string[]): Reference {
+    return this.#with(["enum", JSON.stringify(values)]);
+  }
+
   #with(transform: Transform): Reference {
     return new Reference(this.target, [...this.transforms, transform]);
   }

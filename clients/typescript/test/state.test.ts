@@ -54,6 +54,23 @@ test("turns, texts and references are ops in their order", () => {
   ]);
 });
 
+test("the transforms of a reference", () => {
+  const ops = recorded(({ root }) => {
+    const x = root.set("x", "1. a");
+    root.text(x.items("comma", -1).xml("b").yaml("c.0"), x.items(), x.firstNumber(), x.date("%d").enum(["7", "8"]));
+  });
+  const { parts } = ops.at(-1) as unknown as { parts: { transforms: unknown }[] };
+  assert.deepEqual(
+    parts.map((part) => part.transforms),
+    [
+      [["items", "comma.-1"], ["xml", "b"], ["yaml", "c.0"]],
+      [["items", "numbered"]],
+      [["number"]],
+      [["date", "%d"], ["enum", '["7","8"]']],
+    ],
+  );
+});
+
 test("a conversation's turn ends with its reply", () => {
   const call = { id: "c1", name: "weather", arguments: "{}" };
   const ops = recorded(({ root }) => {

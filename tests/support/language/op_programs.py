@@ -18,6 +18,8 @@ TRANSFORMS = (
     (Transform("upper"),),
     (Transform("regex", "([a-z]+) is"), Transform("strip")),
     (Transform("json", "a"),),
+    (Transform("number"),),
+    (Transform("items", "comma.0"), Transform("upper")),
 )
 ANSWERS = ("yes", "no", "perhaps, who knows", "it depends on what is asked", " so")
 

@@ -168,7 +168,13 @@ class OpsWriter:
 
     def _transform(self) -> Transform:
         right: list[Transform] = [Transform("strip"), Transform("upper"), Transform("regex", ".*")]
-        wrong = [Transform("json", "a.9"), *(Transform("regex", pattern) for pattern in PATTERNS)]
+        right += [Transform("items", "comma.0"), Transform("yaml")]
+        wrong = [
+            Transform("json", "a.9"),
+            Transform("date", "%Q"),
+            Transform("xml", "<"),
+            *(Transform("regex", pattern) for pattern in PATTERNS),
+        ]
         return self._one_of(right, wrong)
 
     def _parts(self) -> ops.Parts:
