@@ -230,6 +230,10 @@ class Generator(Embedder, Protocol[ContextT]):
     # ``def expect(self, context: ContextT, upcoming: Sequence[Upcoming]) -> None`` is optional. It is called
     # before ``generate``, with the ops of the same turn that wait behind the gen.
 
+    # ``async def fill_ahead(self, context: ContextT) -> None`` is optional. It is called while a state waits
+    # for a variable or, after a turn, for its client. It computes what is known, at no other request's cost,
+    # and changes no result.
+
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""
 

@@ -16,7 +16,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Generic, Literal
@@ -605,7 +606,7 @@ class _OpExecution(Generic[ContextT]):
                     held.add(sys.getsizeof(text))
                     texts.append(text)
 
-                await self._resolve(op.parts, pending.sources, hold)
+                await self._resolve(op.parts, pending.sources, hold, _nothing)
                 del held, hold
                 _complete(variable, "".join(texts), "set")
             case ops.Embed():
@@ -635,7 +636,7 @@ class _OpExecution(Generic[ContextT]):
                     state.reserve_text(text)
                     generator.fill(context, text)
 
-                await self._resolve(op.parts, pending.sources, fill)
+                await self._resolve(op.parts, pending.sources, fill, partial(_fill_ahead, generator, context))
             case ops.Converse():
                 await self._converse(state, generator, context, op.conversation)
             case ops.Tools():
@@ -646,6 +647,8 @@ class _OpExecution(Generic[ContextT]):
                 generator.begin_role(context, op.role, op.tool_call_id, op.name)
             case ops.End():
                 generator.end_role(context)
+                if not state.pending:
+                    await _fill_ahead(generator, context)
             case ops.Gen():
                 await self._generate(state, generator, context, op)
             case ops.Select():
@@ -802,10 +805,15 @@ class _OpExecution(Generic[ContextT]):
         variable.complete(value)
 
     async def _resolve(
-        self, parts: ops.Parts, sources: Sequence[VariableRecord], append: Callable[[str], None]
+        self,
+        parts: ops.Parts,
+        sources: Sequence[VariableRecord],
+        append: Callable[[str], None],
+        on_wait: Callable[[], Awaitable[None]],
     ) -> None:
         """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
-        text that is known by then. ``sources``: the variables that the parts refer to, in their order."""
+        text that is known by then, and then ``on_wait``. ``sources``: the variables that the parts refer to,
+        in their order."""
         pieces: list[str] = []
         num_chars = 0
         variables = iter(sources)
@@ -821,6 +829,8 @@ class _OpExecution(Generic[ContextT]):
                     text, pieces, reservation = "".join(pieces), [], Reservation(self._memory, 0)
                     append(text)
                     del text
+                if not variable.has_ended:
+                    await on_wait()
                 await _wait_for_value(variable)
                 try:
                     piece = await apply_in_turn(variable.content, part.transforms, self._searching)
@@ -837,6 +847,17 @@ class _OpExecution(Generic[ContextT]):
             pieces.append(piece)
         del reservation
         append("".join(pieces))
+
+
+async def _fill_ahead(generator: Generator[ContextT], context: ContextT) -> None:
+    """Lets a generator that can compute the context while its state waits."""
+    fill_ahead = getattr(generator, "fill_ahead", None)
+    if fill_ahead is not None:
+        await fill_ahead(context)
+
+
+async def _nothing() -> None:
+    """A state without a context has nothing to compute."""
 
 
 async def _wait_for_value(variable: VariableRecord) -> None:

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -130,6 +131,13 @@ class PromptLimits:
         )
 
 
+class FilledAhead(NamedTuple):
+    """A request that computes known tokens of a waiting state. ``request_id``: as in ``compute_ahead``."""
+
+    request_id: int
+    num_tokens: int
+
+
 @dataclass(eq=False)
 class EngineContext:
     """One state of a program in the engine."""
@@ -143,6 +151,7 @@ class EngineContext:
     num_computed: int = 0  # the leading tokens that requests have already computed
     has_run: bool = False  # the engine knows the state
     prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
+    filled_ahead: FilledAhead | None = None  # while the state waits
     place: Place | None = None  # in its program
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
     tools: ToolUse | None = None  # of the conversation with which the state began

@@ -24,6 +24,7 @@ from agentflow.engine.generator.context import (
     CHARS_PER_TOKEN,
     CHARS_PER_TURN,
     EngineContext,
+    FilledAhead,
     OutputTokenCache,
     PromptLimits,
     fill_conversation,
@@ -47,7 +48,7 @@ from agentflow.engine.messages import EngineStats, Finished, Placed, Progress
 from agentflow.engine.request_checks import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.engine.submit import Origin, TopTokens
+from agentflow.engine.submit import MAX_PRIORITY, Origin, TopTokens
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
@@ -57,7 +58,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.text.tools import ReplyText
 from agentflow.engine.watching.view import EngineView
-from agentflow.errors import BadArgument, PromptTooLong, faults_of
+from agentflow.errors import AgentflowError, BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question, question_text
@@ -384,7 +385,7 @@ class EngineGenerator:
                     compiled = compiled.limited(constraint)
                 if on_compiled is not None:
                     on_compiled(compiled)
-            context.has_run = True
+            self._begins(context)
 
             def hear(progress: Progress) -> None:
                 admitted.output_tokens += len(progress.token_ids) - progress.num_dropped
@@ -419,7 +420,7 @@ class EngineGenerator:
             token_ids = await self.prompt_ids(context)
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = len(token_ids)
-            context.has_run = True
+            self._begins(context)
             end = await self._client.score(token_ids, 1, num_top=num_top, origin=context.origin_now())
         self._own += _usage(end)
         context.num_computed = len(token_ids) - 1
@@ -449,7 +450,7 @@ class EngineGenerator:
             encoded = await self._encode_choices(context, choices)
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
-            context.has_run = True
+            self._begins(context)
             scores, end = await select_scores(self._client, context, encoded, method)
             admitted.cached_tokens = end.cached_tokens
             self._own += _usage(end)
@@ -481,7 +482,7 @@ class EngineGenerator:
                 self.limits.check_num_tokens(len(asked.prompt) + max(map(len, asked.heads)), most)
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = asked.num_tokens
-            context.has_run = True
+            self._begins(context)
             probabilities, end = await decided(self._client, asked, context.origin_now())
             admitted.cached_tokens = end.cached_tokens
             usage = Usage(asked.num_tokens, end.cached_tokens)
@@ -576,6 +577,7 @@ class EngineGenerator:
         """Returns contexts with the same ids, as one task group. ``ahead``: computes the part of their common
         prefix that is not cached yet, before the first of them needs it."""
         await self._encode(context)
+        self._end_fill_ahead(context)
         if self._use_hints and ahead and count > 1:
             self._compute_ahead(context)
         group = self._new_number() if count > 1 else 0
@@ -634,6 +636,48 @@ class EngineGenerator:
                 )
             )
 
+    async def fill_ahead(self, context: EngineContext) -> None:
+        """Computes the tokens that are known, at the lowest priority of the tenant, if enough are missing.
+        Ends when the state's next request begins, which would wait for the rest at its own priority. Only for
+        tenants without rate limits, as in ``_compute_ahead``."""
+        if not self._use_hints or not self._is_unlimited:
+            return
+        before = context.filled_ahead.num_tokens if context.filled_ahead is not None else 0
+        try:
+            self.limits.check_length(context.num_unencoded_chars)
+            token_ids = await self.encode_beside(context.num_to_encode, context.tokens.ids_ahead)
+        except AgentflowError:  # the state's next request explains it
+            return
+        known = max(before, min(context.num_computed, context.tokens.num_kept(token_ids)))
+        if len(token_ids) - known < MIN_AHEAD_TOKENS:
+            return
+        self._end_fill_ahead(context)
+        origin = msgspec.structs.replace(
+            context.origin_now(),
+            objective="throughput",
+            priority=-MAX_PRIORITY,
+            deadline_s=None,
+            patience_s=None,
+            trace="",
+        )
+        request_id = self._client.compute_ahead(token_ids, origin=origin)
+        context.filled_ahead, context.has_run = FilledAhead(request_id, len(token_ids)), True
+
+    def _begins(self, context: EngineContext) -> None:
+        """The state's next request begins."""
+        context.has_run = True
+        self._end_fill_ahead(context)
+
+    def _end_fill_ahead(self, context: EngineContext) -> None:
+        """Keeps the tokens that are computed. Otherwise requests would wait for one of a low priority."""
+        if context.filled_ahead is not None:
+            self._client.forget(context.filled_ahead.request_id)
+            context.filled_ahead = None
+
+    @property
+    def _is_unlimited(self) -> bool:
+        return self._gate is None or self._gate.is_unlimited(self.tenant)
+
     def text(self, context: EngineContext) -> str:
         """Returns all text, including the markup of the template."""
         return context.tokens.text_view()
@@ -654,7 +698,7 @@ class EngineGenerator:
         token_ids = context.tokens.ids()
         if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
             return
-        if self._gate is not None and not self._gate.is_unlimited(self.tenant):
+        if not self._is_unlimited:
             return
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
@@ -665,6 +709,7 @@ class EngineGenerator:
 
     def free(self, context: EngineContext) -> None:
         """Closes the state. Its KV, which the cache prefers to keep, becomes ordinary cache."""
+        self._end_fill_ahead(context)
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
         if context.has_run and context.origin.state:

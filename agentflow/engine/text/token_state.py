@@ -447,6 +447,21 @@ class TokenState:
             self._ids_read = _joined(self._segments_now())
         return list(self._ids_read)
 
+    def ids_ahead(self) -> list[int]:
+        """Returns the ids that the next prompt probably begins with: those of ``ids``, and after an answer of
+        the assistant those that the template gives the conversation once another turn follows, the result of
+        its calls or the user's. Raises the errors of ``ids``."""
+        last = self._all_parts()[-1:]
+        if not last or last[0].is_open or last[0].role != "assistant" or not last[0].is_generated:
+            return self.ids()
+        following = self._copy()
+        following.begin_role("user" if last[0].called is None else "tool")
+        return following.ids()
+
+    def num_kept(self, ids: list[int]) -> int:
+        """Returns how many of the leading settled ids are also those of ``ids``."""
+        return num_common_ids(self._ids, ids)
+
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
         """Returns the ids of the state with each of ``choices`` as its next text; the pending run is encoded
         again with each. ``choose`` then appends one. Reasoning that the prompt begins ends first, because a
@@ -477,12 +492,16 @@ class TokenState:
     def fork(self) -> TokenState:
         """Returns an independent copy. This copies the ids; nothing is rendered or encoded."""
         self.cut()
+        return self._copy()
+
+    def _copy(self) -> TokenState:
         child = TokenState(self._tokenizer, self.template, self._check)
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
         child._writes_calls = self._writes_calls
         child._parts = list(self._parts)
+        child._pending = list(self._pending)
         child._layout = self._layout
         child._segments = list(self._segments)
         child._ids = list(self._ids)

@@ -1,0 +1,50 @@
+"""While a state waits, what is known of its prompt is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.fake_engine import ConstrainedEngine
+from support.thinking_models import QWEN_MODEL
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+
+LONG = "The rules of the house are read to all guests before they take their rooms. " * 8
+
+
+async def computed(flow: Any, at_least: int) -> int:
+    """The engine's prompt tokens, once there are ``at_least`` of them."""
+    while (num_tokens := (await flow.stats()).prompt_tokens) < at_least:
+        pass
+    return int(num_tokens)
+
+
+async def test_the_text_before_an_unfinished_reference_is_computed_while_it_waits() -> None:
+    async with af.session(backend=ConstrainedEngine()) as flow, flow.state() as s, flow.state() as t:
+        s += "Name: " + af.gen("name", max_tokens=300, min_tokens=300)
+        t += LONG + f"{s['name']}" + af.gen("answer", max_tokens=1)
+        await t["answer"]
+        usage = t["answer"].usage
+        assert 100 < usage.cached_tokens < usage.prompt_tokens
+        assert (await t.text()).startswith(LONG + await s["name"])
+
+
+async def test_a_turn_that_the_template_rewrites_is_computed_while_the_client_acts() -> None:
+    engine = ConstrainedEngine(
+        runner=QWEN_MODEL.runner(), tokenizer=QWEN_MODEL.tokenizer, template=QWEN_MODEL.template
+    )
+    answer = "Hello! " * 60
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += af.user(f"<think>\nIt is a greeting.\n</think>\n\n{answer}") + af.assistant(
+            af.gen("answer", max_tokens=500)
+        )
+        assert await s["answer"] == answer
+        before = s["answer"].usage.prompt_tokens
+        await computed(flow, 2 * before)
+        s += af.user("Again.") + af.assistant(af.gen("again", max_tokens=1))
+        await s["again"]
+        again = s["again"].usage
+        assert again.cached_tokens > before + 60
