@@ -77,9 +77,10 @@ class Offer(NamedTuple):
 class GenExpression(Expression, Generic[ValueT_co]):
     """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
     ``max_retries``, an invalid value is generated again; if ``asks_again``, after a turn that explains the
-    fault. ``offer``: None for a reply that may call the tools of the reply before it."""
+    fault. ``offer``: None for a reply that may call the tools of the reply before it. ``texts``: the texts
+    to choose from, if they are scored."""
 
-    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "value_type")
+    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "texts", "value_type")
 
     def __init__(
         self,
@@ -90,8 +91,10 @@ class GenExpression(Expression, Generic[ValueT_co]):
         offer: Offer | None = None,
         *,
         asks_again: bool = False,
+        texts: tuple[str, ...] = (),
     ) -> None:
         self.name = name
+        self.texts = texts
         self.params = params
         self.value_type = value_type
         self.max_retries = max_retries
@@ -150,8 +153,9 @@ def select(
     ``method``: the score of a choice. ``token_length_normalized``: the mean log-probability of its tokens.
     ``greedy_token_selection``: the number of its tokens that agree with greedy decoding.
     ``unconditional_likelihood_normalized``: the mean log-probability, minus the same without the prompt, so
-    that a common text does not win for being common. ``s["verdict"].choices`` has the score of each choice;
-    the highest is selected.
+    that a common text does not win for being common. ``likelihood``: the log-probability of the whole choice;
+    of one with which another begins, also that the turn ends there. ``s["verdict"].choices`` has the score of
+    each choice; the highest is selected.
 
     Each choice is encoded together with the text before it, and its tokens count from the first one in which
     the choices differ. So it does not matter whether a space or a common beginning is at the end of the

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpac
 
 from agentflow.errors import BadArgument, faults_of
 from agentflow.language.expressions import GenExpression, check_name, offer, tuple_of
+from agentflow.language.typed.finite import finite_texts
 from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
 from agentflow.language.typed.tools import DescribedTool, Tool, described_tool
@@ -61,6 +62,7 @@ class ValueOptions(SamplingOptions, total=False):
 
     on_invalid: OnInvalid
     max_retries: int
+    scored: bool
 
 
 class JsonValueOptions(ValueOptions, JsonOptions, total=False):
@@ -122,6 +124,7 @@ def gen(
     jump_forward: bool = True,
     on_invalid: OnInvalid = "raise",
     max_retries: int = 2,
+    scored: bool = False,
 ) -> GenExpression[Any]:
     """Text that the model generates, as variable ``name``.
 
@@ -177,6 +180,9 @@ def gen(
             there is none. The variable gets no text before it is valid, and its ``usage`` counts all
             attempts. A trace cannot contain such a gen.
         max_retries: The maximum number of attempts after the first.
+        scored: The text is the likeliest of all texts that ``regex``, ``schema`` or ``type`` allows, at most
+            1,000, as in ``select`` with the method ``likelihood``. Otherwise it is written token by token,
+            and a likely token may begin an unlikely text. Options of sampling do not apply.
 
     Raises:
         BadArgument: An argument is invalid; ``param`` is its name.
@@ -229,6 +235,12 @@ def gen(
     kinds = {"regex": regex, "schema": schema, "type": type, "grammar": grammar}
     wanted = _type_of(kinds, tags).decoded(whitespace, jump_forward)
     num_retries = 0 if on_invalid == "raise" else max_retries
+    if scored:
+        if params != GenParams() or num_retries:
+            raise BadArgument(
+                "gen: scored=True takes no option of sampling: the text is not sampled", param="scored"
+            )
+        return GenExpression(name, params, wanted, texts=finite_texts(wanted.constraint))
     if num_retries and wanted.constraint is None:
         raise BadArgument(
             "gen: on_invalid applies to a value: give a schema, for example", param="on_invalid"
@@ -305,10 +317,9 @@ def reply(
         "grammar": grammar,
         **options,
     }
-    if "on_invalid" in arguments or "max_retries" in arguments:
-        raise BadArgument(
-            "reply: on_invalid and max_retries are for gen: a reply has no type", param="on_invalid"
-        )
+    for option in ("on_invalid", "max_retries", "scored"):
+        if option in arguments:
+            raise BadArgument(f"reply: {option} is for gen: a reply has no type", param=option)
     generation = gen(name, **arguments)
     with faults_of("tools"):
         given = [

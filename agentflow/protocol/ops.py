@@ -45,7 +45,10 @@ def derived_seed(run: str, place: str) -> int:
 
 Role = Literal["system", "user", "assistant", "tool"]
 SelectMethod = Literal[
-    "token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"
+    "token_length_normalized",
+    "greedy_token_selection",
+    "unconditional_likelihood_normalized",
+    "likelihood",
 ]
 
 Objective = Literal["latency", "throughput"]

@@ -15,7 +15,7 @@ import anyio
 import msgspec
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, Scoring
+from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, Scoring, end_of_turn
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.token_state import TokenState, num_common_ids
@@ -66,7 +66,7 @@ def encode_questions(
         texts = [f" {text}\n" for text in question.answers] if is_plain else question.answers
         encoded = asked.encode_choices(texts)
         if end is None:
-            end = [] if is_plain else _end_of_turn(asked, end_ids)
+            end = [] if is_plain else end_of_turn(asked, end_ids)
         first = encoded.prefix if not heads else first
         num_same = num_common_ids(first, encoded.prefix)
         heads.append((num_same, encoded.prefix[num_same:]))
@@ -97,19 +97,6 @@ def _asked(tokens: TokenState, question: str) -> tuple[TokenState, bool]:
     asked.end_role()
     asked.begin_role("assistant")
     return asked, False
-
-
-def _end_of_turn(asked: TokenState, end_ids: Sequence[int]) -> list[int]:
-    """The token that ends the assistant's turn, if it is an end token of the model. Templates may rewrite the
-    beginning of a turn that is closed, so it is the first after what two answers differ in."""
-    closed: list[list[int]] = []
-    for answer in ("yes", "no"):
-        answered = asked.fork()
-        answered.text(answer)
-        answered.end_role()
-        closed.append(answered.ids()[::-1])
-    num_same = num_common_ids(*closed)
-    return [closed[0][num_same - 1]] if num_same and closed[0][num_same - 1] in end_ids else []
 
 
 async def decided(

@@ -17,8 +17,8 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
-from agentflow.engine.text.choices import EncodedChoices, scores_of
-from agentflow.engine.text.token_state import num_common_ids
+from agentflow.engine.text.choices import EncodedChoices, choices_that_begin_others, scores_of
+from agentflow.engine.text.token_state import TokenState, num_common_ids
 from agentflow.engine.token_tree import check_choices
 from agentflow.runtime.task_group import open_task_group
 
@@ -30,20 +30,48 @@ MAX_AT_ONCE = 8
 _Scores = tuple[list[list[float]], Finished]
 
 
+def end_of_turn(tokens: TokenState, end_ids: Sequence[int]) -> list[int]:
+    """The token that ends the assistant's turn, if it is an end token of the model. Templates may rewrite the
+    beginning of a turn that is closed, so it is the first after what two answers differ in."""
+    closed: list[list[int]] = []
+    for answer in ("yes", "no"):
+        answered = tokens.copied()  # a fork would divide the text before the choices from them
+        answered.text(answer)
+        answered.end_role()
+        closed.append(answered.ids()[::-1])
+    num_same = num_common_ids(*closed)
+    return [closed[0][num_same - 1]] if num_same and closed[0][num_same - 1] in end_ids else []
+
+
 async def select_scores(
     client: EngineClient, context: EngineContext, encoded: EncodedChoices, method: str
 ) -> tuple[list[float], Finished]:
     """Returns the score of each choice by ``method``, and the end of the request that computed the prompt.
     Raises ``BadArgument`` if all choices together are too long."""
-    check_choices(encoded.ends)
+    ends = encoded.ends
+    if method == "likelihood":
+        ends = _ended(client, context.tokens, encoded)
+    check_choices(ends)
     origin = context.origin_now()
-    logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
+    logprobs, end = await Scoring(client, origin).scored(encoded.prefix, ends, origin)
     unconditional: list[list[float]] = []
     if method == "unconditional_likelihood_normalized":
         # Not as a request of the state, whose next request will continue its prompt instead.
         stateless = msgspec.structs.replace(origin, state=0)
         unconditional, _ = await Scoring(client, origin).scored(_start_ids(client), encoded.ends, stateless)
     return scores_of(method, encoded.ends, logprobs, unconditional), end
+
+
+def _ended(client: EngineClient, tokens: TokenState, encoded: EncodedChoices) -> list[list[int]]:
+    """Returns the ids of the choices, with an end token after those with which another choice begins:
+    otherwise such a choice would be at least as likely as the longer one."""
+    end_ids = client.info.end_token_ids
+    begun = choices_that_begin_others(encoded.choices)
+    if not begun or not end_ids:
+        return encoded.ends
+    has_turn = tokens.last_turn == ("assistant", True)
+    end = (end_of_turn(tokens, end_ids) if has_turn else []) or [end_ids[0]]
+    return [ids + end if index in begun else ids for index, ids in enumerate(encoded.ends)]
 
 
 class Scoring:

@@ -6,13 +6,15 @@ differ (or with the last id of the shortest choice, if that is a prefix of the o
 the whole text and the other choices, but not on the division between them: ``"Answer: "`` with ``"yes"`` and
 ``"no"`` is equal to ``"Answer:"`` with ``" yes"`` and ``" no"``.
 
-The scores are the three methods of SGLang's frontend (Zheng et al., 2024; its ``choices`` module).
+The scores are the three methods of SGLang's frontend (Zheng et al., 2024; its ``choices`` module), and
+``likelihood``: the log-probability of the whole choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
@@ -42,6 +44,16 @@ def num_greedy_tokens(ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[
     return counts
 
 
+def choices_that_begin_others(choices: Sequence[str]) -> set[int]:
+    """Returns the indices of the choices with which another choice begins.
+
+    >>> choices_that_begin_others(["12", "2", "1"])
+    {2}
+    """
+    order = sorted(range(len(choices)), key=choices.__getitem__)  # a text comes right before its extensions
+    return {one for one, after in pairwise(order) if choices[after].startswith(choices[one])}
+
+
 def scores_of(
     method: str,
     ids: Sequence[Sequence[int]],
@@ -59,6 +71,8 @@ def scores_of(
     if method == "greedy_token_selection":
         counts = num_greedy_tokens(ids, logprobs)
         return [float(count) for count in counts]
+    if method == "likelihood":
+        return [sum(values) for values in logprobs]
     normalised = [mean(values) for values in logprobs]
     if method == "unconditional_likelihood_normalized":
         return [given - mean(alone) for given, alone in zip(normalised, unconditional, strict=True)]

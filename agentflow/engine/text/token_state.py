@@ -454,7 +454,7 @@ class TokenState:
         last = self._all_parts()[-1:]
         if not last or last[0].is_open or last[0].role != "assistant" or not last[0].is_generated:
             return self.ids()
-        following = self._copy()
+        following = self.copied()
         following.begin_role("user" if last[0].called is None else "tool")
         return following.ids()
 
@@ -492,16 +492,17 @@ class TokenState:
     def fork(self) -> TokenState:
         """Returns an independent copy. This copies the ids; nothing is rendered or encoded."""
         self.cut()
-        return self._copy()
+        return self.copied()
 
-    def _copy(self) -> TokenState:
+    def copied(self) -> TokenState:
+        """Returns an independent copy without ``cut``: this state does not change."""
         child = TokenState(self._tokenizer, self.template, self._check)
+        child._pending = list(self._pending)
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
         child._writes_calls = self._writes_calls
         child._parts = list(self._parts)
-        child._pending = list(self._pending)
         child._layout = self._layout
         child._segments = list(self._segments)
         child._ids = list(self._ids)

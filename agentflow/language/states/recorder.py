@@ -139,10 +139,12 @@ class Recorder:
             case Sequence_():
                 for part in item.parts:
                     self.add(part)
-            case GenExpression():
+            case GenExpression(texts=()):
                 self._generate(item)
+            case GenExpression():
+                self._select(item.name, item.texts, "likelihood", item.value_type)
             case SelectExpression():
-                self._select(item)
+                self._select(item.name, item.choices, item.method, TEXT)
             case RoleExpression():
                 self.begin(item.role, item.call)
                 for part in item.parts:
@@ -288,12 +290,14 @@ class Recorder:
         whole = msgspec.structs.replace(last.conversation, tools=offer.tools, choice=offer.choice)
         self._ops[-1] = self._sent[-1] = ops.Converse(self._state.id, whole)
 
-    def _select(self, item: SelectExpression) -> None:
-        MARKERS.reject(item.choices, f"select({item.name!r}): a choice")
-        ends_turn = self._begin_own(f"select({item.name!r}, […])")
+    def _select(
+        self, name: str, choices: tuple[str, ...], method: ops.SelectMethod, value_type: ValueType
+    ) -> None:
+        MARKERS.reject(choices, f"select({name!r}): a choice")
+        ends_turn = self._begin_own(f"select({name!r}, […])")
         num_entries = len(self._entries)
-        node = self._append_variable(item.name, TEXT)
-        select = ops.Select(self._state.id, node.id, item.name, item.choices, item.method)
+        node = self._append_variable(name, value_type)
+        select = ops.Select(self._state.id, node.id, name, choices, method)
         self.put(self._traced(select, node, num_entries))
         if ends_turn:
             self.end()

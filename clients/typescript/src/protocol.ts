@@ -413,7 +413,7 @@ export interface SelectOp {
   name: string;
   choices: string[];
   /** The score to compare; by default `"token_length_normalized"`. */
-  method?: "greedy_token_selection" | "token_length_normalized" | "unconditional_likelihood_normalized";
+  method?: "greedy_token_selection" | "likelihood" | "token_length_normalized" | "unconditional_likelihood_normalized";
   /** As in `gen`; by default `""`. */
   trace?: string;
 }

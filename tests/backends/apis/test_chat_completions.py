@@ -330,6 +330,22 @@ async def test_select_takes_log_probabilities_where_each_choice_is_a_token() -> 
     assert last["messages"][1] == {"role": "assistant", "content": "no"}
 
 
+async def test_a_scored_gen_takes_log_probabilities_unless_one_text_begins_another() -> None:
+    scored = answers.stream(
+        answers.logprob_chunk("Well", -0.2, ("Well", -0.2), ("2", -1.5), ("1", -2.5)),
+        answers.ending("length"),
+    )
+    apart = af.gen("apart", regex="[12]", scored=True)
+    nested = af.gen("nested", regex="1|12", scored=True)
+    async with opened([scored, answers.text_stream('{"value":"12"}')]) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(apart) + af.user("Hi") + af.assistant(nested)
+        assert (await s[apart], s[apart].choices) == ("2", {"1": -2.5, "2": -1.5})
+        assert await s[nested] == "12"
+        assert (s[apart].decided_by, s[nested].decided_by) == ("logprobs", "text")
+    schema = server.last.json["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["value"]["enum"] == ["1", "12"]
+
+
 @pytest.mark.parametrize("first", [HELLO, answers.REFUSED_PARAMETER])
 async def test_select_lets_the_model_write_a_choice(first: AnyAnswer) -> None:
     script = [first, answers.text_stream('{"value":"no"}'), answers.text_stream('{"value":"yes"}')]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from support.faults import has_param
-from support.plain_model import alone, fake_logprob, plain_model_engine, runner
+from support.plain_model import END_ID, alone, fake_logprob, plain_model_engine, runner
 from support.process_engine import Hold, kill, process_engine
 from support.thinking_models import DEEPSEEK, QWEN
 
@@ -190,8 +190,25 @@ async def test_every_method_scores_what_is_appended(method, text, choices, with_
         assert end.usage.prompt_tokens == len(encoded.prefix)  # once, whatever the method and the choices
 
 
+@given(text=words, choices=st.lists(words, min_size=1, max_size=6, unique=True), with_role=st.booleans())
+async def test_a_likelihood_counts_the_end_where_another_choice_goes_on(text, choices, with_role):
+    turn_end = TOKENIZER.encode_markup("<|im_end|>", continues=True)
+    async with plain_model_engine(end_token_ids=(END_ID, *turn_end)) as client:
+        generator, context = opened(client, text, with_role=with_role)
+        encoded = context.tokens.encode_choices(choices)
+        ends = [
+            ids + ((turn_end if with_role else [END_ID]) if goes_on else [])
+            for choice, ids in zip(choices, encoded.ends, strict=True)
+            for goes_on in [any(other != choice and other.startswith(choice) for other in choices)]
+        ]
+        end = await generator.score(context, choices, "likelihood")
+        assert end.scores == tuple(map(sum, await one_by_one(client, encoded.prefix, ends)))
+        assert end.scores[end.index] == max(end.scores)
+        assert context.tokens.ids() == encoded.prefix + encoded.ends[end.index]
+
+
 @pytest.mark.trio_in_full
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "likelihood"])
 @given(text=words, choices=st.lists(words, min_size=1, max_size=8, unique=True))
 async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, choices):
     """As a program sees it, whatever the method compares: choices of different lengths in tokens, too."""

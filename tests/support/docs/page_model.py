@@ -21,6 +21,7 @@ SCRIPT: dict[str, str | af.Reply] = {
         '[{"text": "The second paragraph has no evidence.", "severity": 3}]'
     ),
     "Write a report.</user><assistant>": '{"summary": "Clear, without evidence.", "score": 7}',
+    "How large is a whale?</user><assistant>": '"large"',
     "How many legs has a spider?</user><assistant>": "8",
     "Do I need an umbrella in Oslo?</user><assistant>": (
         'I will look it up.<look up>{"city": "Oslo"}</look up>'

@@ -14,14 +14,18 @@ MAX_CHOICE_CHARS = 20
 """The length of a choice that may be one token."""
 UNKNOWN_SCORE = -100.0
 """The score of a choice that the model did not write, where no probabilities are known."""
-_METHODS = ("token_length_normalized", "greedy_token_selection")
+_METHODS = ("token_length_normalized", "greedy_token_selection", "likelihood")
 """The methods whose score of a choice of one token is the token's log-probability."""
 
 
 def may_be_tokens(choices: Sequence[str], method: str, most: int) -> bool:
     """Whether each choice may be among the ``most`` likeliest tokens."""
-    is_short = all(len(choice) <= MAX_CHOICE_CHARS for choice in choices)
-    return is_short and len(choices) <= most and method in _METHODS
+    if len(choices) > most or method not in _METHODS or max(map(len, choices)) > MAX_CHOICE_CHARS:
+        return False
+    # The likelihood of a choice with which another begins also counts whether the text ends there.
+    return method != "likelihood" or not any(
+        other != choice and other.startswith(choice) for choice in choices for other in choices
+    )
 
 
 def exact_scores(tokens: Sequence[TokenInfo], choices: Sequence[str]) -> tuple[float, ...] | None:
