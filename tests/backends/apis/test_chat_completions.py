@@ -240,7 +240,7 @@ async def test_mixed_parts_of_tool_calls_are_an_error(parts: list[bytes]) -> Non
 
 
 async def test_a_call_where_none_is_allowed_is_an_error() -> None:
-    await failure(answers.call_stream(("c1", "weather", ["{}"])), expected=ProtocolError)
+    await failure(answers.call_stream(("c1", "weather", ["{}"])), expected=RunFailed)
 
 
 class Report(BaseModel):

@@ -39,6 +39,7 @@ from agentflow.errors import (
     NotSupported,
     Overloaded,
     RequestRefused,
+    RunFailed,
     ServerLost,
     ServerUnreachable,
 )
@@ -182,6 +183,18 @@ async def test_a_select_of_another_endpoint() -> None:
         s += af.user("Hi") + af.assistant(af.select("x", ["yes indeed", "no"]))
         assert await s["x"] == "no"
         assert s["x"].model == "m1"
+
+
+async def test_an_endpoint_whose_model_calls_a_tool_by_mistake_works() -> None:
+    mistake = openai_answers.call_stream(("c1", "weather", ["{}"]))
+    mistakes = [mistake] * (circuit.MAX_FAILURES + 1)
+    async with opened([*mistakes, said("Hello")], [said("elsewhere")]) as (flow, *_):
+        for _ in mistakes:
+            with pytest.raises(RunFailed):
+                await asked(flow)
+        assert await asked(flow) == "Hello"
+        first = (await flow.stats()).endpoints[0]
+        assert (first.circuit, first.failed) == ("closed", 0)
 
 
 async def test_all_errors_are_told_if_no_endpoint_answers() -> None:

@@ -24,9 +24,9 @@ from agentflow.errors import (
     NotSupported,
     Overloaded,
     PromptTooLong,
-    ProtocolError,
     RateLimited,
     RequestRefused,
+    RunFailed,
     ServerLost,
 )
 
@@ -274,7 +274,7 @@ async def test_a_choice_among_tools(choice: str, fields: dict[str, Any]) -> None
 
 async def test_a_call_where_none_is_allowed_is_an_error() -> None:
     called = answers.stream(answers.call("c1", "weather", "{}"), answers.ending())
-    await failure(called, expected=ProtocolError)
+    await failure(called, expected=RunFailed)
 
 
 async def test_conversations_are_sent_as_items() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.backends.apis.answers.visible_text import StopFilter
-from agentflow.errors import NotSupported, ProtocolError
+from agentflow.errors import NotSupported, ProtocolError, RunFailed
 from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, ReplyWriter, TextPiece
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.sampling import GenParams
@@ -139,9 +139,9 @@ class Answer:
             self._on_reasoning(delta)
 
     def begin_call(self, call_id: str, name: str) -> None:
-        """A tool call begins. ``ProtocolError`` if the model may call none."""
+        """A tool call begins. ``RunFailed`` if the model may call none: its endpoint works."""
         if not self._is_reply:
-            raise ProtocolError(f"the model called {name!r:.200}, but this gen may call no tools")
+            raise RunFailed(f"the model called {name!r:.200}, but this gen may call no tools")
         self._flush()
         self._end_call()
         self._is_call_open = True
