@@ -12,7 +12,8 @@ class Tenant:
     """``name`` separates the caches, queues and constraints of tenants; a server without keys has one tenant,
     with an empty name. ``weight``: of its work against other tenants' while both wait.
     ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are rejected until there is
-    room again. ``max_unfinished``: running and waiting requests. ``models``: those it may use; None: all.
+    room again. ``max_cost_per_day``: the same for the US dollars that calls to models behind an API cost.
+    ``max_unfinished``: running and waiting requests. ``models``: those it may use; None: all.
     ``sees_metrics``: may read ``/metrics`` and watch the engine; both
     cover all tenants. ``manages_adapters``: may load and unload adapters."""
 
@@ -24,6 +25,7 @@ class Tenant:
     models: tuple[str, ...] | None = None
     sees_metrics: bool = False
     manages_adapters: bool = False
+    max_cost_per_day: float | None = None
 
     def may_use(self, model: str) -> bool:
         """Whether the model exists for this tenant."""

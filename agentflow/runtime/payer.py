@@ -5,14 +5,18 @@ A server sets the payer of each call; the tasks that the call starts have the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+Settle: TypeAlias = Callable[[float | None], None]
+"""Called when a call has ended, with its cost; None: it is unknown, as the answer was lost."""
 
 
 class Payer(Protocol):
     """Pays for calls. Amounts are US dollars."""
 
-    def reserve(self, highest: float | None) -> None:
+    def reserve(self, highest: float | None) -> Settle:
         """Called before a call is sent.
 
         Args:
@@ -22,9 +26,6 @@ class Payer(Protocol):
             RateLimited: The payer cannot pay as much now.
             NotSupported: The payer does not pay for calls of unknown price.
         """
-
-    def settle(self, highest: float, cost: float | None) -> None:
-        """Called when the call has ended, with its ``cost``; None: it is unknown, as its answer was lost."""
 
 
 PAYER: ContextVar[Payer | None] = ContextVar("payer", default=None)

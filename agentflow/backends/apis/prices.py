@@ -236,11 +236,11 @@ def _paid(payer: Payer | None, highest: float) -> Iterator[CallCost]:
     if payer is None:
         yield paid
         return
-    payer.reserve(highest)
+    settle = payer.reserve(highest)
     try:
         yield paid
     finally:
-        payer.settle(highest, paid.cost)
+        settle(paid.cost)
 
 
 LONGEST_OUTPUT = 128_000

@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from agentflow.errors import (
     EngineDown,
     EngineFailed,
     NotAuthorized,
+    NotSupported,
     Overloaded,
     RateLimited,
     RequestRefused,
@@ -51,8 +52,8 @@ from agentflow.runtime.generator import (
     Upcoming,
     View,
 )
-from agentflow.runtime.payer import PAYER
-from agentflow.server.tenants.rate_limit import TenantGate
+from agentflow.runtime.payer import PAYER, Settle
+from agentflow.server.tenants.rate_limit import COST_PARAM, TenantGate
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +327,11 @@ class TenantGenerator:
 
     def hint(self, context: Any, hint: StateHint) -> None:
         """Takes advice about the context's next ops."""
-        self._inner.hint(context, hint)
+        token = PAYER.set(_TenantPayer(self, None))
+        try:
+            self._inner.hint(context, hint)
+        finally:
+            PAYER.reset(token)
 
     def text(self, context: Any) -> str:
         """The text of the context."""
@@ -379,26 +384,26 @@ class TenantGenerator:
         with self._admitted(num_chars // CHARS_PER_TOKEN) as admitted, self.model.calling() as call_id:
             call = _Call(call_id, admitted, self.model.observers)
             call.begin(self.tenant.name, generates)
-            token = PAYER.set(_CallPayer(call, self._charge))
+            token = PAYER.set(_TenantPayer(self, call))
             try:
                 yield call
             except AgentflowError as error:
                 shown = self._shown(error)
                 call.fail(shown.code)
                 if admitted.output_tokens or call.cost:
-                    self._charge(call.estimate())
+                    self.charge(call.estimate())
                 if shown is error:
                     raise
                 raise shown from error
             except BaseException:
                 call.fail("cancelled")
-                self._charge(call.estimate())
+                self.charge(call.estimate())
                 raise
             finally:
                 PAYER.reset(token)
             self._own += call.usage
 
-    def _charge(self, usage: Usage) -> None:
+    def charge(self, usage: Usage) -> None:
         """Counts what a call took that did not end."""
         self._own += usage
         for observer in self.model.observers:
@@ -424,6 +429,8 @@ class TenantGenerator:
                 shown = EngineFailed(f"the API of {name} refused the server's key: ask its operator")
             case UnknownModel():
                 shown = EngineFailed(f"the API of {name} does not have its model: ask the server's operator")
+            case RateLimited() if error.param == COST_PARAM:
+                pass  # the tenant's own limit
             case RateLimited():
                 limited = Overloaded(f"the API of {name} limits the server's requests: try again later")
                 limited.retry_after_s = error.retry_after_s
@@ -498,25 +505,43 @@ class _Call:
         return Usage(self._admitted.prompt_tokens, 0, self._admitted.output_tokens, cost=self.cost)
 
 
-class _CallPayer:
-    """Pays for the requests of a call, some of which outlive it (speculation).
+class _TenantPayer:
+    """Pays for requests within the limits of a tenant. Some of them outlive the call that began them
+    (speculation).
 
     Args:
-        call: the call.
-        charge: counts what a request costs that ends after its call has failed.
+        generator: of the tenant.
+        call: the call that sends them; None: they only prepare calls.
     """
 
-    def __init__(self, call: _Call, charge: Callable[[Usage], None]) -> None:
+    def __init__(self, generator: TenantGenerator, call: _Call | None) -> None:
+        self._generator = generator
         self._call = call
-        self._charge = charge
 
-    def reserve(self, highest: float | None) -> None:
-        """Lets all calls pass."""
+    def reserve(self, highest: float | None) -> Settle:
+        """Takes the highest cost of a request from the tenant's limit."""
+        model, tenant = self._generator.model, self._generator.tenant
+        if highest is None:
+            if model.gate is not None and model.gate.limits_cost(tenant):
+                raise NotSupported(
+                    f"the price of {self._generator.capabilities.model} is unknown, and this API key's "
+                    "tenant has a limit of costs: use another model, or ask the operator for a price",
+                    param="model",
+                )
+            return self._count
+        settle = None if model.gate is None else model.gate.reserve_cost(tenant, highest)
 
-    def settle(self, highest: float, cost: float | None) -> None:
-        """Counts the cost of a request."""
+        def end(cost: float | None) -> None:
+            if settle is not None:
+                settle(cost)
+            self._count(cost)
+
+        return end
+
+    def _count(self, cost: float | None) -> None:
+        if self._call is None or not cost:
+            return
         if self._call.has_failed:
-            if cost:
-                self._charge(Usage(cost=cost))
+            self._generator.charge(Usage(cost=cost))
         else:
-            self._call.cost += cost or 0.0
+            self._call.cost += cost

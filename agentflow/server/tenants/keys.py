@@ -12,8 +12,9 @@ The keys file has the hashes of each tenant's keys, and its limits::
     [tenants.alice]
     keys = ["sha256:9f86d0…"]        # printed by `agentflow key`; never the key itself
     weight = 2.0                     # relative weight of the tenant's work (default: 1)
-    requests_per_minute = 600        # no limit if this or one of the next two is left out
+    requests_per_minute = 600        # no limit if this or one of the next three is left out
     tokens_per_minute = 100_000
+    max_cost_per_day = 5.0           # US dollars, for models behind an API
     max_unfinished = 64
     models = ["smollm2-135m"]        # default: all
     sees_metrics = false
@@ -50,10 +51,12 @@ from agentflow.server.tenants.rate_limit import Bucket
 from agentflow.server.tenants.tickets import SessionTickets
 
 MAX_NAME_CHARS = 64
+MAX_DOLLARS = 1e9
 
 _HASHED = re.compile(r"sha256:[0-9a-f]{64}")
 _Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 _Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_Dollars: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=MAX_DOLLARS)]
 _ModelName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -64,6 +67,7 @@ class _Entry(msgspec.Struct, frozen=True):
     weight: _Weight = 1.0
     requests_per_minute: _Amount | None = None
     tokens_per_minute: _Amount | None = None
+    max_cost_per_day: _Dollars | None = None
     max_unfinished: _Amount | None = None
     models: Annotated[tuple[_ModelName, ...], msgspec.Meta(min_length=1)] | None = None
     sees_metrics: bool = False

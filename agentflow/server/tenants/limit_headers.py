@@ -1,4 +1,4 @@
-"""The headers that show a client the rest of its tenant's limits per minute, in the spelling of each API.
+"""The headers that show a client the rest of its tenant's limits, in the spelling of each API.
 
 They show the buckets that admit requests (``rate_limit``): while at least 1 of each limit remains, another
 request is admitted. A limit that the tenant does not have has no headers.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime, timedelta
 
-from agentflow.server.tenants.rate_limit import BucketState, LimitState
+from agentflow.server.tenants.rate_limit import NANODOLLARS, BucketState, LimitState
 
-ANY_LIMITS = LimitState(BucketState(0, 0, 0), BucketState(0, 0, 0))
+ANY_LIMITS = LimitState(BucketState(0, 0, 0), BucketState(0, 0, 0), BucketState(0, 0, 0))
 """All limits, from which the names of all headers follow."""
 _MS_NS = 1_000_000
 _MINUTE_MS = 60_000
@@ -22,28 +22,44 @@ _ANTHROPIC_TOKENS = ("tokens", "input-tokens", "output-tokens")
 
 
 def openai_limit_headers(limits: LimitState) -> dict[bytes, bytes]:
-    """``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``; the reset is a duration such as ``6m0s``."""
+    """``x-ratelimit-{limit,remaining,reset}-{requests,tokens,cost}``; the reset is a duration such as
+    ``6m0s``."""
     headers: dict[bytes, bytes] = {}
-    for name, one in (("requests", limits.requests), ("tokens", limits.tokens)):
+    for name, one in (("requests", limits.requests), ("tokens", limits.tokens), ("cost", limits.cost)):
         if one is not None:
-            values = ("limit", one.limit), ("remaining", one.remaining), ("reset", duration(one.reset_ns))
+            limit, remaining = _amounts(name, one)
+            values = ("limit", limit), ("remaining", remaining), ("reset", duration(one.reset_ns))
             headers |= {f"x-ratelimit-{key}-{name}".encode(): f"{value}".encode() for key, value in values}
     return headers
 
 
 def anthropic_limit_headers(limits: LimitState, now_s: float | None = None) -> dict[bytes, bytes]:
-    """``anthropic-ratelimit-{requests,tokens,input-tokens,output-tokens}-{limit,remaining,reset}``; the reset
-    is a time in RFC 3339. ``now_s``: Unix time, by default from the clock."""
+    """``anthropic-ratelimit-{requests,tokens,input-tokens,output-tokens,cost}-{limit,remaining,reset}``; the
+    reset is a time in RFC 3339. ``now_s``: Unix time, by default from the clock."""
     now_s = time.time() if now_s is None else now_s
     headers: dict[bytes, bytes] = {}
-    shown = [("requests", limits.requests), *[(name, limits.tokens) for name in _ANTHROPIC_TOKENS]]
+    of_tokens = [(name, limits.tokens) for name in _ANTHROPIC_TOKENS]
+    shown = [("requests", limits.requests), *of_tokens, ("cost", limits.cost)]
     for name, one in shown:
         if one is not None:
-            values = ("limit", one.limit), ("remaining", one.remaining), ("reset", _time(one, now_s))
+            limit, remaining = _amounts(name, one)
+            values = ("limit", limit), ("remaining", remaining), ("reset", _time(one, now_s))
             headers |= {
                 f"anthropic-ratelimit-{name}-{key}".encode(): f"{value}".encode() for key, value in values
             }
     return headers
+
+
+def _amounts(name: str, one: BucketState) -> tuple[str, str]:
+    """The limit and what remains; costs in US dollars, rounded down."""
+    if name != "cost":
+        return f"{one.limit}", f"{one.remaining}"
+    return _dollars(one.limit), _dollars(one.remaining)
+
+
+def _dollars(amount: int) -> str:
+    whole, part = divmod(amount, NANODOLLARS)
+    return f"{whole}.{part:09}"[:-3]
 
 
 def duration(ns: int) -> str:

@@ -1,4 +1,4 @@
-"""Rate limits of a tenant: requests and tokens per minute, and unfinished requests.
+"""Rate limits of a tenant: requests and tokens per minute, costs per day, and unfinished requests.
 
 Each limit per minute is a token bucket that has the capacity of one minute, begins full, and refills at a
 constant rate. A request takes one from the bucket of requests. It needs a positive level in the bucket of
@@ -10,11 +10,17 @@ minutes a tenant starts at most (1 + t) times its requests per minute.
 A large body is charged before it is read, with one token for each ``BYTES_PER_TOKEN``. Of these, as
 many are given back as its prompt is charged.
 
-Times are in nanoseconds and levels in fractions of a token as integers, so that nothing is rounded.
+The limit of costs is a bucket with the capacity of one day, for models behind an API. The highest cost that
+a call can have is taken before the call is sent, and what it did not cost is given back at its end. So a
+tenant never spends more than it has.
+
+Times are in nanoseconds and levels in fractions of a token, or of a nanodollar, as integers, so that nothing
+is rounded.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +30,11 @@ from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import NotAuthorized, RateLimited
 
 MINUTE_NS = 60_000_000_000
+DAY_NS = 24 * 60 * MINUTE_NS
+NANODOLLARS = 1_000_000_000
+"""The unit of costs in a dollar."""
+COST_PARAM = "max_cost_per_day"
+"""The ``param`` of the error of a tenant that has spent its money."""
 BYTES_PER_TOKEN = 64
 """The bytes of a body that cost about as much to read and encode as one token costs to compute."""
 MIN_SWEPT = 64
@@ -32,7 +43,7 @@ MIN_SWEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class BucketState:
-    """The state of a limit per minute."""
+    """The state of a limit. Costs are in nanodollars."""
 
     limit: int
     remaining: int  # can be used immediately
@@ -41,50 +52,52 @@ class BucketState:
 
 @dataclass(frozen=True, slots=True)
 class LimitState:
-    """The limits per minute of a tenant. None: there is no such limit."""
+    """The limits of a tenant. None: there is no such limit."""
 
     requests: BucketState | None = None
     tokens: BucketState | None = None
+    cost: BucketState | None = None
 
 
 class Bucket:
-    """A token bucket with the capacity of one minute. One token (or request) counts ``MINUTE_NS`` in its
-    level, so that it gains ``per_minute`` each nanosecond."""
+    """A token bucket with the capacity of one period, by default a minute. One token (or request, or
+    nanodollar) counts ``period_ns`` in its level, so that it gains ``capacity`` each nanosecond."""
 
-    def __init__(self, per_minute: int, now_ns: int) -> None:
-        self.per_minute = per_minute
-        self._level = per_minute * MINUTE_NS
+    def __init__(self, capacity: int, now_ns: int, period_ns: int = MINUTE_NS) -> None:
+        self.capacity = capacity
+        self._period_ns = period_ns
+        self._level = capacity * self._period_ns
         self._filled_ns = now_ns
 
-    def set_limit(self, per_minute: int, now_ns: int) -> None:
+    def set_limit(self, capacity: int, now_ns: int) -> None:
         """Changes the rate and the capacity. The level stays, up to the capacity."""
         self._fill(now_ns)
-        self.per_minute = per_minute
-        self._level = min(self._level, per_minute * MINUTE_NS)
+        self.capacity = capacity
+        self._level = min(self._level, capacity * self._period_ns)
 
     def wait_ns(self, now_ns: int, amount: int = 1) -> int:
         """The time until the bucket has ``amount`` if nothing else is taken; 0 if it has."""
         self._fill(now_ns)
-        return max(0, -((self._level - amount * MINUTE_NS) // self.per_minute))
+        return max(0, -((self._level - amount * self._period_ns) // self.capacity))
 
     def take(self, amount: int, now_ns: int) -> None:
         """Takes ``amount``, also more than the level. A negative amount is given back."""
         self._fill(now_ns)
-        self._level = min(self._level - amount * MINUTE_NS, self.per_minute * MINUTE_NS)
+        self._level = min(self._level - amount * self._period_ns, self.capacity * self._period_ns)
 
     def state(self, now_ns: int) -> BucketState:
         """The current state. An empty bucket has nothing remaining, also if its level is negative."""
-        reset_ns = self.wait_ns(now_ns, self.per_minute)
-        return BucketState(self.per_minute, max(0, self._level // MINUTE_NS), reset_ns)
+        reset_ns = self.wait_ns(now_ns, self.capacity)
+        return BucketState(self.capacity, max(0, self._level // self._period_ns), reset_ns)
 
     def is_full(self, now_ns: int) -> bool:
         """Whether the level is at the capacity."""
         self._fill(now_ns)
-        return self._level == self.per_minute * MINUTE_NS
+        return self._level == self.capacity * self._period_ns
 
     def _fill(self, now_ns: int) -> None:
-        level = self._level + max(0, now_ns - self._filled_ns) * self.per_minute
-        self._level = min(level, self.per_minute * MINUTE_NS)
+        level = self._level + max(0, now_ns - self._filled_ns) * self.capacity
+        self._level = min(level, self.capacity * self._period_ns)
         self._filled_ns = max(now_ns, self._filled_ns)
 
 
@@ -94,6 +107,7 @@ class _Account:
     def __init__(self) -> None:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
+        self.cost: Bucket | None = None
         self.num_unfinished = 0
 
     def set_limits(self, tenant: Tenant, now_ns: int) -> None:
@@ -101,19 +115,24 @@ class _Account:
         there is a limit again."""
         self.requests = _limited(self.requests, tenant.requests_per_minute, now_ns)
         self.tokens = _limited(self.tokens, tenant.tokens_per_minute, now_ns)
+        dollars = tenant.max_cost_per_day
+        most = None if dollars is None else math.ceil(dollars * NANODOLLARS)
+        self.cost = _limited(self.cost, most, now_ns, DAY_NS)
 
     def is_idle(self, now_ns: int) -> bool:
         """Whether it equals a new account."""
-        buckets = (self.requests, self.tokens)
+        buckets = (self.requests, self.tokens, self.cost)
         return not self.num_unfinished and all(b is None or b.is_full(now_ns) for b in buckets)
 
 
-def _limited(bucket: Bucket | None, per_minute: int | None, now_ns: int) -> Bucket | None:
-    if per_minute is None or (bucket is not None and bucket.per_minute == per_minute):
+def _limited(
+    bucket: Bucket | None, capacity: int | None, now_ns: int, period_ns: int = MINUTE_NS
+) -> Bucket | None:
+    if capacity is None or (bucket is not None and bucket.capacity == capacity):
         return bucket
     if bucket is None:
-        return Bucket(per_minute, now_ns)
-    bucket.set_limit(per_minute, now_ns)
+        return Bucket(capacity, now_ns, period_ns)
+    bucket.set_limit(capacity, now_ns)
     return bucket
 
 
@@ -163,14 +182,48 @@ class TenantGate:
         return now.tokens_per_minute is None and now.requests_per_minute is None
 
     def state(self, tenant: Tenant) -> LimitState:
-        """The state of the tenant's limits per minute. A request within both of them is admitted, unless too
-        many are unfinished."""
+        """The state of the tenant's limits. A request within those per minute is admitted, unless too many
+        are unfinished."""
         now_ns = self._clock_ns()
         _, requests, tokens = self._buckets(tenant, now_ns)
+        cost = self._cost_bucket(tenant, now_ns)
         return LimitState(
             None if requests is None else requests.state(now_ns),
             None if tokens is None else tokens.state(now_ns),
+            None if cost is None else cost.state(now_ns),
         )
+
+    def limits_cost(self, tenant: Tenant) -> bool:
+        """Whether the tenant has a limit of costs."""
+        return self._cost_bucket(tenant, self._clock_ns()) is not None
+
+    def reserve_cost(self, tenant: Tenant, highest: float) -> Callable[[float | None], None]:
+        """Takes the highest cost of a call from the tenant's limit.
+
+        Args:
+            tenant: The tenant.
+            highest: In US dollars.
+
+        Returns:
+            A function that takes the call's cost at its end, None if it is unknown, and gives back the rest.
+
+        Raises:
+            RateLimited: The tenant has not as much left. ``retry_after_s`` is exact if it spends nothing
+                until then, and None if it never has as much.
+        """
+        now_ns = self._clock_ns()
+        bucket = self._cost_bucket(tenant, now_ns)
+        if bucket is None:
+            return lambda cost: None
+        amount = math.ceil(highest * NANODOLLARS)
+        _check_cost(bucket, amount, now_ns)
+        bucket.take(amount, now_ns)
+
+        def settle(cost: float | None) -> None:
+            if cost is not None:
+                bucket.take(math.ceil(cost * NANODOLLARS) - amount, self._clock_ns())
+
+        return settle
 
     def check_buckets(self, tenant: Tenant) -> None:
         """``RateLimited`` if a bucket is empty."""
@@ -226,6 +279,11 @@ class TenantGate:
         tokens = None if tenant.tokens_per_minute is None else account.tokens
         return account, requests, tokens
 
+    def _cost_bucket(self, tenant: Tenant, now_ns: int) -> Bucket | None:
+        if self._current is not None:
+            tenant = self._current(tenant)
+        return None if tenant.max_cost_per_day is None else self._account(tenant, now_ns).cost
+
     def _account(self, tenant: Tenant, now_ns: int) -> _Account:
         """The tenant's account with its current limits, which may have changed with the keys file."""
         account = self._accounts.get(tenant.name)
@@ -248,13 +306,13 @@ def _check_unfinished(tenant: Tenant, num_unfinished: int, num_requests: int) ->
 
 def _check_buckets(buckets: Sequence[tuple[Bucket | None, str, int]], now_ns: int) -> None:
     for bucket, what, amount in buckets:
-        if bucket is not None and amount > bucket.per_minute:
+        if bucket is not None and amount > bucket.capacity:
             raise RateLimited(
-                f"{amount} {what} at once exceed the limit of this API key's tenant, {bucket.per_minute:,} a "
+                f"{amount} {what} at once exceed the limit of this API key's tenant, {bucket.capacity:,} a "
                 "minute: send fewer"
             )
     waits = [
-        (bucket.wait_ns(now_ns, amount), f"{bucket.per_minute:,} {what} a minute")
+        (bucket.wait_ns(now_ns, amount), f"{bucket.capacity:,} {what} a minute")
         for bucket, what, amount in buckets
         if bucket is not None
     ]
@@ -267,3 +325,24 @@ def _check_buckets(buckets: Sequence[tuple[Bucket | None, str, int]], now_ns: in
         )
         error.retry_after_s = retry_after_s
         raise error
+
+
+def _check_cost(bucket: Bucket, amount: int, now_ns: int) -> None:
+    wait_ns = bucket.wait_ns(now_ns, amount)
+    if not wait_ns:
+        return
+    limit = f"its tenant's limit of ${bucket.capacity / NANODOLLARS:g} a day"
+    advice = "send a lower max_tokens or a shorter prompt"
+    if amount > bucket.capacity:
+        raise RateLimited(
+            f"this request may cost ${amount / NANODOLLARS:.4g}, more than {limit}: {advice}",
+            param=COST_PARAM,
+        )
+    left = max(0, bucket.state(now_ns).remaining) / NANODOLLARS
+    error = RateLimited(
+        f"this request may cost ${amount / NANODOLLARS:.4g}, and ${left:.4g} are left of {limit}: try "
+        f"again in {wait_ns / 1e9:,.0f} s, or {advice}",
+        param=COST_PARAM,
+    )
+    error.retry_after_s = wait_ns / 1e9
+    raise error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx2
 import pytest
 from support.apis.anthropic_answers import text_stream as anthropic_text
 from support.apis.fake_server import Answer, Hold, RawAnswer, Received, fake_server
@@ -300,6 +301,66 @@ async def test_a_call_that_was_left_is_in_the_statistics(tmp_path: Path) -> None
     assert stats.prompt_tokens > 0
     assert stats.cost > 0
     assert (others.generated_tokens, others.cost) == (0, 0)
+
+
+async def ask_over_http(url: str, key: str, max_tokens: int = 10) -> httpx2.Response:
+    """The answer to a request."""
+    body = {"model": "gpt", "messages": [{"role": "user", "content": "hello"}], "max_tokens": max_tokens}
+    async with httpx2.AsyncClient(timeout=30) as client:
+        headers = {"authorization": f"Bearer {key}"}
+        return await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_a_tenant_has_a_limit_of_costs(tmp_path: Path) -> None:
+    """An output token costs 10 microdollars: 100 of them are nearly all of the limit."""
+    tenants = Tenants(file=keys_file(tmp_path, max_cost_per_day=0.0015))
+    answers = [
+        text_stream(word, usage=usage(30, output)) for word, output in (("a", 100), ("b", 5), ("c", 5))
+    ]
+    async with served_apis(answers, tenants=tenants) as served:
+        first = await ask_over_http(served.url, "af-ann", 100)
+        assert (first.status_code, first.headers["x-ratelimit-limit-cost"]) == (200, "0.001500")
+        assert float(first.headers["x-ratelimit-remaining-cost"]) == pytest.approx(0.00047, abs=1e-5)
+        refused = await ask_over_http(served.url, "af-ann", 60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused.json()["error"]["param"] == "max_cost_per_day"
+        assert float(refused.headers["retry-after"]) > 0
+        assert len(served.vendor.received) == 1
+        # A call that may cost less, and another tenant.
+        assert (await ask_over_http(served.url, "af-ann", 1)).status_code == 200
+        assert (await ask_over_http(served.url, "af-bob", 1000)).status_code == 200
+
+
+async def test_a_call_that_costs_more_than_the_limit_is_never_sent(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, max_cost_per_day=0.001))
+    async with served_apis([], tenants=tenants) as served:
+        with pytest.raises(RateLimited) as refused:
+            await ask(served.ws_url, "af-ann")
+        assert (refused.value.param, refused.value.retry_after_s) == ("max_cost_per_day", None)
+    assert served.vendor.received == []
+
+
+async def test_calls_that_run_have_reserved_their_highest_costs(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, max_cost_per_day=0.0015))
+    hold = Hold()
+    answers = [stream(text_chunks("one"), hold, ending()), text_stream("two")]
+    async with served_apis(answers, tenants=tenants) as served, anyio.create_task_group() as group:
+        group.start_soon(ask_over_http, served.url, "af-ann", 100)
+        with anyio.fail_after(20):
+            await hold.reached.wait()
+        assert (await ask_over_http(served.url, "af-ann", 100)).status_code == 429
+        hold.go_on()
+        await served.server.service.models.until_idle()
+        assert (await ask_over_http(served.url, "af-ann", 100)).status_code == 200
+
+
+async def test_a_limit_of_costs_refuses_models_of_unknown_price(tmp_path: Path) -> None:
+    tenants = Tenants(file=keys_file(tmp_path, max_cost_per_day=5))
+    async with served_apis([text_stream("a")], tenants=tenants, prices={}) as served:
+        refused = await ask_over_http(served.url, "af-ann")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert served.vendor.received == []
+        assert (await ask_over_http(served.url, "af-bob")).status_code == 200
 
 
 async def test_a_revoked_tenants_call_is_cancelled(tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ def test_a_limit_that_there_is_not_has_no_headers() -> None:
     assert all(b"tokens-" in name for name in anthropic_limit_headers(LimitState(tokens=one)))
 
 
+def test_a_limit_of_costs_is_shown_in_dollars() -> None:
+    limits = LimitState(cost=BucketState(5_250_000_000, 4_999_999_999, 0))
+    assert openai_limit_headers(limits) == {
+        b"x-ratelimit-limit-cost": b"5.250000",
+        b"x-ratelimit-remaining-cost": b"4.999999",
+        b"x-ratelimit-reset-cost": b"0s",
+    }
+    assert anthropic_limit_headers(limits)[b"anthropic-ratelimit-cost-remaining"] == b"4.999999"
+
+
 def of_openai(headers: Any) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.startswith("x-ratelimit-")}
 

@@ -252,3 +252,25 @@ def test_tenants_that_used_nothing_lately_are_forgotten() -> None:
             clock.now_ns += 10**9  # each bucket is full again a second later
         assert len(gate) <= rate_limit.MIN_SWEPT
         assert refusal(gate, Tenant("long", max_unfinished=1)).retry_after_s is None
+
+
+def test_a_cost_is_given_back_as_far_as_it_was_not_spent() -> None:
+    clock = ClockNs()
+    gate, tenant = TenantGate(clock), Tenant("ann", max_cost_per_day=1.0)
+    settle = gate.reserve_cost(tenant, 0.75)
+    with pytest.raises(RateLimited) as refused:
+        gate.reserve_cost(tenant, 0.5)
+    assert (refused.value.param, refused.value.retry_after_s) == ("max_cost_per_day", 0.25 * 86_400)
+    settle(0.25)
+    gate.reserve_cost(tenant, 0.75)(None)  # it is unknown, and counts as a whole
+    state = gate.state(tenant).cost
+    assert state is not None
+    assert (state.limit, state.remaining, state.reset_ns) == (10**9, 0, 86_400 * 10**9)
+    clock.now_ns += 21_600 * 10**9
+    gate.reserve_cost(tenant, 0.25)(0.0)
+
+
+def test_more_than_a_days_cost_never_passes() -> None:
+    with pytest.raises(RateLimited) as refused:
+        TenantGate(ClockNs()).reserve_cost(Tenant("ann", max_cost_per_day=1.0), 1.5)
+    assert refused.value.retry_after_s is None

@@ -56,8 +56,10 @@ class Served:
         return self.server.url
 
 
-def backend_of(vendor: FakeServer, address: str, on_unsupported: OnUnsupported) -> ApiBackend:
-    """The backend for the model of an address, at the fake vendor."""
+def backend_of(
+    vendor: FakeServer, address: str, on_unsupported: OnUnsupported, prices: Mapping[str, Price] | None = None
+) -> ApiBackend:
+    """The backend for the model of an address, at the fake vendor. ``prices``: by model; None: ``PRICE``."""
     kind, _, model = address.partition(":")
     url, options = f"{vendor.url}/v1", Options(api_key=SECRET, max_retries=0, on_unsupported=on_unsupported)
     backend: OpenAI | Anthropic | OpenAICompatible
@@ -68,7 +70,7 @@ def backend_of(vendor: FakeServer, address: str, on_unsupported: OnUnsupported) 
             backend = Anthropic(model, base_url=vendor.url, **options)
         case _:
             backend = OpenAICompatible(url, model, flavour="vllm", **options)
-    return backend.with_costs(Costs(Spending(), {model: PRICE}))
+    return backend.with_costs(Costs(Spending(), {model: PRICE} if prices is None else prices))
 
 
 @asynccontextmanager
@@ -80,12 +82,13 @@ async def served_apis(
     aliases: Mapping[str, Sequence[str]] | None = None,
     http_limits: HttpLimits | None = None,
     on_unsupported: OnUnsupported = "error",
+    prices: Mapping[str, Price] | None = None,
 ) -> AsyncIterator[Served]:
     """A server with these models (a name, and ``openai:…``, ``anthropic:…`` or ``compatible:…``)."""
     tenants = tenants or Tenants()
     async with fake_server(script) as vendor:
         opening = {
-            name: partial(open_backend_generator, backend_of(vendor, address, on_unsupported))
+            name: partial(open_backend_generator, backend_of(vendor, address, on_unsupported, prices))
             for name, address in (models or {"gpt": "openai:gpt-4.1-mini"}).items()
         }
         gate = TenantGate(current=tenants.current)
