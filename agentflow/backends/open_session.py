@@ -27,6 +27,7 @@ from typing import (
 
 import anyio
 
+from agentflow.backends.apis.environment_key import environment_key, server_of
 from agentflow.backends.apis.prices import Price
 from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
@@ -60,7 +61,8 @@ class SessionOptions(TypedDict, total=False):
         kv_tokens: The size of the KV pool in tokens.
         api_key: Default: for a server the environment variable AGENTFLOW_API_KEY, for a vendor the variable
             of its client (``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY``). It is for one server: where ``models``
-            has several, give each as a backend with its key.
+            has several, give each as a backend with its key. AGENTFLOW_API_KEY goes to agentflow servers
+            (``ws://``), this machine, the server in AGENTFLOW_URL and the first one of the session.
         backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
             model.
         seed: Makes sampling reproducible, except for gens with a seed.
@@ -172,10 +174,12 @@ def _with_fallback(backend: Backend, url: str | None, options: SessionOptions) -
     from agentflow.backends.apis.addresses import api_backend
     from agentflow.backends.apis.fallback import Fallback
 
-    server = _server_of(url or os.environ.get("AGENTFLOW_URL") or "")
+    first = url or os.environ.get("AGENTFLOW_URL") or ""
     api_key = options.get("api_key")
     others = [
-        api_backend(one, api_key) or one if isinstance(one, str) and _server_of(one) == server else one
+        api_backend(one, api_key if server_of(one) == server_of(first) else None, first) or one
+        if isinstance(one, str)
+        else one
         for one in given
     ]
     return Fallback(backend, *others)
@@ -200,7 +204,7 @@ def _several(
             f"session: models must be a dict of names to models, not {short_repr(models)}", param="models"
         )
     addresses = [model for model in models.values() if isinstance(model, str) and _is_address(model)]
-    if options.get("api_key") is not None and len({_server_of(address) for address in addresses}) != 1:
+    if options.get("api_key") is not None and len({server_of(address) for address in addresses}) != 1:
         raise BadArgument(
             "session: api_key is for the models of one server, and models has others: give backends with "
             "their keys, such as af.OpenAI(…, api_key=…)",
@@ -208,10 +212,11 @@ def _several(
         )
     from agentflow.backends.several import Several
 
+    first = next((address for address in addresses if not address.startswith(_VENDORS)), "")
     backends: dict[str, Backend] = {}
     for name, model in models.items():
         if isinstance(model, str) and _is_address(model):
-            backends[name] = _chosen_backend(model, options)
+            backends[name] = _chosen_backend(model, options, first)
         elif isinstance(model, str | os.PathLike):
             from agentflow.backends.local import Embedded
 
@@ -298,13 +303,8 @@ def _is_address(text: str) -> bool:
     return "://" in text or text.startswith(_VENDORS)
 
 
-def _server_of(address: str) -> str:
-    """The vendor, or the host with its port."""
-    _, is_url, rest = address.partition("://")
-    return rest.partition("/")[0] if is_url else address.partition(":")[0]
-
-
-def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
+def _chosen_backend(url: str | None, options: SessionOptions, first: str | None = None) -> Backend:
+    """The backend of an address. ``first``: the first address of the session, if it has several."""
     url = url or os.environ.get("AGENTFLOW_URL")
     of_engine = _chosen(options, *_OF_ENGINE)
     if url is None:
@@ -324,7 +324,7 @@ def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
         if _chosen(options, "model"):
             raise BadArgument(f"session: {url!r:.200} names the model: leave out model=", param="model")
         return vendor_backend(url, options.get("api_key"), options.get("embed_model"))
-    api_key = options.get("api_key") or os.environ.get("AGENTFLOW_API_KEY") or None
+    api_key = options.get("api_key") or environment_key(url, first or url)
     if url.startswith(("http://", "https://")):
         from agentflow.backends.apis.asked_server import AskedServer
 

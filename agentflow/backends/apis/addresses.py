@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.asked_server import AskedServer
+from agentflow.backends.apis.environment_key import environment_key
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import BadArgument
 
@@ -30,10 +29,12 @@ def vendor_backend(
     return Anthropic(model, api_key=api_key)
 
 
-def api_backend(address: str, api_key: str | None = None) -> OpenAI | Anthropic | AskedServer | None:
-    """The backend of an address; None if it is not that of an API."""
+def api_backend(
+    address: str, api_key: str | None = None, first: str | None = None
+) -> OpenAI | Anthropic | AskedServer | None:
+    """The backend of an address; None if it is not that of an API. ``first``: as in ``environment_key``."""
     if address.startswith(VENDORS):
         return vendor_backend(address, api_key)
     if address.startswith(("http://", "https://")):
-        return AskedServer(address, api_key=api_key or os.environ.get("AGENTFLOW_API_KEY") or None)
+        return AskedServer(address, api_key=api_key or environment_key(address, first))
     return None

@@ -77,8 +77,12 @@ class Fallback:
         if len(backends) < 2:
             raise BadArgument("Fallback: give at least two models", param="fallback")
         self._backends: list[_PaidBackend] = []
+        first = backends[0] if isinstance(backends[0], str) else None
         for backend in backends:
-            self._backends += backend._backends if isinstance(backend, Fallback) else [_api_backend(backend)]
+            if isinstance(backend, Fallback):
+                self._backends += backend._backends
+            else:
+                self._backends.append(_api_backend(backend, first))
 
     def __repr__(self) -> str:
         return f"Fallback({', '.join(map(repr, self._backends))})"
@@ -111,8 +115,8 @@ class Fallback:
             yield await stack.enter_async_context(interpreted(FallbackGenerator(found), deliver))
 
 
-def _api_backend(given: Any) -> _PaidBackend:
-    found: Any = api_backend(given) if isinstance(given, str) else given
+def _api_backend(given: Any, first: str | None) -> _PaidBackend:
+    found: Any = api_backend(given, first=first) if isinstance(given, str) else given
     backend: _PaidBackend = found
     if not isinstance(found, ApiBackend | AskedServer):
         raise BadArgument(
