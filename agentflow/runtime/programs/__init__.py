@@ -1,4 +1,5 @@
 """What a backend knows about the programs that it runs.
 
-``place``: where a state stands in its program, which the scheduler reads.
+``graph``: the live graph of a session's requests and variables. ``deduction``: the objectives, task groups
+and steps that follow from it. ``place``: where a state stands in its program, which the scheduler reads.
 """

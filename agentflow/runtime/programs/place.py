@@ -21,6 +21,9 @@ class Place(msgspec.Struct, frozen=True):
             it runs or waits in the queue. None: unknown, because the state waits for its client.
         returns_s: The expected time until a state that waits for its client continues, in seconds; None:
             unknown.
+        is_streamed: Somebody reads the next request's text while it grows.
+        ttft_s: The time until its first token that this reader asks for, in seconds; None: none.
+        tpot_s: The time of each further token that this reader asks for, in seconds; None: none.
     """
 
     program: int = 0
@@ -28,3 +31,6 @@ class Place(msgspec.Struct, frozen=True):
     objective: Objective = "latency"
     steps: int | None = 0
     returns_s: float | None = None
+    is_streamed: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None

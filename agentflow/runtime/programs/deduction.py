@@ -1,0 +1,336 @@
+"""The deduction of objectives, task groups and steps in the graph of unfinished requests.
+
+It follows Parrot (Lin et al., OSDI 2024, section 5.2), in reverse topological order:
+
+- A request with an explicit objective has it. One whose value somebody awaits, or that no other request
+  needs, counts by its latency.
+- The requests of one stage below one consumer are a ``Stage``, a task group. Two or more of them count by
+  their throughput, because the consumer waits for the last one.
+- A request with one consumer counts like this consumer. A request with several consumers gates them all, so
+  it counts like the consumer of their task group.
+
+A node's deduction depends only on the nodes that depend on it, and these on still later ones. So a change
+spreads along the edges, and stops where nothing changes. Nodes are numbered in topological order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from typing import Final, Literal
+
+from agentflow.runtime.programs.place import Objective
+
+Kind = Literal[
+    "gen", "reply", "select", "decide", "embed", "score", "set", "read", "done", "expect", "fork"
+]  # fmt: skip
+How = Literal["value", "stream"]
+
+REQUESTS: Final = frozenset({"gen", "reply", "select", "decide", "embed", "score"})
+"""The kinds of nodes that are requests to a model. All others take no time."""
+MAX_STEPS = 16
+"""More steps count like this number: whether 20 or 30 requests come first makes no difference."""
+MAX_STAGES = 16
+"""The stages below one consumer that are task groups."""
+BLOCKED = 1 << 30
+"""The steps of a node that waits for the client."""
+MAX_VISITS = 4_096
+"""The nodes whose deduction one op updates. The others keep their previous deduction until the next op, or
+until the next call of ``settle``."""
+
+
+class Stage:
+    """The requests at one distance below a consumer."""
+
+    __slots__ = ("consumer", "depth", "members", "number")
+
+    def __init__(self, number: int, consumer: Node, depth: int) -> None:
+        self.number = number
+        self.consumer = consumer
+        self.depth = depth
+        self.members: dict[Node, None] = {}  # only requests
+
+
+class Node:
+    """A request, another variable, or a fork.
+
+    A node stays in the graph while it is unfinished, or while an unfinished node depends on it."""
+
+    __slots__ = (
+        "depth",
+        "explicit",
+        "gate",
+        "has_ended",
+        "is_gone",
+        "is_queued",
+        "is_request",
+        "is_running",
+        "kind",
+        "levels",
+        "name",
+        "num_open",
+        "num_preds",
+        "num_urgent",
+        "num_urgent_gates",
+        "number",
+        "objective",
+        "preds",
+        "stage",
+        "stages",
+        "state",
+        "succs",
+        "tpot_s",
+        "ttft_s",
+        "var",
+        "vote",
+        "votes",
+        "want",
+    )
+
+    def __init__(
+        self, number: int, kind: Kind, state: int, var: int, name: str, objective: Objective | None
+    ) -> None:
+        self.number = number
+        self.kind: Kind = kind
+        self.is_request = kind in REQUESTS
+        self.state = state
+        self.var = var  # of a fork its first child
+        self.name = name
+        self.preds: dict[Node, None] = {}
+        self.succs: dict[Node, None] = {}
+        self.num_preds = 0  # that were unfinished when it was submitted, without the cancelled ones
+        self.num_open = 0  # of ``succs``, the unfinished ones
+        self.is_running = False
+        self.has_ended = False
+        self.is_gone = False  # no longer in the graph
+        self.explicit = objective
+        self.want: How | None = None
+        self.ttft_s: float | None = None
+        self.tpot_s: float | None = None
+        # The deduction.
+        self.objective: Objective = "latency"
+        self.gate: Objective = "latency"  # of the consumer of its stage
+        self.stage: Stage | None = None
+        self.stages: dict[int, Stage] | None = None  # of which it is the consumer, by their depth
+        # What its successors tell it: in which stage their predecessors are, and how many count by latency.
+        self.votes: Counter[Stage | None] = Counter()
+        self.num_urgent = 0
+        self.num_urgent_gates = 0
+        self.vote: tuple[Stage | None, Objective, Objective] | None = (
+            None  # what it has told its predecessors
+        )
+        self.is_queued = False
+        # The steps of its unfinished predecessors, each with their number.
+        self.levels: Counter[int] = Counter()
+        self.depth = 0
+
+    @property
+    def level(self) -> int:
+        """The steps before a node that depends on this one."""
+        if self.depth == BLOCKED or self.kind == "expect":
+            return BLOCKED
+        return min(self.depth + self.is_request, MAX_STEPS)
+
+
+class Deduction:
+    """Keeps the deduction of all nodes up to date.
+
+    Args:
+        next_number: Makes the numbers of stages.
+        changed: Receives each node whose deduction has changed.
+    """
+
+    def __init__(self, next_number: Callable[[], int], changed: Callable[[Node], None]) -> None:
+        self._next_number = next_number
+        self._changed = changed
+        self._upstream: list[
+            tuple[int, Node]
+        ] = []  # with the negative numbers, so that later ones come first
+        self._downstream: list[tuple[int, Node]] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the deduction of all nodes is up to date."""
+        return not self._upstream and not self._downstream
+
+    def add(self, node: Node, preds: Iterable[Node]) -> None:
+        """Adds a node that depends on unfinished ones, each of which may be repeated."""
+        for pred in dict.fromkeys(preds):
+            node.preds[pred] = None
+            pred.succs[node] = None
+            pred.num_open += 1
+            node.levels[pred.level] += 1
+        node.num_preds = len(node.preds)
+        node.depth = max(node.levels, default=0)
+        self.update(node)
+
+    def end(self, node: Node) -> None:
+        """The node has its value."""
+        level = node.level
+        node.has_ended = True
+        for succ in node.succs:
+            self._drop_level(succ, level)
+        for pred in list(node.preds):
+            pred.num_open -= 1
+            self._prune(pred)
+        self._prune(node)
+
+    def remove(self, node: Node) -> None:
+        """The node was cancelled or has failed."""
+        if node.is_gone:
+            return
+        level, is_open = node.level, not node.has_ended
+        node.has_ended = node.is_gone = True
+        for succ in node.succs:
+            del succ.preds[node]
+            succ.num_preds -= 1
+            if is_open:
+                self._drop_level(succ, level)
+            self.update(succ)
+        for pred in node.preds:
+            if is_open:
+                pred.num_open -= 1
+            self._disconnect(pred, node)
+        self._leave(node)
+        for pred in list(node.preds):
+            self._prune(pred)
+        node.succs, node.preds = {}, {}
+
+    def update(self, node: Node) -> None:
+        """The deduction of the node must be made again."""
+        if not node.is_queued and not node.is_gone:
+            node.is_queued = True
+            heappush(self._upstream, (-node.number, node))
+
+    def settle(self, max_visits: int = MAX_VISITS) -> None:
+        """Brings the deduction up to date, of at most ``max_visits`` nodes."""
+        while self._downstream and max_visits > 0:
+            self._descend(heappop(self._downstream)[1])
+            max_visits -= 1
+        while self._upstream and max_visits > 0:
+            node = heappop(self._upstream)[1]
+            node.is_queued = False
+            if not node.is_gone:
+                self._deduce(node)
+            max_visits -= 1
+
+    # Steps.
+
+    def _drop_level(self, node: Node, level: int) -> None:
+        levels = node.levels
+        levels[level] -= 1
+        if not levels[level]:
+            del levels[level]
+            if level == node.depth and not node.has_ended:
+                heappush(self._downstream, (node.number, node))
+
+    def _descend(self, node: Node) -> None:
+        depth = max(node.levels, default=0)
+        if depth == node.depth or node.has_ended:
+            return
+        before = node.level
+        node.depth = depth
+        self._changed(node)
+        after = node.level
+        if after != before:
+            for succ in node.succs:
+                succ.levels[after] += 1
+                self._drop_level(succ, before)
+
+    # Stages and objectives.
+
+    def _deduce(self, node: Node) -> None:
+        stage = next(iter(node.votes)) if len(node.votes) == 1 else None
+        has_changed = stage is not node.stage
+        if has_changed:
+            self._leave(node)
+            self._join(node, stage)
+        objective = self._objective_of(node)
+        if objective != node.objective:
+            node.objective = objective
+            has_changed = True
+        node.gate = objective if stage is None else "latency" if node.num_urgent_gates else "throughput"
+        if has_changed:
+            self._changed(node)
+        if not node.preds:
+            return
+        vote: tuple[Stage | None, Objective, Objective]
+        if node.num_preds > 1:
+            vote = self._stage_below(node, 1), objective, objective
+        elif stage is not None:
+            vote = self._stage_below(stage.consumer, stage.depth + node.is_request), objective, node.gate
+        else:
+            vote = None, objective, node.gate
+        if vote != node.vote:
+            for pred in node.preds:
+                self._disconnect(pred, node)
+                pred.succs[node] = None
+                pred.votes[vote[0]] += 1
+                pred.num_urgent += vote[1] == "latency"
+                pred.num_urgent_gates += vote[2] == "latency"
+            node.vote = vote
+
+    def _objective_of(self, node: Node) -> Objective:
+        if node.explicit is not None:
+            return node.explicit
+        if node.want is not None or not node.succs:
+            return "latency"
+        if node.is_request and node.stage is not None and len(node.stage.members) > 1:
+            return "throughput"
+        num_urgent = node.num_urgent if len(node.succs) == 1 else node.num_urgent_gates
+        return "latency" if num_urgent else "throughput"
+
+    def _stage_below(self, consumer: Node, depth: int) -> Stage | None:
+        if depth > MAX_STAGES:
+            return None
+        if consumer.stages is None:
+            consumer.stages = {}
+        stage = consumer.stages.get(depth)
+        if stage is None:
+            stage = consumer.stages[depth] = Stage(self._next_number(), consumer, depth)
+        return stage
+
+    def _join(self, node: Node, stage: Stage | None) -> None:
+        node.stage = stage
+        if stage is not None and node.is_request:
+            if len(stage.members) == 1:
+                self._count_again(stage)
+            stage.members[node] = None
+
+    def _leave(self, node: Node) -> None:
+        stage, node.stage = node.stage, None
+        if stage is not None and node.is_request:
+            del stage.members[node]
+            if len(stage.members) == 1:
+                self._count_again(stage)
+
+    def _count_again(self, stage: Stage) -> None:
+        """The number of members becomes more than one, or one."""
+        (member,) = stage.members
+        self._changed(member)
+        self.update(member)
+
+    def _disconnect(self, pred: Node, node: Node) -> None:
+        """Drops the edge from ``pred`` to ``node``, with what ``node`` has told it."""
+        del pred.succs[node]
+        if node.vote is not None:
+            stage, objective, gate = node.vote
+            pred.votes[stage] -= 1
+            if not pred.votes[stage]:
+                del pred.votes[stage]
+            pred.num_urgent -= objective == "latency"
+            pred.num_urgent_gates -= gate == "latency"
+        self.update(pred)
+
+    def _prune(self, node: Node) -> None:
+        """Drops the node if nothing unfinished depends on it."""
+        if node.is_gone or not node.has_ended or node.num_open:
+            return
+        node.is_gone = True
+        for succ in node.succs:
+            del succ.preds[node]
+        for pred in node.preds:
+            self._disconnect(pred, node)
+        self._leave(node)
+        node.succs, node.preds = {}, {}

@@ -1,0 +1,375 @@
+"""The live graph of one session: its unfinished requests and variables, and what depends on them.
+
+The graph follows the ops: each one takes time in proportion to its size. Finished and cancelled parts leave
+it, so its memory is bounded by the unfinished ops and the open states. It runs nothing, and reads no clock.
+
+The ops of a state depend on each other in their order, on the variables that their texts refer to, and on the
+ops of the parent before the fork. ``deduction`` has the rules for objectives and task groups. The result is
+the ``Place`` of each state, which ``take_places`` reports when it has changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from agentflow.protocol import ops
+from agentflow.protocol.op_table import references
+from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, Deduction, How, Kind, Node
+from agentflow.runtime.programs.place import Objective, Place
+
+_numbers = itertools.count(1)
+"""Of programs and task groups, which are unique in the process."""
+_KINDS: Final[dict[type[ops.Op], Kind]] = {
+    ops.Select: "select",
+    ops.Decide: "decide",
+    ops.Embed: "embed",
+    ops.Set: "set",
+    ops.Read: "read",
+    ops.Done: "done",
+    ops.Expect: "expect",
+}
+_MIN_FRONTIER = 16
+MAX_LABELS = 256
+"""The labels of programs whose return times are kept."""
+_WEIGHT_OF_LAST = 0.25
+"""Of the last return time in the average."""
+
+
+class StateInGraph:
+    """One open state.
+
+    Args:
+        number: The state's number in the session.
+        program: The number of its program.
+        label: The name of its program.
+        objective: The objective of its next requests, if the program gives one.
+    """
+
+    __slots__ = (
+        "frontier",
+        "frontier_limit",
+        "is_stopped",
+        "label",
+        "nodes",
+        "number",
+        "objective",
+        "place",
+        "program",
+        "requests",
+        "waits_since",
+    )
+
+    def __init__(self, number: int, program: int, label: str, objective: Objective | None) -> None:
+        self.number = number
+        self.program = program
+        self.label = label
+        self.objective = objective
+        self.frontier: list[Node] = []  # what its next op depends on; some of them may have ended
+        self.frontier_limit = _MIN_FRONTIER
+        self.nodes: dict[Node, None] = {}  # its unfinished nodes
+        self.requests: deque[Node] = deque()  # in their order; some of them may have ended
+        self.is_stopped = False
+        self.place = Place(steps=None)  # the last one that was reported
+        self.waits_since: float | None = None  # the end of its last request, while it waits for the client
+
+    def next_request(self) -> Node | None:
+        """The unfinished request that is next."""
+        requests = self.requests
+        while requests and requests[0].has_ended:
+            requests.popleft()
+        return requests[0] if requests else None
+
+
+class ProgramGraph:
+    """The graph of one session.
+
+    Args:
+        numbers: Makes the numbers of programs and task groups; by default unique in the process.
+        max_visits: The nodes whose deduction one op updates at most.
+    """
+
+    def __init__(self, numbers: Callable[[], int] | None = None, *, max_visits: int = MAX_VISITS) -> None:
+        self._max_visits = max_visits
+        self._next_number = _numbers.__next__ if numbers is None else numbers
+        self._node_numbers = itertools.count(1)
+        self._states: dict[int, StateInGraph] = {}
+        self._programs: dict[str, tuple[int, int]] = {}  # named ones: their number, and their open roots
+        self._program_of_root: dict[int, str] = {}
+        self._variables: dict[int, Node] = {}  # the unfinished ones
+        self._forks: dict[int, Node] = {}  # unfinished forks, by their first child
+        self._changed: dict[StateInGraph, None] = {}
+        self._deduction = Deduction(self._next_number, self._note)
+        self._returns_s: dict[str, float] = {}  # by the labels of programs, the least recently used first
+
+    # Ops.
+
+    def submit(self, op: ops.Op, now_s: float = 0.0) -> None:
+        """An op was accepted. ``now_s``: the time on any monotonic clock."""
+        match op:
+            case ops.Open():
+                self._open(op)
+            case ops.Text():
+                self._refer(op)
+            case ops.Fork():
+                self._fork(op)
+            case ops.Hint() if op.objective is not None:
+                if (state := self._states.get(op.state)) is not None:
+                    state.objective = op.objective
+            case _ if isinstance(op, ops.Declaring):
+                self._declare(op, now_s)
+            case _:
+                pass
+
+    def begin(self, op: ops.Op) -> None:
+        """The op runs, because all that it depends on has ended."""
+        node = self._node_of(op)
+        if node is not None:
+            node.is_running = True
+
+    def end(self, op: ops.Op, now_s: float = 0.0) -> None:
+        """The op has run. The value of an expected variable comes later, in ``provide``."""
+        node = None if isinstance(op, ops.Expect) else self._node_of(op)
+        if node is not None:
+            self._end(node, now_s)
+
+    def provide(self, variable: int) -> None:
+        """The client has provided the value of an expected variable, or its error."""
+        node = self._variables.get(variable)
+        if node is not None and node.kind == "expect":
+            self._end(node, 0.0)
+
+    def want(
+        self,
+        variable: int,
+        how: How = "value",
+        objective: Objective | None = None,
+        ttft_s: float | None = None,
+        tpot_s: float | None = None,
+    ) -> None:
+        """Somebody awaits the variable, or reads its text while it grows."""
+        node = self._variables.get(variable)
+        if node is None:
+            return
+        if node.want != "stream":
+            node.want = how
+        node.explicit = objective or node.explicit
+        node.ttft_s = node.ttft_s if ttft_s is None else ttft_s
+        node.tpot_s = node.tpot_s if tpot_s is None else tpot_s
+        self._note(node)
+        self._update(node)
+
+    def stop(self, number: int) -> None:
+        """The state has failed or was cancelled: its unfinished ops leave, and later ones are ignored."""
+        state = self._states.get(number)
+        if state is None or state.is_stopped:
+            return
+        state.is_stopped = True
+        for node in state.nodes:
+            self._forget(node)
+            self._deduction.remove(node)
+        state.nodes.clear()
+        state.requests.clear()
+        state.frontier.clear()
+        self._changed[state] = None
+        self._deduction.settle(self._max_visits)
+
+    def close(self, number: int) -> None:
+        """The state is closed."""
+        state = self._states.get(number)
+        if state is None:
+            return
+        self.stop(number)
+        del self._states[number]
+        self._changed.pop(state, None)
+        name = self._program_of_root.pop(number, None)
+        if name is not None:
+            program, num_roots = self._programs[name]
+            if num_roots == 1:
+                del self._programs[name]
+            else:
+                self._programs[name] = program, num_roots - 1
+
+    # Results.
+
+    def take_places(self) -> list[tuple[int, Place]]:
+        """The places of the states, by number, that have changed since the last call. ``has_changes`` tells
+        whether another call may have more."""
+        self._deduction.settle(self._max_visits)
+        changed, self._changed = self._changed, {}
+        found: list[tuple[int, Place]] = []
+        for state in changed:
+            place = self._place_of(state)
+            if place != state.place:
+                state.place = place
+                found.append((state.number, place))
+        return found
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether ``take_places`` may have something to report."""
+        return bool(self._changed) or not self._deduction.is_settled
+
+    def place(self, number: int) -> Place | None:
+        """The present place of a state."""
+        state = self._states.get(number)
+        return None if state is None else self._place_of(state)
+
+    def nodes(self) -> Sequence[Node]:
+        """The unfinished nodes, in the order of the states."""
+        return [node for state in self._states.values() for node in state.nodes]
+
+    def states(self) -> Iterable[StateInGraph]:
+        """The open states."""
+        return self._states.values()
+
+    @property
+    def num_held(self) -> int:
+        """The nodes and edges that the graph holds, for tests of its memory."""
+        seen: dict[Node, None] = {}
+        pending = [*self.nodes()]
+        for state in self._states.values():
+            pending += state.frontier
+            pending += state.requests
+        num_edges = 0
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen[node] = None
+            num_edges += len(node.preds) + len(node.succs)
+            pending += [*node.preds, *node.succs]
+        return len(seen) + num_edges + len(self._variables) + len(self._forks)
+
+    # Details.
+
+    def _open(self, op: ops.Open) -> None:
+        if op.program:
+            program, num_roots = self._programs.get(op.program) or (self._next_number(), 0)
+            self._programs[op.program] = program, num_roots + 1
+            self._program_of_root[op.state] = op.program
+        else:
+            program = self._next_number()
+        self._add_state(StateInGraph(op.state, program, op.label or op.program, op.objective))
+
+    def _add_state(self, state: StateInGraph) -> None:
+        self._states[state.number] = state
+        self._changed[state] = None
+
+    def _refer(self, op: ops.Text) -> None:
+        state = self._states.get(op.state)
+        if state is None or state.is_stopped:
+            return
+        self._extend_frontier(state, references(op))
+
+    def _extend_frontier(self, state: StateInGraph, variables: Iterable[int]) -> None:
+        known = self._variables
+        frontier = state.frontier
+        for var in variables:
+            if (node := known.get(var)) is not None:
+                frontier.append(node)
+        if len(frontier) > state.frontier_limit:
+            state.frontier = [node for node in dict.fromkeys(frontier) if not node.has_ended]
+            state.frontier_limit = max(_MIN_FRONTIER, 2 * len(state.frontier))
+
+    def _fork(self, op: ops.Fork) -> None:
+        state = self._states.get(op.state)
+        if state is None:
+            return
+        inherited = [node for node in dict.fromkeys(state.frontier) if not node.has_ended]
+        if len(inherited) > 1:  # one node, so that each child does not repeat the edges
+            node = self._forks[op.children[0]] = self._add(state, "fork", op.children[0], "")
+            inherited = [node]
+        for number in op.children:
+            child = StateInGraph(number, state.program, state.label, state.objective)
+            child.frontier = [*inherited]
+            child.is_stopped = state.is_stopped
+            self._add_state(child)
+
+    def _declare(self, op: ops.Declaring, now_s: float) -> None:
+        state = self._states.get(op.state)
+        if state is None or state.is_stopped:
+            return
+        if isinstance(op, ops.Set):
+            self._extend_frontier(state, references(op))
+        kind: Kind = ("reply" if op.reply else "gen") if isinstance(op, ops.Gen) else _KINDS[type(op)]
+        node = self._add(state, kind, op.var, op.name)
+        self._variables[op.var] = node
+        if node.is_request:
+            state.requests.append(node)
+            if state.waits_since is not None:
+                self._note_return(state.label, now_s - state.waits_since)
+                state.waits_since = None
+            if state.next_request() is node:
+                self._changed[state] = None
+
+    def _add(self, state: StateInGraph, kind: Kind, var: int, name: str) -> Node:
+        node = Node(next(self._node_numbers), kind, state.number, var, name, state.objective)
+        state.nodes[node] = None
+        if kind == "expect":  # runs nothing: the ops behind it do not wait for its value
+            self._deduction.add(node, ())
+        else:
+            self._deduction.add(node, [pred for pred in state.frontier if not pred.has_ended])
+            state.frontier = [node]
+            state.frontier_limit = _MIN_FRONTIER
+        self._deduction.settle(self._max_visits)
+        return node
+
+    def _node_of(self, op: ops.Op) -> Node | None:
+        if isinstance(op, ops.Fork):
+            return self._forks.get(op.children[0])
+        return self._variables.get(op.var) if isinstance(op, ops.Declaring) else None
+
+    def _end(self, node: Node, now_s: float) -> None:
+        self._forget(node)
+        state = self._states.get(node.state)
+        if state is not None:
+            state.nodes.pop(node, None)
+        self._deduction.end(node)
+        self._deduction.settle(self._max_visits)
+        if state is not None and node.is_request:
+            if state.next_request() is None:
+                state.waits_since = now_s
+            self._changed[state] = None
+
+    def _forget(self, node: Node) -> None:
+        if node.kind == "fork":
+            self._forks.pop(node.var, None)
+        elif self._variables.get(node.var) is node:
+            del self._variables[node.var]
+
+    def _note(self, node: Node) -> None:
+        """The deduction of the node has changed."""
+        state = self._states.get(node.state)
+        if state is not None and state.next_request() is node:
+            self._changed[state] = None
+
+    def _update(self, node: Node) -> None:
+        self._deduction.update(node)
+        self._deduction.settle(self._max_visits)
+
+    def _note_return(self, label: str, seconds: float) -> None:
+        before = self._returns_s.pop(label, None)
+        if before is None and len(self._returns_s) >= MAX_LABELS:
+            del self._returns_s[next(iter(self._returns_s))]
+        seconds = max(0.0, seconds)
+        self._returns_s[label] = seconds if before is None else before + _WEIGHT_OF_LAST * (seconds - before)
+
+    def _place_of(self, state: StateInGraph) -> Place:
+        node = state.next_request()
+        if node is None:
+            expected = self._returns_s.get(state.label) if state.waits_since is not None else None
+            return Place(state.program, 0, state.objective or "latency", None, expected)
+        stage = node.stage
+        return Place(
+            state.program,
+            0 if stage is None or len(stage.members) < 2 else stage.number,
+            node.objective,
+            None if node.depth == BLOCKED else node.depth,
+            None,
+            node.want == "stream",
+            node.ttft_s,
+            node.tpot_s,
+        )
