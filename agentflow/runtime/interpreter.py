@@ -6,6 +6,9 @@ concurrently. ``state_tree`` describes how failures and cancellations spread bet
 An op fails its state if it is invalid, if there is no room for it, or if it fails while it runs; the other
 states continue. Only an error that belongs to no state ends the session.
 
+A ``ProgramGraph`` follows the ops. When the place of a state in its program changes, the state's generator
+gets a hint, at most one for each state in a turn of the event loop.
+
 ``_OpExecution`` runs the ops that use their state's context, ``Interpreter`` all others.
 """
 
@@ -16,7 +19,9 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -79,6 +84,8 @@ from agentflow.runtime.limits import (
     variable_bytes,
 )
 from agentflow.runtime.observation import StatsAnswers, WatchAnswers
+from agentflow.runtime.programs.graph import FOLLOWED, ProgramGraph
+from agentflow.runtime.programs.place import Place
 from agentflow.runtime.state_tree import (
     EventCursor,
     GraphExecution,
@@ -145,6 +152,8 @@ class Interpreter(Generic[ContextT]):
             self.events, self._memory, kick=self._kick, later=self._later, max_states=max_states
         )
         self._variables: dict[int, VariableRecord] = {}
+        self._graph = ProgramGraph()
+        self._reports_places = False  # in a later turn of the event loop
         self._ops = _OpExecution(
             self._find, self._embedders, self._variables, self._memory, self._start_child
         )
@@ -199,6 +208,8 @@ class Interpreter(Generic[ContextT]):
                 root = self._states.add_root(op.state)
                 root.opened = op
                 root.begin(generator, opened_context(generator, op), Reservation(self._memory, 0))
+                self._graph.submit(op)
+                self._report_places_later()
             case ops.SubmitGraph():
                 yield from self._start_graph(op)
             case ops.GetStats():
@@ -320,6 +331,9 @@ class Interpreter(Generic[ContextT]):
                 pass
         number = state.next_number() if OPS[type(op)].is_numbered else None
         state.pending.append(PendingOp(op, reservation, number, sources, children))
+        if sources or type(op) in FOLLOWED:
+            self._graph.submit(op, time.monotonic())
+            self._report_places_later()
         self._kick(state)
 
     def _reject(self, op: ops.Rejected) -> None:
@@ -358,7 +372,27 @@ class Interpreter(Generic[ContextT]):
             state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
             self._kick(state)
 
+    def _report_places_later(self) -> None:
+        if self._graph.has_changes and not self._reports_places:
+            self._reports_places = True
+            self._later(self._report_places)
+
+    def _report_places(self) -> None:
+        self._reports_places = False
+        for number, place in self._graph.take_places():
+            if (state := self._states.get(number)) is not None:
+                self._hint_place(state, place)
+        self._report_places_later()
+
+    def _hint_place(self, state: StateRecord[ContextT], place: Place | None) -> None:
+        if place is not None and state.context is not None and state.generator is not None:
+            with suppress(AgentflowError):  # advice: the ops of the state report a fault themselves
+                state.generator.hint(state.context, StateHint(place=place))
+
     def _kick(self, state: StateRecord[ContextT]) -> None:
+        if state.error is not None and self._states.get(state.id) is state:
+            self._graph.stop(state.id)
+            self._report_places_later()
         if state.pending and not state.is_running and (state.has_begun or state.error is not None):
             state.is_running = True
             self._tasks.start_soon(self._run, state)
@@ -401,7 +435,15 @@ class Interpreter(Generic[ContextT]):
         try:
             if pending.number is not None and deadline != math.inf and deadline <= anyio.current_time():
                 raise deadline_exceeded()
+            is_followed = type(pending.op) in FOLLOWED
+            if is_followed:
+                self._graph.begin(pending.op)
+                if self._reports_places:  # a request begins with the place that it has now
+                    self._report_places()
             await self._execute(state, pending)
+            if is_followed:
+                self._graph.end(pending.op, time.monotonic())
+                self._report_places_later()
         except Exception as error:
             first = first_of(error)  # a generator may run several requests for one op
             if not isinstance(first, AgentflowError):
@@ -447,6 +489,7 @@ class Interpreter(Generic[ContextT]):
     ) -> None:
         if self._states.waits_for_fork(child):
             child.begin(generator, context, reservation, num_chars)
+            self._hint_place(child, self._graph.place(child.id))
             self._kick(child)
         else:  # closed or cancelled before it began
             generator.free(context)
@@ -490,6 +533,8 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"variable {op.var} is not one that the client provides")
         if variable is None or variable.has_ended:
             return  # its state has failed or was closed meanwhile
+        self._graph.provide(op.var)
+        self._report_places_later()
         if op.error is not None:
             variable.fail(op.error.to_exception())
             return
@@ -505,6 +550,8 @@ class Interpreter(Generic[ContextT]):
             if one is not state:  # its ops may still run
                 one.graph = None
                 self._states.stop(one, Cancelled("its graph was closed"))
+            if self._states.get(one.id) is one:
+                self._graph.close(one.id)
             self._states.forget(one)
             for variable in one.variables:
                 variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))

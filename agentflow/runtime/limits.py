@@ -21,10 +21,10 @@ from agentflow.protocol.events import Value
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized
 
-STATE_BYTES = 3_000
+STATE_BYTES = 3_500
 """A state with an empty context."""
-_VARIABLE_BYTES = 1_000
-"""A variable without its text."""
+_VARIABLE_BYTES = 1_800
+"""A variable without its text, with its node in the graph."""
 READER_BYTES = 500
 """A reader of a variable, in addition to the reader of the session's events."""
 _CHAR_BYTES = 16

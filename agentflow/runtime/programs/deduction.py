@@ -15,10 +15,9 @@ spreads along the edges, and stops where nothing changes. Nodes are numbered in 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from agentflow.runtime.programs.place import Objective
 
@@ -29,15 +28,18 @@ How = Literal["value", "stream"]
 
 REQUESTS: Final = frozenset({"gen", "reply", "select", "decide", "embed", "score"})
 """The kinds of nodes that are requests to a model. All others take no time."""
-MAX_STEPS = 16
-"""More steps count like this number: whether 20 or 30 requests come first makes no difference."""
-MAX_STAGES = 16
+MAX_STEPS = 8
+"""More steps count like this number, so that the end of a request changes few later ones."""
+MAX_STAGES = 8
 """The stages below one consumer that are task groups."""
 BLOCKED = 1 << 30
 """The steps of a node that waits for the client."""
 MAX_VISITS = 4_096
 """The nodes whose deduction one op updates. The others keep their previous deduction until the next op, or
 until the next call of ``settle``."""
+
+
+_KeyT = TypeVar("_KeyT")
 
 
 class Stage:
@@ -114,7 +116,7 @@ class Node:
         self.stage: Stage | None = None
         self.stages: dict[int, Stage] | None = None  # of which it is the consumer, by their depth
         # What its successors tell it: in which stage their predecessors are, and how many count by latency.
-        self.votes: Counter[Stage | None] = Counter()
+        self.votes: dict[Stage | None, int] = {}
         self.num_urgent = 0
         self.num_urgent_gates = 0
         self.vote: tuple[Stage | None, Objective, Objective] | None = (
@@ -122,7 +124,7 @@ class Node:
         )
         self.is_queued = False
         # The steps of its unfinished predecessors, each with their number.
-        self.levels: Counter[int] = Counter()
+        self.levels: dict[int, int] = {}
         self.depth = 0
 
     @property
@@ -131,6 +133,10 @@ class Node:
         if self.depth == BLOCKED or self.kind == "expect":
             return BLOCKED
         return min(self.depth + self.is_request, MAX_STEPS)
+
+
+def _count(counts: dict[_KeyT, int], key: _KeyT) -> None:
+    counts[key] = counts.get(key, 0) + 1
 
 
 class Deduction:
@@ -160,7 +166,7 @@ class Deduction:
             node.preds[pred] = None
             pred.succs[node] = None
             pred.num_open += 1
-            node.levels[pred.level] += 1
+            _count(node.levels, pred.level)
         node.num_preds = len(node.preds)
         node.depth = max(node.levels, default=0)
         self.update(node)
@@ -235,7 +241,7 @@ class Deduction:
         after = node.level
         if after != before:
             for succ in node.succs:
-                succ.levels[after] += 1
+                _count(succ.levels, after)
                 self._drop_level(succ, before)
 
     # Stages and objectives.
@@ -266,7 +272,7 @@ class Deduction:
             for pred in node.preds:
                 self._disconnect(pred, node)
                 pred.succs[node] = None
-                pred.votes[vote[0]] += 1
+                _count(pred.votes, vote[0])
                 pred.num_urgent += vote[1] == "latency"
                 pred.num_urgent_gates += vote[2] == "latency"
             node.vote = vote

@@ -11,7 +11,6 @@ the ``Place`` of each state, which ``take_places`` reports when it has changed.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -31,6 +30,8 @@ _KINDS: Final[dict[type[ops.Op], Kind]] = {
     ops.Done: "done",
     ops.Expect: "expect",
 }
+FOLLOWED: Final[frozenset[type]] = frozenset({ops.Gen, ops.Fork, ops.Hint, *_KINDS})
+"""The ops that the graph follows, and texts that refer to variables."""
 _MIN_FRONTIER = 16
 MAX_LABELS = 256
 """The labels of programs whose return times are kept."""
@@ -70,17 +71,14 @@ class StateInGraph:
         self.frontier: list[Node] = []  # what its next op depends on; some of them may have ended
         self.frontier_limit = _MIN_FRONTIER
         self.nodes: dict[Node, None] = {}  # its unfinished nodes
-        self.requests: deque[Node] = deque()  # in their order; some of them may have ended
+        self.requests: dict[Node, None] = {}  # of these, the requests, in their order
         self.is_stopped = False
         self.place = Place(steps=None)  # the last one that was reported
         self.waits_since: float | None = None  # the end of its last request, while it waits for the client
 
     def next_request(self) -> Node | None:
         """The unfinished request that is next."""
-        requests = self.requests
-        while requests and requests[0].has_ended:
-            requests.popleft()
-        return requests[0] if requests else None
+        return next(iter(self.requests), None)
 
 
 class ProgramGraph:
@@ -109,30 +107,32 @@ class ProgramGraph:
     def submit(self, op: ops.Op, now_s: float = 0.0) -> None:
         """An op was accepted. ``now_s``: the time on any monotonic clock."""
         match op:
-            case ops.Open():
-                self._open(op)
             case ops.Text():
                 self._refer(op)
+            case ops.Gen():
+                self._declare(op, "reply" if op.reply else "gen", now_s)
             case ops.Fork():
                 self._fork(op)
-            case ops.Hint() if op.objective is not None:
-                if (state := self._states.get(op.state)) is not None:
+            case ops.Open():
+                self._open(op)
+            case ops.Hint():
+                state = self._states.get(op.state)
+                if state is not None and op.objective is not None:
                     state.objective = op.objective
             case _ if isinstance(op, ops.Declaring):
-                self._declare(op, now_s)
+                self._declare(op, _KINDS[type(op)], now_s)
             case _:
                 pass
 
-    def begin(self, op: ops.Op) -> None:
+    def begin(self, op: ops.Op | ops.Rejected) -> None:
         """The op runs, because all that it depends on has ended."""
-        node = self._node_of(op)
-        if node is not None:
+        if (node := self._node_of(op)) is not None:
             node.is_running = True
 
-    def end(self, op: ops.Op, now_s: float = 0.0) -> None:
+    def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0) -> None:
         """The op has run. The value of an expected variable comes later, in ``provide``."""
-        node = None if isinstance(op, ops.Expect) else self._node_of(op)
-        if node is not None:
+        node = self._node_of(op)
+        if node is not None and node.kind != "expect":
             self._end(node, now_s)
 
     def provide(self, variable: int) -> None:
@@ -288,17 +288,16 @@ class ProgramGraph:
             child.is_stopped = state.is_stopped
             self._add_state(child)
 
-    def _declare(self, op: ops.Declaring, now_s: float) -> None:
+    def _declare(self, op: ops.Declaring, kind: Kind, now_s: float) -> None:
         state = self._states.get(op.state)
         if state is None or state.is_stopped:
             return
         if isinstance(op, ops.Set):
             self._extend_frontier(state, references(op))
-        kind: Kind = ("reply" if op.reply else "gen") if isinstance(op, ops.Gen) else _KINDS[type(op)]
         node = self._add(state, kind, op.var, op.name)
         self._variables[op.var] = node
         if node.is_request:
-            state.requests.append(node)
+            state.requests[node] = None
             if state.waits_since is not None:
                 self._note_return(state.label, now_s - state.waits_since)
                 state.waits_since = None
@@ -317,16 +316,17 @@ class ProgramGraph:
         self._deduction.settle(self._max_visits)
         return node
 
-    def _node_of(self, op: ops.Op) -> Node | None:
+    def _node_of(self, op: ops.Op | ops.Rejected) -> Node | None:
         if isinstance(op, ops.Fork):
             return self._forks.get(op.children[0])
-        return self._variables.get(op.var) if isinstance(op, ops.Declaring) else None
+        return self._variables.get(getattr(op, "var", 0))
 
     def _end(self, node: Node, now_s: float) -> None:
         self._forget(node)
         state = self._states.get(node.state)
         if state is not None:
             state.nodes.pop(node, None)
+            state.requests.pop(node, None)
         self._deduction.end(node)
         self._deduction.settle(self._max_visits)
         if state is not None and node.is_request:

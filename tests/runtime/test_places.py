@@ -1,0 +1,138 @@
+"""The places that the generator of a session receives, for programs of the usual shapes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+import agentflow as af
+from agentflow.backends.local import interpreted
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.generator import Generated, OnText, StateHint
+from agentflow.runtime.programs.place import Place
+
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+
+
+class PlacedGenerator(ScriptedGenerator):
+    """Notes the place of each context: when its gens begin, and after it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: prompt[-1])
+        self.at_begin: list[tuple[str, Place]] = []
+        self.places: list[Place] = []
+        self._latest: dict[int, tuple[ScriptedContext, Place]] = {}
+
+    def hint(self, context: ScriptedContext, hint: StateHint) -> None:
+        if hint.place is not None:
+            self._latest[id(context)] = context, hint.place
+            self.places.append(hint.place)
+
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: GenParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        self.at_begin.append((context.text[-1], self._latest[id(context)][1]))
+        return await super().generate(context, params, on_text, constraint)
+
+    def begun_with(self, ending: str) -> list[Place]:
+        """The places of the gens whose prompt has this ending, when they began."""
+        return [place for text, place in self.at_begin if text == ending]
+
+
+class Placed:
+    """A backend on a ``PlacedGenerator``."""
+
+    def __init__(self) -> None:
+        self.generator = PlacedGenerator()
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        return interpreted(self.generator, deliver)
+
+
+async def by_forks(s: af.State) -> str:
+    s += "plan P" + af.gen("plan")
+    branches = s.fork(3)
+    for branch in branches:
+        branch += "branch B" + af.gen("part")
+    s += "".join(f"{branch['part']}" for branch in branches) + "R" + af.gen("whole")
+    return await s["whole"]
+
+
+async def chain(s: af.State) -> str:
+    for _ in range(3):
+        s += "C" + af.gen("step")
+    return await s["step"]
+
+
+async def test_chain() -> None:
+    backend = Placed()
+    async with af.session(backend=backend) as flow:
+        await flow.run(chain)
+        await flow.run(chain)
+    places = backend.generator.begun_with("C")
+    assert {(place.objective, place.group, place.steps) for place in places} == {("latency", 0, 0)}
+    assert [place.program == places[0].program for place in places] == [True] * 3 + [False] * 3
+
+
+async def test_map_reduce_by_forks() -> None:
+    backend = Placed()
+    async with af.session(backend=backend) as flow:
+        await flow.run(by_forks)
+    generator = backend.generator
+    assert [place.objective for place in generator.begun_with("P")] == ["latency"]
+    parts = generator.begun_with("B")
+    assert [(place.objective, place.steps) for place in parts] == [("throughput", 0)] * 3
+    assert len({place.group for place in parts}) == 1
+    assert parts[0].group
+    assert [(place.objective, place.group) for place in generator.begun_with("R")] == [("latency", 0)]
+    assert len({place.program for place in generator.places}) == 1
+
+
+async def test_map_reduce_by_separate_states() -> None:
+    backend = Placed()
+    async with af.session(backend=backend) as flow:
+        parts = [flow.state(program="digest") for _ in range(3)]
+        for part in parts:
+            part += "B" + af.gen("part")
+        whole = flow.state(program="digest")
+        whole += "".join(f"{part['part']}" for part in parts) + "R" + af.gen("whole")
+        await whole["whole"]
+    generator = backend.generator
+    begun = generator.begun_with("B")
+    assert [place.objective for place in begun] == ["throughput"] * 3
+    assert len({place.group for place in begun}) == 1
+    assert begun[0].group
+    assert generator.begun_with("R")[0].objective == "latency"
+    assert len({place.program for place in generator.places}) == 1
+
+
+async def test_map_counts_by_throughput() -> None:
+    backend = Placed()
+
+    async def one(s: af.State, item: str) -> str:
+        s += item + "M" + af.gen("answer")
+        return await s["answer"]
+
+    async with af.session(backend=backend) as flow:
+        await flow.map(one, ["a", "b", "c"])
+    places = backend.generator.begun_with("M")
+    assert [place.objective for place in places] == ["throughput"] * 3
+    assert len({place.program for place in places}) == 3
+
+
+async def test_state_that_waits_for_its_client() -> None:
+    backend = Placed()
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "C" + af.gen("answer")
+        await s["answer"]
+        await s
+        await flow.stats()  # a turn of the event loop later
+        assert backend.generator.places[-1].steps is None
