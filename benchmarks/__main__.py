@@ -28,6 +28,10 @@ NAMES = {
     ),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
+    "programs": (
+        "engine.programs",
+        "chains, map-reduce and agents with and without knowledge of programs, simulated",
+    ),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),
     "frontend": ("server.frontend", "the cost of a client: CPU per op and token, round trips, stalls"),
     "schema_suite": (

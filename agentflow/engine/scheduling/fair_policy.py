@@ -32,9 +32,10 @@ SHORT_BATCHES * token_budget tokens to compute.
 rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
 goes first (Luo et al., "Autellix", 2025). The levels are coarse, so that programs of one size do not take
 turns and evict each other's tokens. A request *continues* its program if an earlier request of the program
-was admitted. It keeps the program's place: of equal objectives and levels it goes before siblings, and before
-the request with the longest match, if its program arrived before theirs did (a request without a program
-arrives alone). So dependent requests run back to back under load (Lin et al., "Parrot", OSDI 2024). The bound
+was admitted. While it is short, it keeps the program's place: of equal objectives and levels it goes before
+siblings, and before the request with the longest match, if its program arrived before theirs did (a request
+without a program arrives alone). So dependent requests run back to back under load (Lin et al., "Parrot",
+OSDI 2024). A long one has lost its tokens in the cache: programs that still have theirs go first. The bound
 on overtaking holds for any order. It counts a request that continues a program from its own arrival, and so
 the work that overtakes by a program's place.
 
@@ -499,7 +500,8 @@ class TenantQueue:
         for place in itertools.islice(self._continuing, MAX_PASSED_BY):
             if place[:3] >= end[:3]:
                 return None
-            if not is_blocked(place.request, self.match_of(place.request)):
+            match = self.match_of(place.request)
+            if self._is_short(place.request, match) and not is_blocked(place.request, match):
                 return place.request
         return None
 

@@ -75,13 +75,17 @@ class Simulated:
 class _Run:
     """One replay."""
 
-    def __init__(self, workload: Workload, scheduler: Scheduler, cost: CostModel) -> None:
+    def __init__(
+        self, workload: Workload, scheduler: Scheduler, cost: CostModel, *, knows_programs: bool
+    ) -> None:
         self.workload = workload
+        self._knows_programs = knows_programs
         self.scheduler = scheduler
         self.cost = cost
         self.now_s = 0.0
         self.served: list[Served] = []
         self.followers: dict[int, list[int]] = {}
+        self._num_missing: dict[int, int] = {}  # requests that must end before one arrives, by its index
         self.due: list[tuple[float, int]] = []
         self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
@@ -90,8 +94,11 @@ class _Run:
         for index, arrival in enumerate(workload.arrivals):
             if arrival.after is None:
                 self.due.append((arrival.at_s, index))
-            else:
-                self.followers.setdefault(arrival.after, []).append(index)
+                continue
+            before = {arrival.after, *arrival.joins}
+            self._num_missing[index] = len(before)
+            for earlier in before:
+                self.followers.setdefault(earlier, []).append(index)
         heapq.heapify(self.due)
 
     def step(self) -> float | None:
@@ -118,6 +125,9 @@ class _Run:
         """The number that stands for the name of a state or task group; 0 for none."""
         return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
 
+    def _is_known(self, arrival: Arrival) -> bool:
+        return self._knows_programs and bool(arrival.program)
+
     def _arrive(self, at_s: float, index: int) -> None:
         arrival = self.workload.arrivals[index]
         served = Served(arrival, at_s)
@@ -129,6 +139,7 @@ class _Run:
             task_group=self._number(arrival.task_group),
             state=self._number(arrival.state),
             label=arrival.label,
+            program=self._number(f"program {arrival.program}") if self._is_known(arrival) else 0,
         )
         submit = Submit(index, [], _PARAMS, origin=origin)
         request = Request.of(submit, arrival.prompt, arrival.max_new_tokens)
@@ -163,6 +174,9 @@ class _Run:
         if state and not self.left_of_state[state]:
             self.scheduler.close_state(self._number(state))
         for follower in self.followers.pop(index, ()):
+            self._num_missing[follower] -= 1
+            if self._num_missing[follower]:
+                continue
             delay_s = self.workload.arrivals[follower].at_s
             heapq.heappush(self.due, (self.now_s + delay_s, follower))
 
@@ -175,6 +189,7 @@ def simulate(
     kv_tokens: int | None = None,
     max_context: int = SIMULATED_CONTEXT,
     on_progress: OnProgress | None = None,
+    knows_programs: bool = True,
 ) -> Simulated:
     """Replays the workload to its end.
 
@@ -185,6 +200,7 @@ def simulate(
         kv_tokens: the size of the KV pool, in tokens; None: the size in the workload.
         max_context: the longest sequence, in tokens.
         on_progress: called with the number of finished requests and their total.
+        knows_programs: the scheduler learns which program each request belongs to.
     """
     scheduler = Scheduler(
         num_slots=kv_tokens or workload.kv_tokens,
@@ -192,7 +208,7 @@ def simulate(
         config=config,
         policies=SIMULATED_POLICIES,
     )
-    run = _Run(workload, scheduler, cost or default_cost())
+    run = _Run(workload, scheduler, cost or default_cost(), knows_programs=knows_programs)
     steps: list[float] = []
     start = time.perf_counter()
     while (took_s := run.step()) is not None:

@@ -67,6 +67,18 @@ def summarise(simulated: Simulated) -> Summary:
     )
 
 
+def program_times(simulated: Simulated) -> dict[str, float]:
+    """Returns the seconds of each program, from its first arrival to its last end."""
+    arrived: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    for served in simulated.served:
+        name = served.arrival.program
+        if name:
+            arrived[name] = min(served.arrived_s, arrived.get(name, served.arrived_s))
+            ended[name] = max(served.ended_s, ended.get(name, served.ended_s))
+    return {name: ended[name] - arrived[name] for name in arrived}
+
+
 def _waits(served: Sequence[Served]) -> Waits:
     ttft = np.array([s.ttft_s for s in served]) if served else np.zeros(1)
     tpot = np.array([s.tpot_s for s in served if len(s.arrival.output) > 1] or [0.0])

@@ -16,9 +16,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -49,6 +49,8 @@ class Arrival:
     task_group: str = ""
     state: str = ""
     label: str = ""  # the kind of request, for the summary
+    program: str = ""  # the program that it belongs to
+    joins: Sequence[int] = ()  # requests that must end too, besides ``after``, before it arrives
 
     def __post_init__(self) -> None:
         self.max_new_tokens = max(self.max_new_tokens, len(self.output))
@@ -90,6 +92,8 @@ class _Line(msgspec.Struct, omit_defaults=True):
     group: str = ""
     state: str = ""
     label: str = ""
+    program: str = ""
+    joins: list[int] = []
 
 
 class _Generated(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,6 +135,8 @@ class WorkloadWriter:
                 group=arrival.task_group,
                 state=arrival.state,
                 label=arrival.label,
+                program=arrival.program,
+                joins=list(arrival.joins),
             )
         )
         self._recent.append((self.num_written, token_run(arrival.tokens)))
@@ -227,6 +233,8 @@ def _arrival(line: _Line, earlier: Sequence[Arrival]) -> Arrival:
         task_group=line.group,
         state=line.state,
         label=line.label,
+        program=line.program,
+        joins=tuple(line.joins),
     )
 
 
@@ -446,12 +454,232 @@ def unshared(
     ]
 
 
+def chains(
+    *,
+    num_chains: int = 20,
+    per_s: float = 0.0,
+    length: int = 20,
+    chunk: int = 1000,
+    summary: int = 50,
+    round_trip_s: float = 0.0,
+    seed: int = 0,
+) -> list[Arrival]:
+    """Summaries of long documents, chunk by chunk. Each request has the same instruction, the summary so far,
+    and the next chunk.
+
+    Args:
+        num_chains: the documents, each a program.
+        per_s: the mean arrival rate of documents; 0: all arrive at the start.
+        length: the chunks of a document.
+        chunk: the tokens of a chunk.
+        summary: the tokens of a summary.
+        round_trip_s: the time from the end of a request to the arrival of the next.
+        seed: of the random numbers.
+    """
+    tokens = _Tokens(seed)
+    arrivals: list[Arrival] = []
+    instruction = tokens.run(50)
+    for number, at_s in enumerate(tokens.times(num_chains, per_s)):
+        before, after = tokens.run(0), None
+        for _ in range(length):
+            prompt = np.concatenate((instruction, before, tokens.run(chunk)))
+            arrivals.append(
+                Arrival(
+                    prompt,
+                    tokens.run(summary),
+                    at_s if after is None else round_trip_s,
+                    after,
+                    program=f"chain {number}",
+                    label="chain",
+                )
+            )
+            before, after = arrivals[-1].output, len(arrivals) - 1
+    return arrivals
+
+
+def map_reduce(
+    *,
+    num_programs: int = 10,
+    per_s: float = 0.0,
+    width: int = 16,
+    chunk: int = 1000,
+    summary: int = 50,
+    seed: int = 0,
+) -> list[Arrival]:
+    """Summaries of long documents: all chunks next to each other, then one request over their summaries.
+
+    Args:
+        num_programs: the documents.
+        per_s: their mean arrival rate; 0: all arrive at the start.
+        width: the chunks of a document.
+        chunk: the tokens of a chunk.
+        summary: the tokens of a summary.
+        seed: of the random numbers.
+    """
+    tokens = _Tokens(seed)
+    arrivals: list[Arrival] = []
+    instruction, question = tokens.run(50), tokens.run(50)
+    for number, at_s in enumerate(tokens.times(num_programs, per_s)):
+        name = f"map-reduce {number}"
+        first = len(arrivals)
+        for _ in range(width):
+            prompt = np.concatenate((instruction, tokens.run(chunk)))
+            arrivals.append(
+                Arrival(prompt, tokens.run(summary), at_s, task_group=name, label="map", program=name)
+            )
+        prompt = np.concatenate((question, *[arrival.output for arrival in arrivals[first:]]))
+        arrivals.append(
+            Arrival(
+                prompt,
+                tokens.run(summary),
+                after=first,
+                joins=range(first + 1, len(arrivals)),
+                label="reduce",
+                program=name,
+            )
+        )
+    return arrivals
+
+
+def multi_agent(
+    *,
+    num_programs: int = 6,
+    per_s: float = 0.0,
+    num_files: int = 8,
+    rounds: int = 3,
+    task: int = 1000,
+    code: int = 200,
+    review: int = 50,
+    seed: int = 0,
+) -> list[Arrival]:
+    """Programs in which an architect designs files, and coders and reviewers work on each file in rounds, in
+    the shape of MetaGPT. Prompts begin with the role and the design, and grow with the rounds.
+
+    Args:
+        num_programs: the programs.
+        per_s: their mean arrival rate; 0: all arrive at the start.
+        num_files: the files, each with a coder and a reviewer.
+        rounds: of code and review.
+        task: the tokens of the task.
+        code: the mean tokens of a file.
+        review: the mean tokens of a review.
+        seed: of the random numbers.
+    """
+    tokens = _Tokens(seed)
+    roles = [tokens.run(200) for _ in range(3)]
+    arrivals: list[Arrival] = []
+
+    def add(role: int, body: Sequence[TokenArray], output: int, before: Sequence[int], **rest: Any) -> int:
+        prompt = np.concatenate((roles[role], *body))
+        arrivals.append(
+            Arrival(
+                prompt,
+                tokens.around(output),
+                after=before[0] if before else None,
+                joins=before[1:],
+                label="agent",
+                **rest,
+            )
+        )
+        return len(arrivals) - 1
+
+    for number, at_s in enumerate(tokens.times(num_programs, per_s)):
+        name = f"multi-agent {number}"
+        design = add(0, [tokens.run(task)], code, (), at_s=at_s, program=name)
+        context = arrivals[design].tokens
+        done: list[TokenArray] = []
+        before: Sequence[int] = [design]
+        for stage in range(2 * rounds):
+            role, output = (1, code) if stage % 2 == 0 else (2, review)
+            body = [context, *done]
+            group = f"{name}/{stage}"
+            before = [
+                add(role, [*body, tokens.run(20)], output, before, program=name, task_group=group)
+                for _ in range(num_files)
+            ]
+            done += [arrivals[index].output for index in before]
+    return arrivals
+
+
+def agent_sessions(
+    *,
+    num_sessions: int = 8,
+    per_s: float = 0.0,
+    turns: int = 43,
+    first: int = 12_000,
+    last: int = 142_000,
+    output: int = 444,
+    least_gap_s: float = 1.0,
+    most_gap_s: float = 10.0,
+    seed: int = 0,
+) -> list[Arrival]:
+    """Sessions of coding agents, generated in a shape that is published of TraceLab (2606.30560) and AgentX:
+    43 turns, 142,000 tokens of context at the end, 444 generated in a session, and tools that take 1 to 10
+    seconds. The tokens are random, not those of a trace.
+
+    Args:
+        num_sessions: the sessions, each a program.
+        per_s: their mean arrival rate; 0: all arrive at the start.
+        turns: of a session.
+        first: the tokens of the first prompt.
+        last: the tokens of the context at the end.
+        output: the tokens that a session generates.
+        least_gap_s: the least time of a tool.
+        most_gap_s: the most time of a tool.
+        seed: of the random numbers.
+    """
+    tokens = _Tokens(seed)
+    arrivals: list[Arrival] = []
+    for number, at_s in enumerate(tokens.times(num_sessions, per_s)):
+        name, after = f"agent {number}", None
+        context = tokens.run(first)
+        for turn in range(turns):
+            if turn:
+                new = (last - first - output) // (turns - 1)
+                context = np.concatenate((arrivals[-1].tokens, tokens.around(new)))
+            gap_s = float(tokens.random.uniform(least_gap_s, most_gap_s))
+            num_output = output * (turn + 1) // turns - output * turn // turns
+            arrivals.append(
+                Arrival(
+                    context,
+                    tokens.run(max(1, num_output)),
+                    at_s if after is None else gap_s,
+                    after,
+                    state=name,
+                    label="turn",
+                    program=name,
+                )
+            )
+            after = len(arrivals) - 1
+    return arrivals
+
+
+def beside(*workloads: Sequence[Arrival]) -> list[Arrival]:
+    """Returns the requests of all workloads, which run next to each other."""
+    joined: list[Arrival] = []
+    for arrivals in workloads:
+        first = len(joined)
+        joined += [
+            replace(
+                arrival,
+                after=None if arrival.after is None else first + arrival.after,
+                joins=[first + index for index in arrival.joins],
+            )
+            for arrival in arrivals
+        ]
+    return joined
+
+
 GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
     "hot-and-cold": hot_and_cold,
     "few-shot": few_shot,
     "tree-of-thought": tree_of_thought,
     "chat": chat,
     "unshared": unshared,
+    "chains": chains,
+    "map-reduce": map_reduce,
+    "multi-agent": multi_agent,
+    "agent-sessions": agent_sessions,
 }
 
 

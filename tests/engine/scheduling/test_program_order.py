@@ -34,8 +34,8 @@ def policy() -> FairLongestPrefix:
     return FairLongestPrefix(peek, TOKEN_BUDGET)
 
 
-def request(number: int, cached: int = 0, **origin) -> Request:
-    tokens = np.full(100, number + 1000, dtype=np.int32)
+def request(number: int, cached: int = 0, size: int = 100, **origin) -> Request:
+    tokens = np.full(size, number + 1000, dtype=np.int32)
     tokens[0] = cached
     made = request_of(number, tokens, 1, **origin)
     made.arrival = number
@@ -74,6 +74,15 @@ def test_a_dependent_request_has_the_place_of_its_program():
     queue.add(request(3, 0, program=7))
     queue.add(request(4, 90, program=8))
     assert order_of(queue) == [3, 4, 2]
+
+
+def test_a_dependent_request_with_much_to_compute_has_no_such_place():
+    queue = policy()
+    begin(queue, request(1, program=7))
+    queue.add(request(2, 50))
+    queue.add(request(3, 0, size=TOKEN_BUDGET + 1, program=7))
+    queue.add(request(4, 2, size=TOKEN_BUDGET + 1, program=7))
+    assert order_of(queue) == [4, 2, 3]
 
 
 def test_dependent_requests_of_many_programs_follow_the_arrivals_of_the_programs():
@@ -242,7 +251,7 @@ def test_the_order_is_the_one_of_the_definition(plan, matches):
 
 def test_dependent_requests_run_back_to_back_in_the_scheduler():
     """Two programs of three requests each, and requests without a program, one at a time."""
-    config = SchedulerConfig(max_running=1, token_budget=16)
+    config = SchedulerConfig(max_running=1, token_budget=64)
     scheduler = Scheduler(num_slots=4000, max_context=256, config=config)
     runner = FakeRunner(num_slots=4000, max_context=256)
     numbers = iter(range(100))

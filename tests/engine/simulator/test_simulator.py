@@ -18,12 +18,13 @@ from agentflow.engine.simulator.cost_model import CostModel, fit_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.side_by_side import SimulateOptions, run_simulate
 from agentflow.engine.simulator.simulation import simulate
-from agentflow.engine.simulator.summary import summarise
+from agentflow.engine.simulator.summary import program_times, summarise
 from agentflow.engine.simulator.workload import (
     GENERATORS,
     Arrival,
     Workload,
     WorkloadWriter,
+    chains,
     chat,
     generate,
     open_sink,
@@ -81,6 +82,8 @@ def test_a_request_that_can_never_run_is_counted_and_delays_nothing():
             state=st.sampled_from(["", "s"]),
             label=st.sampled_from(["", "l"]),
             max_new_tokens=st.integers(0, 9),
+            program=st.sampled_from(["", "p"]),
+            joins=st.sampled_from([(), (0, 1)]),
         ),
         max_size=12,
     ),
@@ -100,6 +103,7 @@ def test_a_workload_is_read_as_it_was_written(tmp_path_factory, arrivals, name):
         assert got.output.tolist() == wanted.output.tolist()
         for field in ("at_s", "after", "max_new_tokens", "tenant", "salt", "objective", "state", "label"):
             assert getattr(got, field) == getattr(wanted, field)
+        assert (got.program, got.joins) == (wanted.program, wanted.joins)
 
 
 def test_a_shared_beginning_is_written_once(tmp_path):
@@ -155,7 +159,14 @@ def test_a_workload_of_another_version_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_generated_workloads_are_the_same_each_time_and_run_to_their_end(name):
-    small = {"tree-of-thought": {"num_programs": 2}, "chat": {"num_chats": 3}}
+    small = {
+        "tree-of-thought": {"num_programs": 2},
+        "chat": {"num_chats": 3},
+        "chains": {"num_chains": 2, "length": 4, "chunk": 100},
+        "map-reduce": {"num_programs": 2, "width": 4, "chunk": 100},
+        "multi-agent": {"num_programs": 2, "num_files": 2, "rounds": 2},
+        "agent-sessions": {"num_sessions": 2, "turns": 4, "first": 500, "last": 4000, "output": 20},
+    }
     parameters = small.get(name, {"num_requests": 20})
     once, again = generate(name, parameters), generate(name, parameters)
     assert [a.tokens.tolist() for a in once] == [a.tokens.tolist() for a in again]
@@ -171,6 +182,25 @@ def test_turns_and_reasoning_find_all_earlier_tokens():
             if served.arrival.after is not None:
                 before = arrivals[served.arrival.after].tokens
                 assert served.num_cached >= len(before) - 1  # the last one was never computed
+
+
+def test_a_request_that_joins_others_comes_after_the_last_of_them():
+    first, second = arrival([1] * 9, [1]), arrival([2] * 9, [1] * 20)
+    joining = arrival([3] * 9, [1], at_s=0.5, after=0, joins=(1,))
+    result = simulate(Workload("w", [first, second, joining], 400), FCFS, cost=ONE_SECOND)
+    ended = {served.arrival.prompt[0]: served for served in result.served}
+    assert ended[3].arrived_s == ended[2].ended_s + 0.5 > ended[1].ended_s + 0.5
+
+
+def test_programs_end_sooner_if_the_scheduler_knows_them():
+    """Chains that arrive together: each keeps its place, so the first ends long before the last."""
+    workload = Workload("w", chains(num_chains=8, length=6, chunk=100, summary=5), 4000)
+    config = SchedulerConfig(max_running=2)
+    times = [
+        program_times(simulate(workload, config, knows_programs=knows)).values() for knows in (True, False)
+    ]
+    assert len(times[0]) == len(times[1]) == 8
+    assert sum(times[0]) < 0.8 * sum(times[1])
 
 
 def test_a_tenant_that_floods_takes_nothing_from_another():
