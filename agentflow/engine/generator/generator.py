@@ -53,6 +53,7 @@ from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Ten
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
 from agentflow.engine.text.reasoning import AnswerText, Thinking, reasoning_marks
+from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
@@ -146,6 +147,7 @@ class EngineGenerator:
         self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)  # of this tenant only
         self.limits = PromptLimits(client.tokenizer, client.info)
         self.output_token_cache = OutputTokenCache()
+        self.rendered_prefixes = RenderedPrefixes(client.tokenizer)
         self._gate = gate
         self._compiler = compiler
         self._num_rerendered = 0
@@ -272,6 +274,12 @@ class EngineGenerator:
             opens_turn=opens_turn,
         )
         await self.encode_beside(fill_cost(conversation), fill)
+
+    async def keep_answer(self, context: EngineContext, end: Finished) -> None:
+        """Keeps the tokens of the context and of the answer generated after it for conversations whose text
+        begins with theirs."""
+        amount = context.tokens.num_settled + len(end.token_ids)
+        await self.encode_beside(amount, context.tokens.keep_answer, end.token_ids, end.text)
 
     async def reply(
         self,

@@ -21,6 +21,8 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
+from agentflow.engine.text.rendered_prefixes import Attached, RenderedPrefixes
+from agentflow.engine.text.spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
@@ -67,24 +69,6 @@ class Part:
         if self.given is not None:
             return structs.replace(self.given, content=self.text)
         return Message(self.role or "", self.text, self.is_generated)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Text that is encoded independently of the text around it."""
-
-    text: str
-    is_markup: bool
-    ids: tuple[int, ...] | None = None  # of generated text
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A span with its ids."""
-
-    span: Span
-    continues: bool  # as in ``Tokenizer.encode``
-    ids: tuple[int, ...]
 
 
 def spans_of(
@@ -348,7 +332,22 @@ class TokenState:
         # The last result of ``ids``, until ids are settled again.
         self._ids_read: list[int] | None = None
         self._has_prefix = True
+        self._known: RenderedPrefixes | None = None
+        self._known_start = b""
+        self._attached: Attached | None = None
         self.num_rerendered_tokens = 0
+
+    def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
+        """Lets the beginning of the text have the ids that ``known`` has for it. Call it for an empty state
+        that is encoded once, when it is whole. ``start``: as in ``RenderedPrefixes.attached``."""
+        self._known, self._known_start = known, start
+
+    def keep_answer(self, ids: Sequence[int], text: str) -> None:
+        """Puts the settled text and the answer generated after it into the ``RenderedPrefixes`` of
+        ``attach_to``, if any."""
+        if self._known is not None and self._is_settled and ids:
+            answer = Span(text, is_markup=False, ids=tuple(ids))
+            self._known.put(self._segments, answer, self._known_start, self._attached)
 
     def tools(self, specs: Sequence[ToolSpec]) -> None:
         """Sets the tools that the template describes, replacing earlier ones. The ids of earlier turns may
@@ -508,6 +507,8 @@ class TokenState:
         child._ids = list(self._ids)
         child._is_settled = self._is_settled
         child._has_prefix = self._has_prefix
+        child._known, child._known_start = self._known, self._known_start
+        child._attached = self._attached
         return child
 
     def text_view(self) -> str:
@@ -624,7 +625,12 @@ class TokenState:
     def _encoded(self, layout: Layout | None) -> list[Segment]:
         if self._check is not None:
             self._check(self._new_texts(layout))
-        return encode_spans(self._spans(layout), self._tokenizer, self._segments)
+        spans = self._spans(layout)
+        if self._known is not None:
+            self._attached = self._known.attached(spans, self._known_start)
+            if self._attached is not None:
+                spans = _with_known(spans, self._attached)
+        return encode_spans(spans, self._tokenizer, self._segments)
 
     def _new_texts(self, layout: Layout | None) -> list[str]:
         """The text beyond as many characters as are settled."""
@@ -649,6 +655,19 @@ class TokenState:
         self._layout, self._segments, self._ids = layout, segments, ids
         self._is_settled = True
         self._ids_read = None
+
+
+def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
+    """Returns the spans with their known beginning as one span."""
+    place = attached.place
+    cut = spans[place.span]
+    before = "".join([span.text for span in spans[: place.span]])
+    known = Span(before + cut.text[: place.offset], is_markup=False, ids=attached.token_ids)
+    rest = spans[place.span + 1 :]
+    if place.edge is None:
+        return [known, *rest]
+    ids = None if cut.ids is None else cut.ids[place.num_ids :]
+    return [known, Span(cut.text[place.offset :], cut.is_markup, ids), *rest]
 
 
 def _with_run(parts: list[Part], run: TextRun) -> list[Part]:

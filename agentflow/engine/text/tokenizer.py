@@ -340,6 +340,44 @@ class Tokenizer:
         pairs = zip(encoded.ids, encoded.offsets, strict=True)
         return [place for token, place in pairs if token in self._closed_ids]
 
+    @cached_property
+    def finds_spelled(self) -> bool:
+        """Whether ``spelled`` finds exactly the tokens of ``closed_ids`` that markup would have. A normalizer
+        may let other text become such a token."""
+        closed = [token for token in self._added if token["content"] in self._closed_to_content]
+        is_normalised = self._markup.normalizer is not None
+        return not any(
+            token.get("single_word") or (is_normalised and token.get("normalized")) for token in closed
+        )
+
+    @cached_property
+    def cuts_at_closed(self) -> bool:
+        """Whether the text before and after each token of ``closed_ids`` in markup is encoded independently
+        of it."""
+        closed = [token for token in self._added if token["content"] in self._closed_to_content]
+        return not any(token.get("lstrip") or token.get("rstrip") for token in closed)
+
+    def spelled(self, text: str) -> list[tuple[int, int]]:
+        """Returns the start and end of each token of ``closed_ids`` in ``text``, by search. Far faster than
+        ``closed_places``; see ``finds_spelled``."""
+        if len(self._spellings) == 1:
+            return [match.span() for match in self._spellings[0].finditer(text)]
+        places = sorted(match.span() for one in self._spellings for match in one.finditer(text))
+        found: list[tuple[int, int]] = []
+        for low, high in places:
+            if not found or low >= found[-1][1]:
+                found.append((low, high))
+        return found
+
+    @cached_property
+    def _spellings(self) -> list[re.Pattern[str]]:
+        """A pattern for each first character of the closed tokens, for which ``re`` searches quickly. The
+        longest token at a place applies."""
+        firsts: dict[str, list[str]] = {}
+        for written in sorted(filter(None, self._closed_to_content), key=len, reverse=True):
+            firsts.setdefault(written[0], []).append(re.escape(written[1:]))
+        return [re.compile(f"{re.escape(first)}(?:{'|'.join(rest)})") for first, rest in firsts.items()]
+
     def encode_exact(self, text: str, *, continues: bool = False) -> list[int]:
         """Returns ids of content with exactly the bytes of ``text``, even where the tokenizer would normalise
         it. Characters that it cannot write otherwise are written byte by byte. (A byte without a token is

@@ -445,6 +445,8 @@ class _Run:
         times.ended = time.perf_counter_ns()
         reader.finish(end)
         checks = await check_answer(self._generator, request, end, reader.outputs(), unkept) if unkept else ()
+        # The client may send its next request as soon as it has the end.
+        await self._generator.keep_answer(context, end)
         reader.end(end, checks)
         self._generator.output_token_cache.put_answer(context, end, reader.message())
 
@@ -494,6 +496,9 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
         after, num_before = await _after_answer(generator, request, prompt.messages)
         context.tokens.only((*prompt.ids, *after.tokens.ids()[num_before:]))
     else:
+        context.tokens.attach_to(
+            generator.rendered_prefixes, request.cache_salt.encode("utf-8", "backslashreplace")
+        )
         await generator.fill_conversation(context, request.conversation, opens_turn=request.opens_turn)
 
 

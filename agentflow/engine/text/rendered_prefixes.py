@@ -1,0 +1,221 @@
+"""Finds the token ids that produced the beginning of a rendered conversation.
+
+An HTTP client sends its whole conversation with each request. Encoded again, an earlier answer may become
+other tokens than the generated ones, and the cache would match nothing after it. ``RenderedPrefixes`` maps
+the hash of a rendered text, at places where its encoding may be cut, to the ids of that text: the prompt as
+it was computed, and the answer as it was generated. Equal texts get these ids.
+
+Texts are compared byte for byte, and special tokens count as such: a user's ``<|im_end|>`` is not equal to
+the markup ``<|im_end|>``. The places are the ends of spans, and both sides of each special token in markup
+and in generated text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from agentflow.engine.text.spans import Segment, Span
+from agentflow.engine.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 1_000_000
+"""Default capacity of ``RenderedPrefixes``, at four bytes a token."""
+TOKENS_PER_ENTRY = 64
+"""The memory of one entry without its tokens, counted in tokens."""
+# Entries of a prompt are at least this many tokens apart.
+MIN_APART = 16
+DIGEST_BYTES = 16
+# Precedes a special token that is spelled out in content. UTF-8 does not contain this byte.
+_SPELLED = b"\xff"
+
+Hasher: TypeAlias = "hashlib.blake2b"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in spans of text where the encoding may be cut."""
+
+    hasher: Hasher  # of the text before it
+    span: int  # the number of the span in which it is
+    offset: int  # in characters of the span
+    edge: int | None  # the number of the edge of a special token in the span; None: the end of the span
+    num_edges: int = 0  # of the span
+    num_ids: int | None = None  # the ids of the span before it, of generated text
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The known beginning of a text."""
+
+    place: Place
+    key: bytes
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    parent: bytes  # the key of the entry before it; empty: none
+    token_ids: array[int]  # since the parent
+
+
+class RenderedPrefixes:
+    """The ids of one tenant's recent prompts and answers, by the hash of their text.
+
+    Holds at most ``max_tokens`` tokens. Each entry costs ``TOKENS_PER_ENTRY`` in addition to its tokens. The
+    least recently used entry is dropped first. Thread-safe.
+
+    Args:
+        tokenizer: of the model.
+        max_tokens: the capacity.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self.num_tokens = 0
+        """Its memory, counted in tokens of four bytes."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def attached(self, spans: Sequence[Span], start: bytes) -> Attached | None:
+        """Returns the longest known beginning of the text of ``spans``. ``start``: separates texts whose
+        tokens have nothing to do with each other."""
+        if not self._entries or not self._tokenizer.finds_spelled:
+            return None
+        places = [(place, place.hasher.digest()) for place in _places(spans, self._tokenizer, _hasher(start))]
+        with self._lock:
+            for place, key in reversed(places):
+                if key in self._entries and (token_ids := self._ids_of(key)) is not None:
+                    return Attached(place, key, token_ids)
+        return None
+
+    def put(
+        self, segments: Sequence[Segment], answer: Span, start: bytes, attached: Attached | None = None
+    ) -> None:
+        """Stores a prompt and the answer generated after it. Ignores an answer whose ids do not have its
+        text.
+
+        Args:
+            segments: the prompt. If ``attached`` is given, the first one is that beginning.
+            answer: the generated text and its ids.
+            start: as in ``attached``.
+            attached: the known beginning of the prompt.
+        """
+        assert answer.ids is not None
+        if not self._tokenizer.finds_spelled:
+            return
+        if self._tokenizer.decode(answer.ids, continues=True) != answer.text:
+            return
+        hasher, parent = _hasher(start), b""
+        if attached is not None:
+            hasher, parent, segments = attached.place.hasher.copy(), attached.key, segments[1:]
+        spans = [*[segment.span for segment in segments], answer]
+        runs = [*[segment.ids for segment in segments], answer.ids]
+        starts = [0, *itertools.accumulate(map(len, runs))]
+        token_ids = array("i", itertools.chain.from_iterable(runs))
+        edges_of: dict[int, list[int]] = {}
+        at, last = 0, len(spans) - 1
+        with self._lock:
+            if attached is not None and attached.key not in self._entries:
+                return  # dropped in the meantime
+            for place in _places(spans, self._tokenizer, hasher):
+                end = starts[place.span + 1]
+                if place.edge is not None:
+                    if place.span not in edges_of:
+                        edges_of[place.span] = _edges(runs[place.span], self._tokenizer)
+                    edges = edges_of[place.span]
+                    if len(edges) != place.num_edges:
+                        continue
+                    end = starts[place.span] + edges[place.edge]
+                is_needed = place.span == last or (place.span == last - 1 and place.edge is None)
+                if end - at < (1 if is_needed else MIN_APART):
+                    continue
+                key = place.hasher.digest()
+                if key not in self._entries:
+                    self._put(key, _Entry(parent, token_ids[at:end]))
+                parent, at = key, end
+            self._use(parent)
+            self._shrink()
+
+    def _ids_of(self, key: bytes) -> tuple[int, ...] | None:
+        """Returns the ids of an entry, and marks it as used. None if a part of them was dropped."""
+        entries = self._use(key)
+        if entries is None:
+            return None
+        return tuple(itertools.chain.from_iterable([entry.token_ids for entry in reversed(entries)]))
+
+    def _use(self, key: bytes) -> list[_Entry] | None:
+        """Marks an entry and those before it as used, and returns them, the last one first. None if one of
+        them was dropped."""
+        entries: list[_Entry] = []
+        while key:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            # An entry is dropped after those that continue it.
+            self._entries.move_to_end(key)
+            entries.append(entry)
+            key = entry.parent
+        return entries
+
+    def _put(self, key: bytes, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self.num_tokens += len(entry.token_ids) + TOKENS_PER_ENTRY
+
+    def _shrink(self) -> None:
+        while self.num_tokens > self._max_tokens:
+            _, entry = self._entries.popitem(last=False)
+            self.num_tokens -= len(entry.token_ids) + TOKENS_PER_ENTRY
+
+
+def _hasher(start: bytes) -> Hasher:
+    return hashlib.blake2b(start, digest_size=DIGEST_BYTES)
+
+
+def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[Place]:
+    """Yields the places in the text of ``spans``, in order. Ends early at generated text whose special tokens
+    cannot be told from spelled ones. ``hasher``: of the text before, is changed."""
+    for number, span in enumerate(spans):
+        text, at = span.text, 0
+        spelled = tokenizer.spelled(text)
+        id_edges: list[int] = []
+        if span.ids is not None:
+            id_edges = _edges(span.ids, tokenizer)
+            if [tokenizer.id_of(text[low:high]) for low, high in spelled] != [
+                span.ids[edge] for edge in id_edges[::2]
+            ]:
+                return
+        if span.ids is None and not span.is_markup:
+            for low, _ in spelled:
+                hasher.update(_bytes(text[at:low]) + _SPELLED)
+                at = low
+        elif tokenizer.cuts_at_closed:
+            edges = [edge for place in spelled for edge in place]
+            for edge, offset in enumerate(edges):
+                hasher.update(_bytes(text[at:offset]))
+                at = offset
+                num_ids = id_edges[edge] if id_edges else None
+                yield Place(hasher.copy(), number, offset, edge, len(edges), num_ids)
+        hasher.update(_bytes(text[at:]))
+        yield Place(hasher.copy(), number, len(text), None)
+
+
+def _edges(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Returns the places in ``token_ids`` before and after each special token."""
+    closed = tokenizer.closed_ids
+    if closed.isdisjoint(token_ids):
+        return []
+    return [edge for at, i in enumerate(token_ids) if i in closed for edge in (at, at + 1)]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
