@@ -4,7 +4,7 @@ Reading order: ``generator`` is the interface to a model. ``state_tree`` has the
 variables and spreads failures, and ``interpreter`` runs the op streams of a session on both. ``turns`` bounds
 its turns of the event loop, ``limits`` counts time, tokens and memory, and ``observation`` lets clients watch
 the scheduler. ``programs`` is the graph of a program, which advises the scheduler. Ground for other packages:
-``declared`` describes settings, ``task_group`` extends anyio, ``telemetry`` connects to OpenTelemetry,
-``backoff`` computes pauses between attempts, ``locked_file`` writes files with one writer, and
-``word_embedding`` embeds texts without a model.
+``declared`` describes settings, ``task_group`` extends anyio, ``payer`` says who pays for calls to APIs,
+``telemetry`` connects to OpenTelemetry, ``backoff`` computes pauses between attempts, ``locked_file`` writes
+files with one writer, and ``word_embedding`` embeds texts without a model.
 """

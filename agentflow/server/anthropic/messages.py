@@ -200,7 +200,7 @@ async def create_message(call: ApiCall) -> None:
     shows_reasoning = body.thinking is None or body.thinking.display != "omitted"
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_reasoning)
     with _naming_field():
-        async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
+        async with completing(generator, request, caller=call.caller, on_cut=call.record.count) as completion:
             if body.stream:
                 await stream_completion(call, completion, AnswerEvents(frame))
                 return

@@ -41,6 +41,7 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
+from agentflow.server.http.caller import Caller
 from agentflow.server.models.api_model import CHARS_PER_TOKEN, TenantGenerator
 
 EFFORT: Final = "effort"
@@ -107,7 +108,7 @@ class ApiRun:
         generator: TenantGenerator,
         request: CompletionRequest,
         first_index: int,
-        trace: str,
+        caller: Caller,
         *,
         on_delta: Callable[[CompletionDelta], None],
         on_sent: Callable[[], None],
@@ -119,7 +120,7 @@ class ApiRun:
         self._generator = generator
         self._request = request
         self._first_index = first_index
-        self._trace = trace
+        self._caller = caller
         self._on_delta = on_delta
         self._on_sent = on_sent
         self._answers = [_Answer(first_index + number, on_delta) for number in range(request.n)]
@@ -137,8 +138,8 @@ class ApiRun:
             generator.capabilities.require(constraint)
         contexts = [generator.open(request.cache_salt)]
         try:
-            if self._trace:
-                generator.hint(contexts[0], StateHint(trace=self._trace))
+            if self._caller.trace:
+                generator.hint(contexts[0], StateHint(trace=self._caller.trace))
             if isinstance(request.prompt, str):
                 generator.fill(contexts[0], request.prompt)
             else:

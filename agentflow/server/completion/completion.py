@@ -76,6 +76,7 @@ from agentflow.server.completion.request import (
     answers_of,
     merged,
 )
+from agentflow.server.http.caller import ANYONE, Caller
 from agentflow.server.models.models import TextGenerator
 
 COUNTED_CONTEXTS = 4
@@ -91,13 +92,13 @@ _ANY_ANSWERS = ("x", " x")
 async def completing(
     generator: TextGenerator,
     *requests: CompletionRequest,
-    trace: str = "",
+    caller: Caller = ANYONE,
     on_cut: Callable[[Usage], None] | None = None,
 ) -> AsyncIterator[Completion]:
     """Runs the requests while the scope lasts.
 
     Args:
-        trace: the client's ``traceparent``.
+        caller: where the requests come from.
         on_cut: receives the usage so far if the scope ends before the answers are complete.
 
     Raises:
@@ -112,7 +113,7 @@ async def completing(
                 request.constraint.check()
     num_scored = sum(request.prompt_logprobs is not None for request in requests)
     generator.check_gate(num_scored + sum(request.n for request in requests if request.generates))
-    completion = Completion(generator, requests, trace)
+    completion = Completion(generator, requests, caller)
     try:
         async with open_task_group() as group:
             for run in completion.runs:
@@ -141,12 +142,12 @@ class Completion:
     """Requests that run, and the deltas of their answers. ``completing`` creates it."""
 
     def __init__(
-        self, generator: TextGenerator, requests: Sequence[CompletionRequest], trace: str = ""
+        self, generator: TextGenerator, requests: Sequence[CompletionRequest], caller: Caller
     ) -> None:
         self._num_answers = 0
         self.runs: list[_Run | ApiRun] = []
         for request in requests:
-            place = (request, self._num_answers, trace)
+            place = (request, self._num_answers, caller)
             if isinstance(generator, EngineGenerator):
                 most = MAX_LOGPROB_TOKENS // len(requests)
                 run: _Run | ApiRun = _Run(
@@ -290,7 +291,7 @@ class _Run:
         generator: EngineGenerator,
         request: CompletionRequest,
         first_index: int,
-        trace: str = "",
+        caller: Caller,
         *,
         most_logprobs: int,
         on_delta: Callable[[CompletionDelta], None],
@@ -300,7 +301,7 @@ class _Run:
         self.num_answers = request.n
         self._request = request
         self._first_index = first_index
-        self._trace = trace
+        self._caller = caller
         self._most_logprobs = most_logprobs
         self._on_delta = on_delta
         self._on_sent = on_sent
@@ -321,9 +322,10 @@ class _Run:
             request.cache_salt,
             priority=request.priority,
             patience_s=generator.patience_s,
-            trace=self._trace,
+            trace=self._caller.trace,
             template_values=_template_values(generator, request),
         )
+        self._caller.advise(generator, context)
         contexts, self._context = [context], context
         try:
             await _check_length(generator, request, generator.limits.max_tokens(request.max_prompt_tokens))

@@ -1,5 +1,6 @@
 """HTTP: connections, requests and routes.
 
 ``acceptor`` accepts connections, and ``protocol`` reads requests from them, within limits. ``call`` runs one
-request, for which ``whole_numbers`` reads integers that are written as floats. ``route`` declares a path.
+request, for which ``whole_numbers`` reads integers that are written as floats, and ``caller`` the headers
+with its place in a program. ``route`` declares a path.
 """

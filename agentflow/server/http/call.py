@@ -42,6 +42,7 @@ from agentflow.server.errors import (
     unsupported,
 )
 from agentflow.server.event_stream import EventStream
+from agentflow.server.http.caller import Caller
 from agentflow.server.http.whole_numbers import (
     MAX_REWRITTEN_BYTES,
     options,
@@ -127,6 +128,11 @@ class ApiCall:
     def trace(self) -> str:
         """The client's ``traceparent``, or an empty string."""
         return self.headers.get("traceparent", "")[:MAX_TRACE_CHARS]
+
+    @property
+    def caller(self) -> Caller:
+        """Where the request comes from. ``ApiError`` for an unknown objective."""
+        return Caller.of(self.headers, self.trace)
 
     def has_valid_key(self) -> bool:
         """Whether the API key of the request still identifies its tenant."""

@@ -91,7 +91,7 @@ async def _answer(
             await call.reply(lines.loaded())
         return
     with naming_field(generator, "messages" if is_chat else "prompt", "format", effort="think"):
-        async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
+        async with completing(generator, request, caller=call.caller, on_cut=call.record.count) as completion:
             lines.times = completion.times
             if body.stream is not False:
                 await stream_completion(call, completion, lines)

@@ -33,6 +33,7 @@ from agentflow.server.completion.request import (
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.caller import caller_with, priority_of
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
@@ -72,12 +73,14 @@ _KIND = "chat.completion.chunk"
 async def create_chat_completion(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.beside(call.read, ChatRequest)
-    generator = call.text_generator(body.model, body, priority=body.priority)
+    generator = call.text_generator(body.model, body, priority=priority_of(body.priority, body.nvext))
     form, request = await call.beside(_request_of, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with naming_field(generator, "messages", form):
-        async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
+        async with completing(
+            generator, request, caller=caller_with(call.caller, body.nvext), on_cut=call.record.count
+        ) as completion:
             if body.stream:
                 chunks = _ChatChunks(identity, request.n, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)
@@ -119,7 +122,7 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: TextGenerator) -> t
         tool_choice=choice,
         n=body.n or 1,
         cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
+        priority=priority_of(body.priority, body.nvext),
         max_prompt_tokens=limits.max_prompt_tokens,
         opens_turn=body.add_generation_prompt is not False,
         template_values=template_values_of(body.chat_template_kwargs),

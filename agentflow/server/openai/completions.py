@@ -27,6 +27,7 @@ from agentflow.server.completion.request import (
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.caller import caller_with, priority_of
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
@@ -94,13 +95,15 @@ class TextAnswer(msgspec.Struct, kw_only=True):
 async def create_completion(call: ApiCall) -> None:
     """Continues one text or several."""
     body = await call.beside(call.read, TextRequest)
-    generator = call.text_generator(body.model, body, priority=body.priority)
+    generator = call.text_generator(body.model, body, priority=priority_of(body.priority, body.nvext))
     form, requests = await call.beside(_requests_of, call, body, generator)
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
     with naming_field(generator, "prompt", form):
-        async with completing(generator, *requests, trace=call.trace, on_cut=call.record.count) as completion:
+        async with completing(
+            generator, *requests, caller=caller_with(call.caller, body.nvext), on_cut=call.record.count
+        ) as completion:
             if body.stream:
                 chunks = _TextChunks(identity, num_answers, body, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)
@@ -151,7 +154,7 @@ def _requests_of(
             constraint=constraint,
             n=n,
             cache_salt=body.cache_salt or "",
-            priority=body.priority or 0,
+            priority=priority_of(body.priority, body.nvext),
             max_prompt_tokens=limits.max_prompt_tokens,
             returns_prompt=bool(body.echo or body.return_token_ids or wanted),
             prompt_logprobs=max(wanted, default=None),

@@ -191,6 +191,7 @@ async def _decided_by_engine(
             max_tokens=most,
         )
         try:
+            call.caller.advise(generator, context)
             await generator.fill_conversation(context, Conversation(messages), opens_turn=False)
             if context.tokens.last_turn[1]:  # the assistant's turn, which a completion would continue
                 generator.end_role(context)

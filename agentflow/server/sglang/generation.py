@@ -68,7 +68,9 @@ async def generate(call: ApiCall) -> None:
     form = _form_of(body, requests, began_s)
     prompt_field = "input_ids" if body.text is None else "text"
     with naming_field(generator, prompt_field, constraint_field), _naming_sampling():
-        async with completing(generator, *requests, trace=call.trace, on_cut=call.record.count) as completion:
+        async with completing(
+            generator, *requests, caller=call.caller, on_cut=call.record.count
+        ) as completion:
             if body.stream:
                 await stream_completion(call, completion, AnswerEvents(form, completion))
                 return

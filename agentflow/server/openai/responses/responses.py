@@ -83,7 +83,7 @@ async def create_response(call: ApiCall) -> None:
         return
     with _naming_fields(generator):
         async with completing(
-            generator, turn.request, trace=call.trace, on_cut=call.record.count
+            generator, turn.request, caller=call.caller, on_cut=call.record.count
         ) as completion:
             if body.stream:
                 await stream_completion(call, completion, turn.writer, turn.store)
@@ -100,7 +100,7 @@ def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
 
 async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerator) -> None:
     """Starts the response, and answers when its request is accepted, or streams its events."""
-    writer, streams, trace = turn.writer, bool(turn.body.stream), call.trace
+    writer, streams, caller = turn.writer, bool(turn.body.stream), call.caller
     memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
     memory.reserve(_RUN_BYTES + call.num_body_bytes + sum([item.num_bytes for item in turn.input_items]))
     run = BackgroundRun(
@@ -115,7 +115,7 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerato
 
     async def generate(accept: Callable[[], None]) -> None:
         with _naming_fields(generator):
-            async with completing(generator, turn.request, trace=trace) as completion:
+            async with completing(generator, turn.request, caller=caller) as completion:
                 await completion.until_accepted()
                 run.num_prompt_tokens = completion.num_prompt_tokens
                 announce(call, completion)

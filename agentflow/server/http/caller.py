@@ -1,0 +1,116 @@
+"""Where a request comes from: its trace, and its place in a program that runs at the client.
+
+A client names the program of a request in a header. The names of Dynamo (``ai-dynamo`` 1.6) are understood as
+well: ``x-dynamo-session-id`` is a program, and ``nvext.agent_hints`` has advice. Advice changes no answer, so
+values of others that make no sense are ignored, as they are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Final, NamedTuple, get_args
+
+import msgspec
+
+from agentflow.engine.generator.context import EngineContext
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.protocol.sampling import MAX_INT
+from agentflow.runtime.generator import StateHint
+from agentflow.runtime.programs.place import Objective, Place
+from agentflow.server.errors import ApiError
+
+PROGRAM_HEADER: Final = "x-agentflow-program"
+GROUP_HEADER: Final = "x-agentflow-group"
+OBJECTIVE_HEADER: Final = "x-agentflow-objective"
+SESSION_HEADER: Final = "x-dynamo-session-id"
+MAX_NAME_CHARS = 256
+
+
+class _AgentHints(msgspec.Struct, frozen=True):
+    priority: msgspec.Raw = msgspec.Raw()
+    osl: msgspec.Raw = msgspec.Raw()  # the expected tokens of the output
+
+
+class _NvExt(msgspec.Struct, frozen=True):
+    agent_hints: _AgentHints = _AgentHints()
+
+
+def _hints_of(extension: msgspec.Raw | None) -> tuple[int | None, int | None]:
+    """The priority, within the range of this server, and the expected tokens of the output."""
+    try:
+        hints = msgspec.json.decode(extension or b"{}", type=_NvExt).agent_hints
+    except msgspec.DecodeError:
+        return None, None
+    priority, num_tokens = _whole(hints.priority), _whole(hints.osl)
+    if priority is not None:
+        priority = max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
+    return priority, num_tokens if num_tokens is not None and 0 < num_tokens <= MAX_INT else None
+
+
+def _whole(value: msgspec.Raw) -> int | None:
+    try:
+        return msgspec.json.decode(value or b"null", type=int | None)
+    except msgspec.DecodeError:
+        return None
+
+
+class Caller(NamedTuple):
+    """``trace``: the client's ``traceparent``. ``program`` and ``group``: names that the client chose; a
+    group has the requests of one stage, for which one consumer waits."""
+
+    trace: str = ""
+    program: str = ""
+    group: str = ""
+    objective: Objective | None = None
+    output_tokens: int | None = None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], trace: str) -> Caller:
+        """Reads the headers. ``ApiError`` for an unknown objective."""
+        program = headers.get(PROGRAM_HEADER) or headers.get(SESSION_HEADER, "")
+        objective = headers.get(OBJECTIVE_HEADER)
+        if objective is not None and objective not in get_args(Objective):
+            message = f"{OBJECTIVE_HEADER} must be latency or throughput, not {objective[:40]!r}"
+            raise ApiError(400, "invalid_request", message, param=OBJECTIVE_HEADER)
+        return cls(
+            trace,
+            program[:MAX_NAME_CHARS],
+            headers.get(GROUP_HEADER, "")[:MAX_NAME_CHARS],
+            objective,  # type: ignore[arg-type]  # checked above
+        )
+
+    def advise(self, generator: EngineGenerator, context: EngineContext) -> None:
+        """Tells the scheduler the place of a new context."""
+        if not (self.program or self.group or self.objective or self.output_tokens):
+            return
+        place = Place(
+            program=_number(self.program),
+            group=_number(f"{self.program}\0{self.group}") if self.group else 0,
+            objective=self.objective or "latency",
+        )
+        generator.hint(context, StateHint(self.objective, self.output_tokens, place=place))
+
+
+ANYONE: Final = Caller()
+"""A caller that says nothing about its requests."""
+
+
+def _number(name: str) -> int:
+    """The number of a named program or group, above those that the runtime counts; 0 for none."""
+    if not name:
+        return 0
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=7).digest()
+    return 2**56 + int.from_bytes(digest, "big")
+
+
+def caller_with(caller: Caller, extension: msgspec.Raw | None) -> Caller:
+    """The caller with the advice in a request's ``nvext``."""
+    _, num_tokens = _hints_of(extension)
+    return caller if num_tokens is None else caller._replace(output_tokens=num_tokens)
+
+
+def priority_of(priority: int | None, extension: msgspec.Raw | None) -> int:
+    """The priority of a request: its own, or that of its ``nvext``."""
+    return (_hints_of(extension)[0] or 0) if priority is None else priority

@@ -1,0 +1,89 @@
+"""The headers and fields that say to which program a request belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx2
+import pytest
+from support.api_server import ApiServer, api_server
+from support.server.apis import APIS, CHAT, TEXT, Api
+
+from agentflow.engine.submit import Origin
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server() as server:
+        yield server
+
+
+@pytest.fixture
+def origins(server: ApiServer) -> list[Origin]:
+    """The origins of the requests that the engine gets, in their order."""
+    found: list[Origin] = []
+
+    class Watching:
+        def sent(self, submit: Any) -> None:
+            found.append(submit.origin)
+
+        def received(self, messages: Any) -> None:
+            pass
+
+    server.call(server.generator.observe, Watching())
+    return found
+
+
+def ask(server: ApiServer, api: Api, headers: Mapping[str, str] = {}, **fields: Any) -> httpx2.Response:
+    body = {**api.body("Say hello", max_tokens=2), **fields, "stream": False}
+    return httpx2.post(f"{server.url}{api.path}", json=body, headers=dict(headers), timeout=60)
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_every_api_tells_the_scheduler_the_program_of_a_request(
+    server: ApiServer, origins: list[Origin], api: Api
+) -> None:
+    for headers in (
+        {},
+        {"x-agentflow-program": "a", "x-agentflow-group": "map", "x-agentflow-objective": "throughput"},
+        {"x-agentflow-program": "a", "x-agentflow-group": "map"},
+        {"x-agentflow-program": "b", "x-agentflow-group": "map"},
+        {"x-dynamo-session-id": "a"},
+        {"x-agentflow-program": "b", "x-dynamo-session-id": "a"},
+    ):
+        assert ask(server, api, headers).status_code == 200
+    plain, mapped, again, other, session, both = origins
+    assert (plain.program, plain.task_group, plain.objective) == (0, 0, "latency")
+    assert mapped.objective == "throughput"
+    assert again.objective == "latency"
+    assert mapped.program == again.program == session.program != 0
+    assert mapped.task_group == again.task_group != other.task_group != 0
+    assert both.program == other.program != mapped.program
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_an_unknown_objective_is_refused(server: ApiServer, api: Api) -> None:
+    assert ask(server, api, {"x-agentflow-objective": "fast"}).status_code == 400
+    assert ask(server, api, {"x-agentflow-program": "x" * 3000}).status_code == 200
+
+
+@pytest.mark.parametrize("api", [CHAT, TEXT], ids=["chat", "text"])
+def test_agent_hints_of_dynamo_set_priority_and_length(
+    server: ApiServer, origins: list[Origin], api: Api
+) -> None:
+    for extension in (
+        {"agent_hints": {"priority": 50, "osl": 120, "latency_sensitivity": 1.5}},
+        {"agent_hints": {"priority": "high", "osl": -3}, "annotations": ["x"]},
+        {"agent_hints": 7},
+        {},
+    ):
+        assert ask(server, api, nvext=extension).status_code == 200
+    assert ask(server, api, nvext={"agent_hints": {"priority": 5}}, priority=-2).status_code == 200
+    assert [(origin.priority, origin.output_tokens) for origin in origins] == [
+        (10, 120),
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (-2, 0),
+    ]
