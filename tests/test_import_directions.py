@@ -62,9 +62,9 @@ ROOMS = {
         "backoff",
         "payer",
         "declared",
+        "limits",
         "programs",
         "generator",
-        "limits",
         "state_tree",
         "observation",
         "turns",
@@ -146,6 +146,7 @@ ROOMS = {
         "models",
         "websocket",
         "responses",
+        "programs",
         "metrics",
         "service",
         "http",
@@ -155,6 +156,7 @@ ROOMS = {
         "anthropic",
         "ollama",
         "sglang",
+        "programs_api",
         "routes",
         "openapi",
         "origin_guard",
@@ -178,7 +180,7 @@ ROOMS = {
     ),
 }
 # Rooms of which none imports another, whatever their order.
-SIBLINGS = {"server": {"openai", "anthropic", "ollama", "sglang"}}
+SIBLINGS = {"server": {"openai", "anthropic", "ollama", "sglang", "programs_api"}}
 # What is imported where it is used, against the table or the rule of light imports.
 LAZY = {
     ("agentflow/backends/local.py", "agentflow.engine.local_engine"),

@@ -3,7 +3,7 @@
 ::
 
     /v1/session     websocket, docs/reference/protocol.md
-    /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, routes.py
+    /v1/…           OpenAI's and Anthropic's APIs, programs, tickets of sessions, routes.py
     /api/…          Ollama's API, routes.py
     /generate       SGLang's API, routes.py
     /ui/            the page, ui/pages.py
@@ -49,6 +49,7 @@ from agentflow.server.models.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
 from agentflow.server.openapi import openapi
 from agentflow.server.origin_guard import BrowserGuard, any_host, one_of, private_host
+from agentflow.server.programs.programs import open_programs
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.routes import ROUTES, api_routes, error_response
 from agentflow.server.service import Service
@@ -186,8 +187,9 @@ def create_app(
             open_models() as models,
             open_sessions(limits) as sessions,
             open_background_runs(http.max_background_responses) as background,
+            open_programs(http.programs) as programs,
         ):
-            service = Service(models, sessions, access.tenants, limits, http, background)
+            service = Service(models, sessions, access.tenants, limits, http, background, programs)
             service.logs_prompts = access.logs_prompts
             app.state.service = service
             metrics.watch(models)
@@ -219,7 +221,7 @@ def create_app(
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST", "DELETE"],
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
         allow_headers=["*"],
         expose_headers=EXPOSED_HEADERS,
     )
@@ -286,7 +288,10 @@ async def _metrics(request: Request) -> Response:
     if not may_see:
         reason = "this API key may not read metrics: use the key of a tenant with sees_metrics"
         return JSONResponse({"reason": reason}, status_code=403)
-    text = await (metrics.scrape(service.models, service.sessions) if service else metrics.scrape())
+    if service is None:
+        text = await metrics.scrape()
+    else:
+        text = await metrics.scrape(service.models, service.sessions, service.programs)
     return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -137,7 +137,9 @@ def _answers(route: ApiRoute, schemas: dict[type[Any], Schema]) -> Schema:
         body = schemas[error_format.body_type]
         media_type = error_format.stream_type.partition(";")[0]
         content[media_type] = {"schema": _EVENT if media_type == _EVENTS else _lines(shape, body)}
-    own = [400, *_ANY_CALL] if route.method == "POST" or route.query is not None else [*_ANY_CALL]
+    takes_fields = route.request is not None or route.method == "POST" or route.query is not None
+    own = [400, *_ANY_CALL] if takes_fields else [*_ANY_CALL]
+    own += route.statuses
     if route.request is not None or route.query is not None or "{" in route.path:
         own.append(404)
     answers: dict[int, Schema] = {200: _answer(200, content, _headers(error_format))}

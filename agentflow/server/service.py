@@ -16,6 +16,7 @@ from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.errors import cut_off, not_ready
 from agentflow.server.models.models import Models
+from agentflow.server.programs.programs import Programs
 from agentflow.server.responses.background import BackgroundRuns
 from agentflow.server.responses.store import ResponseStore
 from agentflow.server.tenants.keys import Tenants
@@ -70,6 +71,7 @@ class Service:
     limits: ServerLimits
     http_limits: HttpLimits
     background: BackgroundRuns  # responses that run without a connection
+    programs: Programs  # programs that live on without a connection
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     bodies: TenantMemory = field(init=False)  # the memory of the bodies of all requests
     responses: ResponseStore = field(init=False)  # responses that later requests continue
@@ -107,12 +109,13 @@ class Service:
             raise not_ready()
 
     async def reload_tenants(self) -> None:
-        """Reads the keys file again, and ends the sessions and background responses of revoked keys.
-        ``BadArgument`` if the file is invalid; then nothing changes."""
+        """Reads the keys file again, and ends the sessions, background responses and programs of
+        revoked keys. ``BadArgument`` if the file is invalid; then nothing changes."""
         await anyio.to_thread.run_sync(self.tenants.reload)
         self.models.keep_tenants(self.tenants)
         self.sessions.end_revoked()
         self.background.end_revoked()
+        self.programs.end_revoked()
 
     def end(self) -> None:
         """Rejects new requests, and ends running ones with an error."""

@@ -1,4 +1,4 @@
-"""The pages of Ollama's and SGLang's APIs name every field that requests may have, and no other."""
+"""The pages of the APIs of Ollama, SGLang and programs name every field of a request, and no other."""
 
 from __future__ import annotations
 
@@ -17,12 +17,20 @@ from agentflow.server.ollama.types import (
     OllamaGenerateRequest,
     Options,
 )
+from agentflow.server.programs_api.types import (
+    Placeholder,
+    ProgramRequest,
+    ProgramSampling,
+    SubmitRequest,
+    VariableQuery,
+)
 from agentflow.server.routes import ROUTES
 from agentflow.server.sglang.models import FLUSH
 from agentflow.server.sglang.types import SamplingFields, SglangRequest
 
 REFERENCE = Path(__file__).parents[2].joinpath("docs", "reference")
 OLLAMA_PAGE = REFERENCE.joinpath("ollama-api.md").read_text(encoding="utf-8")
+PROGRAMS_PAGE = REFERENCE.joinpath("programs-api.md").read_text(encoding="utf-8")
 SGLANG_PAGE = REFERENCE.joinpath("sglang-api.md").read_text(encoding="utf-8")
 
 
@@ -49,6 +57,10 @@ def paths_in(page: str, heading: str) -> set[str]:
         (OLLAMA_PAGE, "Options", (Options,)),
         (SGLANG_PAGE, "Generate", (SglangRequest,)),
         (SGLANG_PAGE, "Sampling parameters", (SamplingFields,)),
+        (PROGRAMS_PAGE, "Register and close", (ProgramRequest,)),
+        (PROGRAMS_PAGE, "Submit", (SubmitRequest, Placeholder)),
+        (PROGRAMS_PAGE, "Sampling parameters", (ProgramSampling,)),
+        (PROGRAMS_PAGE, "Get", (VariableQuery,)),
     ],
 )
 def test_each_field_has_its_line(page: str, heading: str, kinds: tuple[type[msgspec.Struct], ...]) -> None:

@@ -60,6 +60,7 @@ ON_A_SERVER = [
     "quickstart.md",
     "reference/anthropic-api.md",
     "reference/http-api.md",
+    "reference/programs-api.md",
     "reference/sglang-api.md",
 ]
 ELSEWHERE = {

@@ -2,4 +2,5 @@
 
 ``graph``: the live graph of a session's requests and variables. ``deduction``: the objectives, task groups
 and steps that follow from it. ``place``: where a state stands in its program, which the scheduler reads.
+``store``: programs that live on between the requests of their clients.
 """

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from agentflow.protocol.wire import MAX_FRAME_BYTES
 from agentflow.runtime.declared import Count, Declared, Seconds, SecondsOrZero, doc
+from agentflow.runtime.programs.store import ProgramLimits
 
 # A Welcome and the longest error must fit into a frame.
 MIN_FRAME_BYTES = 4096
@@ -35,6 +36,10 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
     max_background_responses: Annotated[
         Count, doc("responses of one tenant that run in the background concurrently")
     ] = 64
+    max_programs: Annotated[Count, doc("open programs of one tenant (`/v1/programs`)")] = 256
+    program_bytes: Annotated[Count, doc("memory for the requests and values of one program")] = 64_000_000
+    programs_bytes: Annotated[Count, doc("memory for those of all programs")] = 1_000_000_000
+    program_idle_s: Annotated[Seconds, doc("time after its last use until a program is closed")] = 3_600.0
     max_embedding_inputs: Annotated[Count, doc("inputs of one request for embeddings")] = 2048
     max_embedding_tokens: Annotated[
         Count, doc("tokens of one request for embeddings, all inputs together")
@@ -42,6 +47,11 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
     stream_keepalive_s: Annotated[
         Seconds, doc("interval of keep-alive events in a stream that is otherwise silent")
     ] = 10.0
+
+    @property
+    def programs(self) -> ProgramLimits:
+        """The limits of programs."""
+        return ProgramLimits(self.max_programs, self.program_bytes, self.programs_bytes, self.program_idle_s)
 
 
 class ServerLimits(Declared, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from agentflow.server.metrics.api_calls import ApiCalls
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
 from agentflow.server.models.api_model import ApiModel
 from agentflow.server.models.models import Models
+from agentflow.server.programs.programs import Programs
 from agentflow.server.websocket.sessions import Sessions
 
 Labelled = Sequence[tuple[Sequence[str], BucketCounts]]
@@ -78,6 +79,12 @@ class MetricFamilies(Collector):
             "agentflow_session_bytes",
             "Memory for the ops, states and values of sessions, by estimate.",
             value=self._metrics.session_bytes,
+        )
+        yield GaugeMetricFamily("agentflow_programs", "Open programs.", value=self._metrics.num_programs)
+        yield GaugeMetricFamily(
+            "agentflow_program_bytes",
+            "Memory for the requests and values of programs, by estimate.",
+            value=self._metrics.program_bytes,
         )
         yield GaugeMetricFamily(
             "agentflow_tasks", "Tasks of the server's event loop.", value=self._metrics.num_tasks
@@ -364,6 +371,8 @@ class ServerMetrics:
         self.by_model: dict[str, ModelMetrics] = {}
         self.num_sessions = 0
         self.session_bytes = 0
+        self.num_programs = 0
+        self.program_bytes = 0
         self.answers: Counter[tuple[str, int]] = Counter()
         """The number of answers of the HTTP APIs by route and status; 0: the client had disconnected."""
         self.relaxed: Counter[str] = Counter()
@@ -396,10 +405,17 @@ class ServerMetrics:
             return self._compiled_before
         return self._compiled_before + self._models.compile_counts
 
-    async def scrape(self, models: Models | None = None, sessions: Sessions[Any] | None = None) -> bytes:
+    async def scrape(
+        self,
+        models: Models | None = None,
+        sessions: Sessions[Any] | None = None,
+        programs: Programs | None = None,
+    ) -> bytes:
         """Queries the engines, and returns all metrics as text."""
         self.num_sessions = len(sessions) if sessions is not None else 0
         self.session_bytes = sessions.num_bytes if sessions is not None else 0
+        self.num_programs = len(programs.store) if programs is not None else 0
+        self.program_bytes = programs.store.num_bytes if programs is not None else 0
         self.num_tasks = len(anyio.get_running_tasks())
         for metrics in self.by_model.values():
             metrics.is_engine_up = False

@@ -11,6 +11,7 @@ from agentflow.errors import BadArgument, UnknownModel
 from agentflow.protocol.sampling import GenParams
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models.models import EngineModel, Models, OneGenerator
+from agentflow.server.programs.programs import open_programs
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, hashed_key
@@ -100,8 +101,9 @@ async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
     file.write_text(entry + "2.0")
     async with FakeEngine().open_client() as client, open_sessions(ServerLimits()) as sessions:
         models, tenants = Models([EngineModel("served", client, TEMPLATE)]), Tenants(file=file)
-        async with open_background_runs(1) as background:
-            service = Service(models, sessions, tenants, ServerLimits(), HttpLimits(), background)
+        http = HttpLimits()
+        async with open_background_runs(1) as background, open_programs(http.programs) as programs:
+            service = Service(models, sessions, tenants, ServerLimits(), http, background, programs)
         [model] = models
         ann = model.generator(tenants.of("af-ann"))
         file.write_text(entry + "7.0")

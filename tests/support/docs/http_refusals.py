@@ -266,6 +266,35 @@ def an_unknown_conversation(server: ApiServer, api: Api) -> Response:
     return unknown
 
 
+def of_program(refused: Callable[[ApiServer, Api, str], Response], **limits: Any) -> Refused:
+    """An error of a new program, whose path ``refused`` is given."""
+
+    def asked(_: ApiServer, api: Api) -> Response:
+        with api_server(limits=HttpLimits(**limits), constraints=False) as server:
+            created = httpx2.post(f"{server.url}/v1/programs", json={}).json()
+            path = f"/v1/programs/{created['id']}"
+            found = refused(server, api, path)
+            assert httpx2.delete(server.url + path).status_code == 200
+            return found
+
+    return only(CHAT, asked)
+
+
+def an_unknown_variable(server: ApiServer, api: Api, path: str) -> Response:
+    return response_to(server, api, method="GET", path=f"{path}/variables/x")
+
+
+def a_failed_variable(server: ApiServer, api: Api, path: str) -> Response:
+    out = {"name": "out", "in_out": "out", "semantic_var_id": "x", "transforms": [["json", "none"]]}
+    body = {"prompt": "A{{out}}", "placeholders": [out]}
+    assert httpx2.post(f"{server.url}{path}/submit", json=body).status_code == 200
+    return response_to(server, api, method="GET", path=f"{path}/variables/x")
+
+
+def another_program(server: ApiServer, api: Api, path: str) -> Response:
+    return response_to(server, api, {}, path="/v1/programs")
+
+
 def a_long_wait(_: ApiServer, api: Api) -> Response:
     engine = FakeEngine(max_running=1)
     with api_server(engine, max_wait_s=1e-9, constraints=False) as server, gated(server, api, 2):
@@ -313,6 +342,9 @@ REFUSED: dict[str, Refused] = {
     "unknown_model": a_model_that_is_not_mine,
     "unknown_response": getting("/v1/responses/resp_1"),
     "unknown_conversation": only(CHAT, an_unknown_conversation),
+    "unknown_program": getting("/v1/programs/prog_1/variables/x"),
+    "unknown_variable": of_program(an_unknown_variable),
+    "failed_variable": of_program(a_failed_variable),
     "unknown_path": lambda server, api: response_to(server, api, method="GET", path=api.path + "/nowhere"),
     "wrong_method": sending(lambda _: None, method="PUT"),
     "websocket_required": getting("/v1/session"),
@@ -353,6 +385,7 @@ REFUSED: dict[str, Refused] = {
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
     "too_many_unfinished": too_many_of_one_tenant,
     "too_many_in_background": only(CHAT, too_many_in_background),
+    "program_limit": of_program(another_program, max_programs=1),
     "long_wait": a_long_wait,
     "engine_full": a_full_engine,
     "not_ready": an_ending_server,

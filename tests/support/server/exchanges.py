@@ -16,6 +16,7 @@ from agentflow.server.compatible.error_format import OpenAIErrorFormat
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiEndpoint, Handler
 from agentflow.server.models.models import Models, OneGenerator
+from agentflow.server.programs.programs import open_programs
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants
@@ -68,8 +69,9 @@ class Exchange:
 async def service(**limits: Any) -> AsyncIterator[Service]:
     async with open_sessions(ServerLimits()) as sessions:
         models = Models([OneGenerator(HangingGenerator())])
-        async with open_background_runs(most=1) as background:
-            yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits), background)
+        http = HttpLimits(**limits)
+        async with open_background_runs(most=1) as background, open_programs(http.programs) as programs:
+            yield Service(models, sessions, Tenants(), ServerLimits(), http, background, programs)
 
 
 async def exchange(

@@ -1,0 +1,335 @@
+"""One program that lives on in the server: requests that are wired by variables, on one interpreter.
+
+Each request is a state, whose text is a prompt with variables: the values of inputs are filled in, and
+outputs are generated, in their order. A request may only refer to variables of earlier requests, and an
+output is a new variable, so there are no cycles. An input that no request makes is set by a client.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+import anyio
+from anyio.abc import TaskGroup
+
+from agentflow.errors import AgentflowError, RateLimited, UnknownModel
+from agentflow.protocol import ops
+from agentflow.protocol.op_table import OP_BYTES, OPS
+from agentflow.protocol.sampling import GenParams
+from agentflow.protocol.transform import Transform
+from agentflow.runtime.generator import SessionModels, StateHint
+from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, Reservation, text_bytes, variable_bytes
+from agentflow.runtime.state_tree import EventCursor, Reports, VariableRecord
+from agentflow.runtime.turns import Turn
+
+Criteria = Literal["latency", "throughput"]
+MAX_REQUESTS = 5_000
+"""Of one program."""
+_ENTRY_BYTES = 1_000
+"""A variable or a request in the tables of its program."""
+_ROOT = 1
+"""The state that declares the variables that clients set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A place of a prompt where a variable's value is filled in."""
+
+    variable: str
+    transforms: tuple[Transform, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A place of a prompt where text is generated. The value of the variable is the text after the
+    transforms."""
+
+    variable: str
+    params: GenParams
+    transforms: tuple[Transform, ...] = ()
+
+
+Piece = str | Input | Output
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request of a program: its state, and its variables in the order of the prompt."""
+
+    state: int
+    variables: list[Variable] = field(default_factory=list)
+    criteria: Criteria | None = None  # of a reader of its values
+
+
+@dataclass(eq=False, slots=True)
+class Variable:
+    """A variable of a program. ``request``: the request that makes it; None: a client sets it."""
+
+    id: str
+    record: VariableRecord
+    request: Request | None
+    reservation: Reservation
+
+
+class ServedProgram:
+    """A program of a tenant. ``begin`` starts it.
+
+    Args:
+        program_id: Its id.
+        tenant: The name of its tenant.
+        memory: Counts its memory.
+        cache_salt: Its states share cached KV only with states of the same salt.
+        is_valid: Whether the API key that created it still identifies the tenant.
+    """
+
+    def __init__(
+        self,
+        program_id: str,
+        tenant: str,
+        memory: MemoryBudget,
+        *,
+        cache_salt: str = "",
+        is_valid: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.id = program_id
+        self.tenant = tenant
+        self.is_valid = is_valid
+        self.has_ended = False
+        self.ended = anyio.Event()
+        self._memory = memory
+        self._cache_salt = cache_salt
+        self._interpreter: Interpreter[Any] | None = None
+        self._models: frozenset[str] = frozenset()
+        self._variables: dict[str, Variable] = {}
+        self._num_requests = 0
+        self._states, self._numbers = count(_ROOT + 1), count(1)
+        self._readers: set[EventCursor] = set()
+        self._submitting = anyio.Lock()
+
+    def begin(self, models: SessionModels, tasks: TaskGroup) -> None:
+        """Starts the interpreter, whose tasks ``tasks`` owns. ``Overloaded``."""
+        _check_room(self._memory, STATE_BYTES)
+        self._interpreter = Interpreter(
+            models.default,
+            tasks,
+            self._memory,
+            hides_faults=True,
+            models=models.others,
+            embedders=models.embedders,
+        )
+        self._models = frozenset(self._interpreter.models)
+        self._interpreter.submit(ops.Open(_ROOT, self._cache_salt, label=self.id))
+
+    def end(self) -> None:
+        """Ends the program: its owner cancels its work, and its readers raise ``ProgramEnded``."""
+        self.has_ended = True
+        self.ended.set()
+        for cursor in self._readers:
+            cursor.wake()
+
+    async def aclose(self) -> None:
+        """Frees everything that the program holds. Its tasks must have ended."""
+        self.end()
+        self._variables.clear()
+        if self._interpreter is None:
+            self._memory.close()
+        else:
+            await self._interpreter.aclose()
+
+    def find(self, variable_id: str) -> Variable | None:
+        """The variable with this id, or None."""
+        return self._variables.get(variable_id)
+
+    @property
+    def _running(self) -> Interpreter[Any]:
+        if self.has_ended or self._interpreter is None:
+            raise ProgramEnded
+        return self._interpreter
+
+    async def submit(self, pieces: Sequence[Piece], *, model: str = "", trace: str = "") -> None:
+        """Starts a request, without waiting for it. Its outputs must be new variables; inputs that do not
+        exist are declared, and a client must set them. An error leaves the program unchanged.
+
+        Raises:
+            BadArgument: An output has invalid parameters, or a transform is invalid.
+            UnknownModel: There is no such model.
+            RateLimited: The program has too many requests.
+            Overloaded: There is no memory for the request.
+            ProgramEnded: The program was closed meanwhile.
+        """
+        if model and model not in self._models:
+            known = ", ".join(sorted(self._models))
+            raise UnknownModel(f"there is no model {model[:200]!r} here (there are: {known})", param="model")
+        async with self._submitting:
+            if self._num_requests >= MAX_REQUESTS:
+                raise RateLimited(f"this program has {MAX_REQUESTS} requests, which is the limit")
+            num_bytes = STATE_BYTES + _ENTRY_BYTES + sum(map(_piece_bytes, pieces))
+            _check_room(self._memory, num_bytes)
+            with anyio.CancelScope(shield=True):  # a request is taken as a whole, or not at all
+                await self._take(pieces, model, trace)
+
+    async def _take(self, pieces: Sequence[Piece], model: str, trace: str) -> None:
+        request = Request(next(self._states))
+        self._num_requests += 1
+        inputs = [piece.variable for piece in pieces if isinstance(piece, Input)]
+        for variable_id in dict.fromkeys(inputs):
+            if variable_id not in self._variables:
+                await self._declare(variable_id)
+        await self._send(ops.Open(request.state, self._cache_salt, label=self.id, model=model))
+        texts: list[str | ops.Ref] = []
+        for piece in pieces:
+            match piece:
+                case str():
+                    texts.append(piece)
+                case Input():
+                    source = self._variables[piece.variable]
+                    request.variables.append(source)
+                    texts.append(ops.Ref(source.record.id, piece.transforms))
+                case Output():
+                    if texts:
+                        await self._send(ops.Text(request.state, tuple(texts)))
+                        texts = []
+                    await self._generate(request, piece, trace)
+        # The end of the prompt after its last output changes no value.
+        await self._send(ops.Seal(request.state))
+
+    async def _generate(self, request: Request, output: Output, trace: str) -> None:
+        number, name = next(self._numbers), output.variable
+        await self._send(ops.Gen(request.state, number, name, output.params, trace=trace))
+        if output.transforms:
+            raw, number = number, next(self._numbers)
+            await self._send(ops.Set(request.state, number, name, (ops.Ref(raw, output.transforms),)))
+        variable = self._add(name, number, request)
+        request.variables.append(variable)
+
+    async def _declare(self, variable_id: str) -> Variable:
+        number = next(self._numbers)
+        await self._send(ops.Expect(_ROOT, number, variable_id))
+        return self._add(variable_id, number, None)
+
+    def _add(self, variable_id: str, number: int, request: Request | None) -> Variable:
+        reservation = Reservation(self._memory, 0)
+        reservation.count(_ENTRY_BYTES + sys.getsizeof(variable_id))
+        record = self._running.variable(number)
+        variable = self._variables[variable_id] = Variable(variable_id, record, request, reservation)
+        return variable
+
+    async def _send(self, op: ops.Op) -> None:
+        turn = Turn()
+        try:
+            for _ in self._running.submitting(op):
+                await turn.pause()
+        except AgentflowError:  # too many ops were rejected
+            self.end()
+            raise
+        await turn.pause()
+
+    async def set(self, variable_id: str, value: str) -> None:
+        """Sets a variable that does not exist, or that only inputs name. ``VariableTaken`` if it is set, or
+        if a request makes it; ``Overloaded``; ``ProgramEnded``."""
+        async with self._submitting:
+            _check_room(self._memory, _ENTRY_BYTES + variable_bytes(variable_id) + sys.getsizeof(value))
+            with anyio.CancelScope(shield=True):
+                variable = self.find(variable_id) or await self._declare(variable_id)
+                if variable.request is not None:
+                    raise VariableTaken(f"a request makes the variable {variable_id!r}")
+                if variable.record.has_ended:
+                    raise VariableTaken(f"the variable {variable_id!r} has a value")
+                await self._send(ops.Provide(variable.record.id, value))
+
+    def prefer(self, variable: Variable, criteria: Criteria) -> None:
+        """A reader waits for the variable: hints at the requests that its value depends on. Latency
+        prevails."""
+        pending, seen = [variable], set[Request]()
+        while pending:
+            request = pending.pop().request
+            if request is None or request in seen or request.criteria in ("latency", criteria):
+                continue
+            seen.add(request)
+            request.criteria = criteria
+            if not all(one.record.has_ended for one in request.variables):
+                self._running.advise(request.state, StateHint(criteria))
+                pending += request.variables
+
+    @contextmanager
+    def reading(self, variable: Variable, reports: Reports = "all") -> Iterator[EventCursor]:
+        """The scope of one reader of a variable. ``Overloaded``."""
+        cursor = EventCursor()
+        with variable.record.reading(cursor, reports):
+            self._readers.add(cursor)
+            try:
+                yield cursor
+            finally:
+                self._readers.remove(cursor)
+
+    async def wait(self, variable: Variable, most_s: float | None = None) -> bool:
+        """Waits for the end of a variable, at most ``most_s`` seconds. Whether it has ended. ``Overloaded``;
+        ``ProgramEnded``."""
+        with self.reading(variable, "end") as cursor, anyio.move_on_after(most_s):
+            while not variable.record.has_ended and not self.has_ended:
+                await cursor.wait()
+                cursor.drain()
+        if self.has_ended:
+            raise ProgramEnded
+        return variable.record.has_ended
+
+    def path_of_failure(self, variable: Variable) -> list[Variable]:
+        """The chain of variables from the one whose failure is the cause to ``variable``."""
+        path = [variable]
+        while (failed := _failed_before(path[-1])) is not None:
+            path.append(failed)
+        return path[::-1]
+
+
+class ProgramEnded(Exception):
+    """The program was closed, or has expired."""
+
+
+class VariableTaken(Exception):
+    """The variable has a value, or a request makes it."""
+
+
+def _failed_before(variable: Variable) -> Variable | None:
+    """The first variable without a value that the request of ``variable`` needs before it."""
+    for one in [] if variable.request is None else variable.request.variables:
+        if one is variable:
+            return None
+        if one.record.error is not None:
+            return one
+    return None
+
+
+def check_piece(piece: Piece) -> None:
+    """``BadArgument`` for parameters or transforms that are invalid."""
+    checked: list[ops.Op] = []
+    match piece:
+        case Input():
+            checked = [ops.Text(1, (ops.Ref(1, piece.transforms),))]
+        case Output():
+            checked = [
+                ops.Gen(1, 1, piece.variable, piece.params),
+                ops.Set(1, 1, piece.variable, (ops.Ref(1, piece.transforms),)),
+            ]
+        case _:
+            pass
+    for op in checked:
+        OPS[type(op)].check(op)
+
+
+def _piece_bytes(piece: Piece) -> int:
+    """An estimate of the memory that a piece takes before its request runs."""
+    if isinstance(piece, str):
+        return OP_BYTES + text_bytes(piece)
+    return 2 * (OP_BYTES + variable_bytes(piece.variable)) + _ENTRY_BYTES
+
+
+def _check_room(memory: MemoryBudget, num_bytes: int) -> None:
+    """``Overloaded`` if there is no room for ``num_bytes`` bytes."""
+    memory.reserve(num_bytes)
+    memory.count(-num_bytes)

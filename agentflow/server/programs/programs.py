@@ -1,0 +1,104 @@
+"""The programs of a server: their tasks, and their ends.
+
+A program ends when its client closes it, when nobody has used it for a while, when its API key is revoked,
+and with the server. Then all that it runs is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from agentflow.errors import incident
+from agentflow.runtime.generator import SessionModels
+from agentflow.runtime.programs.store import ProgramLimits, ProgramStore
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.programs.program import ServedProgram
+
+logger = logging.getLogger(__name__)
+
+
+class Programs:
+    """All programs of a server. ``open_programs`` creates it."""
+
+    def __init__(self, tasks: TaskGroup, store: ProgramStore[ServedProgram]) -> None:
+        self._tasks = tasks
+        self.store = store
+
+    async def open(
+        self,
+        models: SessionModels,
+        tenant: str,
+        *,
+        cache_salt: str = "",
+        is_valid: Callable[[], bool] = lambda: True,
+    ) -> ServedProgram:
+        """Opens a program of the tenant. ``RateLimited`` if it has too many, ``Overloaded``."""
+        program = ServedProgram(
+            f"prog_{secrets.token_hex(16)}",
+            tenant,
+            self.store.memory_of(tenant),
+            cache_salt=cache_salt,
+            is_valid=is_valid,
+        )
+        await self._tasks.start(self._run, program, models)
+        return program
+
+    def close(self, program: ServedProgram) -> None:
+        """Ends a program."""
+        self.store.remove(program)
+        program.end()
+
+    def end_revoked(self) -> None:
+        """Ends the programs whose API keys were revoked."""
+        for program in self.store:
+            if not program.is_valid():
+                self.close(program)
+
+    async def expire(self) -> None:
+        """Ends programs when they expire, until it is cancelled."""
+        while True:
+            for program in self.store.take_expired():
+                program.end()
+            await anyio.sleep(self.store.next_expiry_s())  # noqa: TID251 - the time is the purpose
+
+    async def _run(
+        self, program: ServedProgram, models: SessionModels, *, task_status: TaskStatus[None]
+    ) -> None:
+        self.store.add(program)  # before the first await, so that the limit holds for concurrent requests
+        has_begun = False
+        try:
+            async with anyio.create_task_group() as group:
+                program.begin(models, group)
+                has_begun = True
+                task_status.started()
+                await program.ended.wait()
+                group.cancel_scope.cancel()
+        except* Exception as errors:
+            if not has_begun:
+                raise
+            incident(logger, "the program", errors)  # a fault of the server ends this program only
+        finally:
+            self.store.remove(program)
+            try:
+                await program.aclose()
+            except Exception:
+                logger.exception("not all contexts of a program could be freed")
+
+
+@asynccontextmanager
+async def open_programs(
+    limits: ProgramLimits, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Programs]:
+    """The programs of a server, which are cancelled at the end of the scope."""
+    async with open_task_group() as group:
+        programs = Programs(group, ProgramStore(limits, clock))
+        group.start_soon(programs.expire)
+        yield programs
+        group.cancel_scope.cancel()

@@ -1,0 +1,7 @@
+"""Programs over HTTP: requests that are wired by variables, in the shape of Parrot's API.
+
+Parrot: Lin et al., OSDI 2024.
+
+``types`` has the JSON shapes, ``prompt`` reads prompts with placeholders, ``programs`` has the endpoints,
+``answer`` the answers and errors, and ``routes`` the paths.
+"""

@@ -1,0 +1,79 @@
+"""Answers and errors of programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from agentflow.errors import AgentflowError
+from agentflow.protocol.events import ErrorInfo
+from agentflow.server.compatible.error_format import OpenAIErrorFormat
+from agentflow.server.errors import ApiError
+from agentflow.server.programs.program import ServedProgram, Variable
+from agentflow.server.programs_api.types import (
+    ProgramErrorBody,
+    VariableAnswer,
+    VariableUsage,
+)
+
+FAILED = 424
+"""The status of a variable without a value: not this request has failed, but one that it depends on."""
+MAX_PATH = 64
+"""The variables of a path that an error has: the first ones and the last ones."""
+
+
+@dataclass(eq=False)
+class FailedVariable(ApiError):
+    """The error of a variable without a value. ``path``: the ids of the variables from the cause on."""
+
+    path: tuple[str, ...] = ()
+
+
+class ProgramErrorFormat(OpenAIErrorFormat):
+    """OpenAI's format, with the path of a failure."""
+
+    body_type: type[msgspec.Struct] = ProgramErrorBody
+
+    def body(self, error: ApiError, request_id: str) -> bytes:
+        shown = msgspec.json.decode(super().body(error, request_id), type=ProgramErrorBody)
+        if isinstance(error, FailedVariable):
+            shown.error.path = [*error.path]
+        return msgspec.json.encode(shown)
+
+
+PROGRAMS = ProgramErrorFormat()
+
+
+def failure(program: ServedProgram, variable: Variable) -> FailedVariable:
+    """The error of a variable that has failed."""
+    path = [one.id for one in program.path_of_failure(variable)]
+    cause = program.find(path[0])
+    error = None if cause is None else cause.record.error
+    assert isinstance(error, AgentflowError)
+    info = ErrorInfo.of(error)
+    if len(path) > MAX_PATH:
+        path = [*path[: MAX_PATH // 2], *path[-MAX_PATH // 2 :]]
+    text = f"{variable.id!r} has no value"
+    if len(path) > 1:
+        text += f", because {path[0]!r} has none ({' → '.join(path)})"
+    return FailedVariable(FAILED, info.code, f"{text}: {info.message}", path=tuple(path))
+
+
+def answer_of(variable: Variable) -> VariableAnswer:
+    """The variable as it is now."""
+    value = variable.record.value
+    if value is None:
+        return VariableAnswer(semantic_var_id=variable.id, status="pending")
+    usage = VariableUsage(
+        prompt_tokens=value.usage.prompt_tokens,
+        cached_tokens=value.usage.cached_tokens,
+        completion_tokens=value.usage.output_tokens,
+    )
+    return VariableAnswer(
+        semantic_var_id=variable.id,
+        status="ready",
+        value=variable.record.text,
+        finish_reason=value.finish_reason,
+        usage=usage,
+    )

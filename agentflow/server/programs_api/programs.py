@@ -1,0 +1,169 @@
+"""The endpoints of programs: register and close one, submit a request, read and set a variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from agentflow.errors import Overloaded, RateLimited
+from agentflow.protocol.events import Delta, Value
+from agentflow.server.errors import RETRY_AFTER_S, ApiError, invalid_field
+from agentflow.server.event_stream import event
+from agentflow.server.http.call import ApiCall
+from agentflow.server.programs.program import (
+    ProgramEnded,
+    ServedProgram,
+    Variable,
+    VariableTaken,
+)
+from agentflow.server.programs_api.answer import answer_of, failure
+from agentflow.server.programs_api.prompt import read_prompt
+from agentflow.server.programs_api.types import (
+    VARIABLE_ID,
+    ClosedProgram,
+    ProgramAnswer,
+    ProgramRequest,
+    SubmitAnswer,
+    SubmitRequest,
+    ValueRequest,
+    VariableDelta,
+    VariableId,
+    VariableQuery,
+)
+from agentflow.server.tenants.keys import key_of_headers
+
+LIMIT = "program_limit_exceeded"
+
+
+async def create_program(call: ApiCall) -> None:
+    """Registers a program."""
+    body = call.read(ProgramRequest)
+    service, tenant, key = call.service, call.tenant, key_of_headers(call.headers)
+    models = service.models.of_session(body.model, tenant)
+    with _within_limits():
+        program = await service.programs.open(
+            models,
+            tenant.name,
+            cache_salt=body.cache_salt or "",
+            is_valid=lambda: service.tenants.still_names(key, tenant),
+        )
+    call.record.model = models.default.capabilities.model
+    await call.reply(ProgramAnswer(id=program.id))
+
+
+async def close_program(call: ApiCall) -> None:
+    """Closes a program. All that it runs is cancelled."""
+    with _program(call) as program:
+        call.service.programs.close(program)
+    await call.reply(ClosedProgram(id=program.id))
+
+
+async def submit_request(call: ApiCall) -> None:
+    """Submits a request, and returns when it is accepted."""
+    with _program(call) as program:
+        body = await call.beside(call.read, SubmitRequest)
+        pieces, placed = await call.beside(read_prompt, body)
+        with _within_limits():
+            _check_outputs(program, body)
+            await program.submit(pieces, model=body.model or "", trace=call.trace)
+    await call.reply(SubmitAnswer(placeholders=placed))
+
+
+def _check_outputs(program: ServedProgram, body: SubmitRequest) -> None:
+    """``ApiError`` if a variable that exists is an output."""
+    for number, placeholder in enumerate(body.placeholders):
+        variable_id = placeholder.semantic_var_id
+        if placeholder.in_out == "out" and variable_id is not None and program.find(variable_id):
+            text = "this variable exists: an output is a new one"
+            raise invalid_field(f"placeholders[{number}].semantic_var_id", text)
+
+
+async def get_variable(call: ApiCall) -> None:
+    """Returns the value of a variable, once there is one, or streams it."""
+    query = call.read_query(VariableQuery)
+    with _program(call) as program, _within_limits():
+        variable = program.find(call.path_params["var"])
+        if variable is None:
+            text = f"the program has no variable {call.path_params['var'][:100]!r}"
+            raise ApiError(404, "variable_not_found", text)
+        if query.criteria is not None:
+            program.prefer(variable, query.criteria)
+        if query.stream:
+            if query.wait_s is not None:
+                raise invalid_field("wait_s", "a stream has none")
+            await _stream(call, program, variable)
+            return
+        await program.wait(variable, query.wait_s)
+        if variable.record.error is not None:
+            raise failure(program, variable)
+        answer = answer_of(variable)
+    await call.reply(answer)
+
+
+async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> None:
+    with program.reading(variable) as cursor:
+        async with call.streaming() as stream:
+            while True:
+                await cursor.wait()
+                if program.has_ended:
+                    raise ProgramEnded
+                sent = b""
+                for one in cursor.drain():
+                    if isinstance(one, Delta | Value) and one.text:
+                        delta = VariableDelta(semantic_var_id=variable.id, at=one.at, delta=one.text)
+                        sent += event(msgspec.json.encode(delta))
+                await stream.send(sent)
+                if variable.record.error is not None:
+                    raise failure(program, variable)
+                if variable.record.has_ended:
+                    await stream.end(event(msgspec.json.encode(answer_of(variable))))
+                    return
+
+
+async def set_variable(call: ApiCall) -> None:
+    """Sets a variable that no request makes."""
+    with _program(call) as program:
+        body = await call.beside(call.read, ValueRequest)
+        try:
+            variable_id = msgspec.convert(call.path_params["var"], VariableId)
+        except msgspec.ValidationError:
+            raise invalid_field("var", f"an id has the form {VARIABLE_ID}") from None
+        try:
+            with _within_limits():
+                await program.set(variable_id, body.value)
+        except VariableTaken as error:
+            raise invalid_field("var", str(error)) from None
+        variable = program.find(variable_id)
+        assert variable is not None
+        answer = answer_of(variable)
+    await call.reply(answer)
+
+
+@contextmanager
+def _program(call: ApiCall) -> Iterator[ServedProgram]:
+    """The scope in which the call uses its program. ``ApiError`` if the tenant has none with this id, or if
+    it ends meanwhile."""
+    program_id = call.path_params["id"]
+    with call.service.programs.store.using(call.tenant.name, program_id) as program:
+        if program is None:
+            raise _not_found(program_id)
+        try:
+            yield program
+        except ProgramEnded:
+            raise _not_found(program_id) from None
+
+
+def _not_found(program_id: str) -> ApiError:
+    text = f"there is no program {program_id[:100]!r}: it was closed, or has expired"
+    return ApiError(404, "program_not_found", text)
+
+
+@contextmanager
+def _within_limits() -> Iterator[None]:
+    """Makes errors of a program's limits 429."""
+    try:
+        yield
+    except (Overloaded, RateLimited) as error:
+        raise ApiError(429, LIMIT, str(error), retry_after_s=RETRY_AFTER_S) from error
