@@ -159,6 +159,7 @@ class ServedProgram:
         Raises:
             BadArgument: An output has invalid parameters, or a transform is invalid.
             UnknownModel: There is no such model.
+            VariableTaken: The variable of an output exists.
             RateLimited: The program has too many requests.
             Overloaded: There is no memory for the request.
             ProgramEnded: The program was closed meanwhile.
@@ -167,6 +168,9 @@ class ServedProgram:
             known = ", ".join(sorted(self._models))
             raise UnknownModel(f"there is no model {model[:200]!r} here (there are: {known})", param="model")
         async with self._submitting:
+            for piece in pieces:
+                if isinstance(piece, Output) and piece.variable in self._variables:
+                    raise VariableTaken(piece.variable, "this variable exists, and an output is a new one")
             if self._num_requests >= MAX_REQUESTS:
                 raise RateLimited(f"this program has {MAX_REQUESTS} requests, which is the limit")
             num_bytes = STATE_BYTES + _ENTRY_BYTES + sum(map(_piece_bytes, pieces))
@@ -225,6 +229,8 @@ class ServedProgram:
         try:
             for _ in self._running.submitting(op):
                 await turn.pause()
+                if self.has_ended:
+                    raise ProgramEnded
         except AgentflowError:  # too many ops were rejected
             self.end()
             raise
@@ -238,9 +244,9 @@ class ServedProgram:
             with anyio.CancelScope(shield=True):
                 variable = self.find(variable_id) or await self._declare(variable_id)
                 if variable.request is not None:
-                    raise VariableTaken(f"a request makes the variable {variable_id!r}")
+                    raise VariableTaken(variable_id, "a request makes this variable")
                 if variable.record.has_ended:
-                    raise VariableTaken(f"the variable {variable_id!r} has a value")
+                    raise VariableTaken(variable_id, "this variable has a value")
                 await self._send(ops.Provide(variable.record.id, value))
 
     def prefer(self, variable: Variable, criteria: Criteria) -> None:
@@ -271,6 +277,8 @@ class ServedProgram:
     async def wait(self, variable: Variable, most_s: float | None = None) -> bool:
         """Waits for the end of a variable, at most ``most_s`` seconds. Whether it has ended. ``Overloaded``;
         ``ProgramEnded``."""
+        if variable.record.has_ended and not self.has_ended:
+            return True
         with self.reading(variable, "end") as cursor, anyio.move_on_after(most_s):
             while not variable.record.has_ended and not self.has_ended:
                 await cursor.wait()
@@ -292,7 +300,11 @@ class ProgramEnded(Exception):
 
 
 class VariableTaken(Exception):
-    """The variable has a value, or a request makes it."""
+    """The variable has a value, or a request makes it. ``variable``: its id."""
+
+    def __init__(self, variable: str, message: str) -> None:
+        super().__init__(message)
+        self.variable = variable
 
 
 def _failed_before(variable: Variable) -> Variable | None:

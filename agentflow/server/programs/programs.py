@@ -74,16 +74,16 @@ class Programs:
         self.store.add(program)  # before the first await, so that the limit holds for concurrent requests
         has_begun = False
         try:
-            async with anyio.create_task_group() as group:
+            async with open_task_group() as group:
                 program.begin(models, group)
                 has_begun = True
                 task_status.started()
                 await program.ended.wait()
                 group.cancel_scope.cancel()
-        except* Exception as errors:
+        except Exception as error:
             if not has_begun:
                 raise
-            incident(logger, "the program", errors)  # a fault of the server ends this program only
+            incident(logger, "the program", error)  # a fault of the server ends this program only
         finally:
             self.store.remove(program)
             try:

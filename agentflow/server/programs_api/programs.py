@@ -65,19 +65,13 @@ async def submit_request(call: ApiCall) -> None:
     with _program(call) as program:
         body = await call.beside(call.read, SubmitRequest)
         pieces, placed = await call.beside(read_prompt, body)
-        with _within_limits():
-            _check_outputs(program, body)
-            await program.submit(pieces, model=body.model or "", trace=call.trace)
+        try:
+            with _within_limits():
+                await program.submit(pieces, model=body.model or "", trace=call.trace)
+        except VariableTaken as error:
+            number = [one.semantic_var_id for one in placed].index(error.variable)
+            raise invalid_field(f"placeholders[{number}].semantic_var_id", str(error)) from None
     await call.reply(SubmitAnswer(placeholders=placed))
-
-
-def _check_outputs(program: ServedProgram, body: SubmitRequest) -> None:
-    """``ApiError`` if a variable that exists is an output."""
-    for number, placeholder in enumerate(body.placeholders):
-        variable_id = placeholder.semantic_var_id
-        if placeholder.in_out == "out" and variable_id is not None and program.find(variable_id):
-            text = "this variable exists: an output is a new one"
-            raise invalid_field(f"placeholders[{number}].semantic_var_id", text)
 
 
 async def get_variable(call: ApiCall) -> None:

@@ -408,6 +408,60 @@ async def test_a_flood_of_requests_is_refused_and_the_program_goes_on() -> None:
         assert await program.value("x") == "1"
 
 
+async def test_a_program_without_memory_is_refused_and_leaves_nothing() -> None:
+    async with served(programs_bytes=100) as at:
+        refused = await at.http.post("/v1/programs", json={})
+        assert error_of(refused) == (429, "program_limit_exceeded", None)
+        assert (len(at.service.programs.store), at.service.programs.store.num_bytes) == (0, 0)
+
+
+async def test_concurrent_requests_with_one_output_are_accepted_once() -> None:
+    async with served() as at:
+        program = await at.open()
+        responses: list[httpx2.Response] = []
+
+        async def submit(number: int) -> None:
+            responses.append(await program.submit(f"{number}{'a' * 50_000}{{{{out}}}}", out="v"))
+
+        async with anyio.create_task_group() as group:
+            for number in range(4):
+                group.start_soon(submit, number)
+        assert sorted(response.status_code for response in responses) == [200, 400, 400, 400]
+        for response in responses:
+            if response.status_code == 400:
+                assert error_of(response) == (400, "invalid_value", "placeholders[0].semantic_var_id")
+        assert (await program.value("v")).startswith("<")
+
+
+async def test_a_value_is_read_though_the_memory_is_full() -> None:
+    async with served(program_bytes=100_000) as at:
+        program = await at.open()
+        await program.put("x", "1")
+        [stored] = at.service.programs.store
+        memory = stored._memory
+        memory.reserve(100_000 - memory.num_bytes)
+        assert await program.value("x") == "1"
+        assert error_of(await program.put("y", "2")) == (429, "program_limit_exceeded", None)
+
+
+async def test_a_request_is_refused_when_its_program_ends_meanwhile() -> None:
+    async with served() as at:
+        program = await at.open()
+        [stored] = at.service.programs.store
+        responses: list[httpx2.Response] = []
+
+        async def submit() -> None:
+            prompt = "{{x}}" * 10_000 + "{{out}}"
+            responses.append(await program.submit(prompt, x="x", out="v"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(submit)
+            await until(lambda: stored.find("x") is not None)
+            at.service.programs.close(stored)
+        [response] = responses
+        assert response.status_code in (200, 404)
+
+
 async def test_criteria_reach_the_requests_that_the_value_depends_on() -> None:
     async with served() as at:
         program = await at.open()
