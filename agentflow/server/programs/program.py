@@ -136,11 +136,13 @@ class ServedProgram:
     async def aclose(self) -> None:
         """Frees everything that the program holds. Its tasks must have ended."""
         self.end()
-        self._variables.clear()
-        if self._interpreter is None:
-            self._memory.close()
-        else:
-            await self._interpreter.aclose()
+        with anyio.CancelScope(shield=True):
+            async with self._submitting:  # what is being accepted sees the end
+                self._variables.clear()
+                if self._interpreter is None:
+                    self._memory.close()
+                else:
+                    await self._interpreter.aclose()
 
     def find(self, variable_id: str) -> Variable | None:
         """The variable with this id, or None."""
@@ -148,9 +150,14 @@ class ServedProgram:
 
     @property
     def _running(self) -> Interpreter[Any]:
+        self._check_open()
+        assert self._interpreter is not None
+        return self._interpreter
+
+    def _check_open(self) -> None:
+        """``ProgramEnded`` after the end, when nothing may take memory any more."""
         if self.has_ended or self._interpreter is None:
             raise ProgramEnded
-        return self._interpreter
 
     async def submit(self, pieces: Sequence[Piece], *, model: str = "", trace: str = "") -> None:
         """Starts a request, without waiting for it. Its outputs must be new variables; inputs that do not
@@ -168,6 +175,7 @@ class ServedProgram:
             known = ", ".join(sorted(self._models))
             raise UnknownModel(f"there is no model {model[:200]!r} here (there are: {known})", param="model")
         async with self._submitting:
+            self._check_open()
             for piece in pieces:
                 if isinstance(piece, Output) and piece.variable in self._variables:
                     raise VariableTaken(piece.variable, "this variable exists, and an output is a new one")
@@ -229,8 +237,7 @@ class ServedProgram:
         try:
             for _ in self._running.submitting(op):
                 await turn.pause()
-                if self.has_ended:
-                    raise ProgramEnded
+                self._check_open()
         except AgentflowError:  # too many ops were rejected
             self.end()
             raise
@@ -240,6 +247,7 @@ class ServedProgram:
         """Sets a variable that does not exist, or that only inputs name. ``VariableTaken`` if it is set, or
         if a request makes it; ``Overloaded``; ``ProgramEnded``."""
         async with self._submitting:
+            self._check_open()
             _check_room(self._memory, _ENTRY_BYTES + variable_bytes(variable_id) + sys.getsizeof(value))
             with anyio.CancelScope(shield=True):
                 variable = self.find(variable_id) or await self._declare(variable_id)
@@ -265,7 +273,8 @@ class ServedProgram:
 
     @contextmanager
     def reading(self, variable: Variable, reports: Reports = "all") -> Iterator[EventCursor]:
-        """The scope of one reader of a variable. ``Overloaded``."""
+        """The scope of one reader of a variable. ``Overloaded``; ``ProgramEnded``."""
+        self._check_open()
         cursor = EventCursor()
         with variable.record.reading(cursor, reports):
             self._readers.add(cursor)
@@ -277,14 +286,14 @@ class ServedProgram:
     async def wait(self, variable: Variable, most_s: float | None = None) -> bool:
         """Waits for the end of a variable, at most ``most_s`` seconds. Whether it has ended. ``Overloaded``;
         ``ProgramEnded``."""
-        if variable.record.has_ended and not self.has_ended:
+        self._check_open()
+        if variable.record.has_ended:
             return True
         with self.reading(variable, "end") as cursor, anyio.move_on_after(most_s):
             while not variable.record.has_ended and not self.has_ended:
                 await cursor.wait()
                 cursor.drain()
-        if self.has_ended:
-            raise ProgramEnded
+        self._check_open()
         return variable.record.has_ended
 
     def path_of_failure(self, variable: Variable) -> list[Variable]:

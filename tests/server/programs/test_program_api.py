@@ -460,6 +460,7 @@ async def test_a_request_is_refused_when_its_program_ends_meanwhile() -> None:
             at.service.programs.close(stored)
         [response] = responses
         assert response.status_code in (200, 404)
+        await until(lambda: at.service.programs.store.num_bytes == 0)
 
 
 async def test_criteria_reach_the_requests_that_the_value_depends_on() -> None:
