@@ -43,6 +43,7 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    GraphReply,
     Reached,
     StateFailed,
     StatsReply,
@@ -307,8 +308,10 @@ class RemoteConnection:
         for op, data in zip(sent, encoded, strict=True):
             if self._cursors.submit(op):
                 number = self._queue.add(data)
-                if isinstance(op, ops.GetStats):
+                if isinstance(op, ops.GetStats | ops.GetGraph):
                     self._cursors.unanswered[op.ticket] = number
+                if isinstance(op, ops.GetGraph):
+                    self._cursors.graph_tickets.add(op.ticket)
         if not self.is_connected and self._waiting_since is None and self._cursors.is_waiting:
             self._waiting_since = anyio.current_time()
         self._wake()
@@ -500,7 +503,8 @@ class RemoteConnection:
         # No cursor covers an answer that was lost with the connection: ask again.
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
-                self.send([ops.GetStats(ticket)])
+                is_of_graph = ticket in self._cursors.graph_tickets
+                self.send([ops.GetGraph(ticket) if is_of_graph else ops.GetStats(ticket)])
 
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
@@ -605,7 +609,9 @@ class Cursors:
     could not repeat the events of a closed state."""
 
     def __init__(self) -> None:
-        self.unanswered: dict[int, int] = {}  # tickets of ops.GetStats, with the op's number
+        # Tickets of ops.GetStats and ops.GetGraph, with the op's number, and the ones of ops.GetGraph.
+        self.unanswered: dict[int, int] = {}
+        self.graph_tickets: set[int] = set()
         self._states: dict[int, _StateCursor] = {}
         self._variables: dict[int, _VariableCursor] = {}
         self._due: list[ops.Close] = []
@@ -647,7 +653,12 @@ class Cursors:
                 for state_id, state in self._states.items()
                 if not state.has_failed
             ],
-            *[StatsReply(ticket, None, error) for ticket in self.unanswered],
+            *[
+                GraphReply(ticket, None, error)
+                if ticket in self.graph_tickets
+                else StatsReply(ticket, None, error)
+                for ticket in self.unanswered
+            ],
         ]
 
     def receive(self, events: Iterable[Event]) -> list[Event]:
@@ -680,7 +691,8 @@ class Cursors:
                 return event if self._finish(event.var) else None
             case Reached() | StateFailed():
                 return event if self._receive_state(event) else None
-            case StatsReply() if self.unanswered.pop(event.ticket, None) is not None:
+            case StatsReply() | GraphReply() if self.unanswered.pop(event.ticket, None) is not None:
+                self.graph_tickets.discard(event.ticket)
                 return event
             case _:  # a reply received before, or an event that only other clients request
                 return None

@@ -47,6 +47,8 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    GraphReply,
+    LiveGraph,
     Reached,
     StateFailed,
     Stats,
@@ -186,6 +188,9 @@ class _ReplayConnection:
                 self._runs.add(state)
             case ops.GetStats():
                 self._answer_stats(op.ticket)
+                return None
+            case ops.GetGraph():  # a replay has no live graph
+                self._outgoing.append(GraphReply(op.ticket, LiveGraph()))
                 return None
             case _ if is_content or isinstance(op, CONTROL):
                 state = self._tree.node(op.state)  # type: ignore[union-attr]

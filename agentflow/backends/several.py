@@ -32,6 +32,7 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    GraphReply,
     StateFailed,
     StatsReply,
     Value,
@@ -183,6 +184,7 @@ class SeveralConnection:
         self._token_limits: list[_TokenLimit] = []
         self._deadlines: list[tuple[_State | None, float]] = []
         self._asked: set[int] = set()  # tickets of ops.GetStats without an answer
+        self._asked_graphs: set[int] = set()  # and of ops.GetGraph
 
     def add(self, place: _Place) -> None:
         """Adds a place that is open."""
@@ -261,6 +263,9 @@ class SeveralConnection:
             case ops.GetStats():
                 yield self._place(""), op
                 self._asked.add(op.ticket)
+            case ops.GetGraph():  # of the default place
+                yield self._place(""), op
+                self._asked_graphs.add(op.ticket)
             case ops.Watch() | ops.Unwatch() | ops.Peek():
                 yield self._default, op
             case _ if (state := self._states.get(getattr(op, "state", 0))) is not None:
@@ -437,6 +442,9 @@ class SeveralConnection:
                 case StatsReply():
                     self._asked.discard(event.ticket)
                     delivered.append(event)
+                case GraphReply():
+                    self._asked_graphs.discard(event.ticket)
+                    delivered.append(event)
                 case _:
                     delivered.append(event)
         if delivered:
@@ -536,6 +544,7 @@ class SeveralConnection:
                 state.lost = info
         if place is self._default:
             failures += [StatsReply(ticket, None, info) for ticket in self._asked]
+            failures += [GraphReply(ticket, None, info) for ticket in self._asked_graphs]
         self.receive(place, failures)
         if not is_final:  # the limits of the session are lost as well
             self._react(self._left((None,), place, 0))

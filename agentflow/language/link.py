@@ -40,6 +40,8 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    GraphReply,
+    LiveGraph,
     Peeked,
     Reached,
     StateFailed,
@@ -111,7 +113,7 @@ class Link:
         self._thread = 0
         self._ids = itertools.count(1)
         self._run_indices = itertools.count()
-        self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
+        self._answers: dict[int, tuple[anyio.Event, list[StatsReply | GraphReply]]] = {}
         self.is_replay = False
         """Whether the backend has the texts that the client provided when the session was recorded."""
         self._watch: LoopWatch | None = None
@@ -329,20 +331,30 @@ class Link:
 
     async def stats(self) -> Stats:
         """The backend's counters."""
-        self.check_alive()
-        ticket = self.next_id()
-        answer: tuple[anyio.Event, list[StatsReply]] = (anyio.Event(), [])
-        try:
-            self._answers[ticket] = answer
-            self.send([ops.GetStats(ticket)])
-            await answer[0].wait()
-        finally:
-            del self._answers[ticket]
-        self.check_alive()
-        reply = answer[1][0]
-        if reply.stats is None:
+        reply = await self._ask(ops.GetStats(self.next_id()))
+        if not isinstance(reply, StatsReply) or reply.stats is None:
             raise EngineFailed("no counters came") if reply.error is None else reply.error.to_exception()
         return reply.stats
+
+    async def graph(self) -> LiveGraph:
+        """The live graph of the session."""
+        reply = await self._ask(ops.GetGraph(self.next_id()))
+        if not isinstance(reply, GraphReply) or reply.graph is None:
+            raise EngineFailed("no graph came") if reply.error is None else reply.error.to_exception()
+        return reply.graph
+
+    async def _ask(self, question: ops.GetStats | ops.GetGraph) -> StatsReply | GraphReply:
+        """Sends a question and waits for its answer."""
+        self.check_alive()
+        answer: tuple[anyio.Event, list[StatsReply | GraphReply]] = (anyio.Event(), [])
+        try:
+            self._answers[question.ticket] = answer
+            self.send([question])
+            await answer[0].wait()
+        finally:
+            del self._answers[question.ticket]
+        self.check_alive()
+        return answer[1][0]
 
     def needs_values(self, what: str) -> None:
         """Called before ``what`` uses a value. A trace raises ``DataDependent``."""
@@ -371,7 +383,7 @@ class Link:
                 case StateFailed():
                     if (state := self.states.get(event.state)) is not None:
                         state.fail(event.error)
-                case StatsReply():
+                case StatsReply() | GraphReply():
                     if event.ticket in self._answers:
                         self._answers[event.ticket][1].append(event)
                         self._answers[event.ticket][0].set()

@@ -32,7 +32,7 @@ from agentflow.language.states.run import Run
 from agentflow.language.states.state import RootState, State
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
-from agentflow.protocol.events import Capabilities, Stats
+from agentflow.protocol.events import Capabilities, LiveGraph, Stats
 from agentflow.protocol.ops import Objective
 
 logger = logging.getLogger(__name__)
@@ -378,6 +378,18 @@ class Session(AsyncOnly):
         True
         """
         return await self._link.stats()
+
+    async def graph(self) -> LiveGraph:
+        """The unfinished part of the session, as the scheduler sees it: the open states with the objective
+        and the task group of their next requests, and what runs or waits. ``print`` shows an outline.
+
+        >>> async with flow.state() as s:
+        ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
+        ...     graph = await flow.graph()
+        >>> graph.states[-1].objective
+        'latency'
+        """
+        return await self._link.graph()
 
     @property
     def runs(self) -> Runs:

@@ -394,6 +394,67 @@ class StatsReply(_Event, frozen=True):
     error: ErrorInfo | None = None
 
 
+class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One open state, as the scheduler sees it."""
+
+    id: int
+    program: int  # equal for the states of one program
+    label: str = ""  # the name of the program
+    objective: Literal["latency", "throughput"] = "latency"  # of its next request
+    group: int = 0  # equal for the next requests of one task group; 0: none
+    steps: int | None = 0  # the requests that must end before its next one; None: it waits for its client
+
+
+class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One unfinished request, other variable, or fork."""
+
+    id: int
+    state: int
+    kind: str  # the op, or ``reply``
+    var: int = 0  # 0: a fork
+    name: str = ""
+    status: Literal["waiting", "running"] = "waiting"
+    needs: tuple[int, ...] = ()  # the unfinished nodes on which it depends
+    objective: Literal["latency", "throughput"] = "latency"
+
+
+class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
+    """The unfinished part of a session: its open states, and what still runs or waits. ``str`` gives an
+    outline."""
+
+    states: tuple[LiveState, ...] = ()
+    nodes: tuple[LiveNode, ...] = ()  # later than the nodes that they need
+    num_states_left_out: int = 0
+    num_nodes_left_out: int = 0
+
+    def __str__(self) -> str:
+        names = {node.id: node.name or f"{node.kind} {node.id}" for node in self.nodes}
+        lines: list[str] = []
+        for state in self.states:
+            steps = "waits for its client" if state.steps is None else f"{state.steps} steps before its next"
+            group = f", group {state.group}" if state.group else ""
+            label = f" of {state.label}" if state.label else ""
+            lines.append(
+                f"state {state.id}{label} (program {state.program}): {state.objective}{group}, {steps}"
+            )
+            for node in self.nodes:
+                if node.state == state.id:
+                    needs = ", ".join([names.get(one, str(one)) for one in node.needs])
+                    after = f" after {needs}" if needs else ""
+                    lines.append(f"  {node.kind} {node.name}: {node.status}, {node.objective}{after}")
+        if left := self.num_states_left_out + self.num_nodes_left_out:
+            lines.append(f"… {left} more")
+        return "\n".join(lines) or "nothing is unfinished"
+
+
+class GraphReply(_Event, frozen=True):
+    """Answers ``GetGraph`` with the live graph of the session, or with the error that prevented it."""
+
+    ticket: int
+    graph: LiveGraph | None = None
+    error: ErrorInfo | None = None
+
+
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass: its ``number``, its scheduled tokens by kind, the running and the waiting requests,
     the slots of the KV pool that running requests used, and its duration in milliseconds."""
@@ -467,4 +528,4 @@ class Peeked(_Event, frozen=True):
     error: ErrorInfo | None = None
 
 
-Event = Delta | Value | VarFailed | Reached | StateFailed | StatsReply | Watched | Peeked
+Event = Delta | Value | VarFailed | Reached | StateFailed | StatsReply | GraphReply | Watched | Peeked

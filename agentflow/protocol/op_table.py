@@ -221,6 +221,7 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Cancel: OpSpec(),
     ops.Close: OpSpec(),
     ops.GetStats: OpSpec(),
+    ops.GetGraph: OpSpec(),
     ops.Watch: OpSpec(check=lambda op: ops.check_watch(op.interval_s, op.max_nodes)),
     ops.Unwatch: OpSpec(),
     ops.Peek: OpSpec(),

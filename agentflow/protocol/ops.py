@@ -333,6 +333,12 @@ class GetStats(_Op, frozen=True):
     ticket: int
 
 
+class GetGraph(_Op, frozen=True):
+    """Requests a ``GraphReply`` with the same ticket."""
+
+    ticket: int
+
+
 class Watch(_Op, frozen=True):
     """Requests ``Watched`` events with this ticket until ``Unwatch``. A session has one watch: another one
     replaces it."""
@@ -377,6 +383,7 @@ Op = (
     | Cancel
     | Close
     | GetStats
+    | GetGraph
     | Watch
     | Unwatch
     | Peek

@@ -12,6 +12,7 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    GraphReply,
     Peeked,
     Reached,
     StateFailed,
@@ -286,7 +287,7 @@ class RecordedRuns:
                     self._expect(recorded, event.error)
             case StatsReply():
                 self.stats.append((recorded.seq, event))
-            case Watched() | Peeked():
+            case GraphReply() | Watched() | Peeked():
                 pass  # nothing of a run
 
     def _receive_variable(self, variable: RecordedVariable, recorded: RecordedEvent, at_s: float) -> None:

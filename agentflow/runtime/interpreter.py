@@ -83,7 +83,7 @@ from agentflow.runtime.limits import (
     text_bytes,
     variable_bytes,
 )
-from agentflow.runtime.observation import StatsAnswers, WatchAnswers
+from agentflow.runtime.observation import GraphAnswers, StatsAnswers, WatchAnswers
 from agentflow.runtime.programs.graph import FOLLOWED, ProgramGraph
 from agentflow.runtime.programs.place import Place
 from agentflow.runtime.state_tree import (
@@ -158,6 +158,7 @@ class Interpreter(Generic[ContextT]):
             self._find, self._embedders, self._variables, self._memory, self._start_child
         )
         self._stats = StatsAnswers(generator, task_group, self.events)
+        self._graphs = GraphAnswers(self._graph, self.events)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
 
     @property
@@ -214,6 +215,8 @@ class Interpreter(Generic[ContextT]):
                 yield from self._start_graph(op)
             case ops.GetStats():
                 self._stats.ask(op.ticket)
+            case ops.GetGraph():
+                self._graphs.ask(op.ticket)
             case ops.Watch():
                 self._watch.watch(op)
             case ops.Unwatch():

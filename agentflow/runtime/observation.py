@@ -21,6 +21,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import (
     ErrorInfo,
     Event,
+    GraphReply,
     Peeked,
     StatsReply,
     TreeDelta,
@@ -31,6 +32,8 @@ from agentflow.protocol.events import (
 from agentflow.protocol.op_table import spec_of
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
 from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.programs.graph import ProgramGraph
+from agentflow.runtime.programs.live import live_graph
 from agentflow.runtime.state_tree import EventCursor
 
 MAX_PEEKS = 100
@@ -77,6 +80,29 @@ class StatsAnswers(Generic[ContextT]):
         """The replies since the last call."""
         replies, self._replies = self._replies, []
         return replies
+
+
+class GraphAnswers:
+    """Answers ``GetGraph``, when the client reads its events."""
+
+    def __init__(self, graph: ProgramGraph, events: EventCursor) -> None:
+        self._graph = graph
+        self._events = events
+        self._tickets: list[int] = []
+
+    def ask(self, ticket: int) -> None:
+        """Asks for an answer with this ticket. ``Overloaded`` if too many are not received."""
+        ops.check_number(ticket)
+        if len(self._tickets) >= MAX_PEEKS:
+            raise Overloaded(f"{MAX_PEEKS} requests for the graph are unanswered: receive some answers first")
+        self._tickets.append(ticket)
+        self._events.mark(self)
+
+    def take_events(self) -> list[Event]:
+        """The replies since the last call."""
+        tickets, self._tickets = self._tickets, []
+        graph = live_graph(self._graph) if tickets else None
+        return [GraphReply(ticket, graph) for ticket in tickets]
 
 
 class SentTree:

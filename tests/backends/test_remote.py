@@ -16,7 +16,7 @@ from support.session_peer import HANG, count_words, gen, opened
 from support.wire_server import Budget, ThreadServer, proxied, thread_server
 
 import agentflow as af
-from agentflow.backends.remote import Remote
+from agentflow.backends.remote import Cursors, Remote
 from agentflow.errors import (
     BadArgument,
     FrameTooLarge,
@@ -26,6 +26,7 @@ from agentflow.errors import (
     ServerUnreachable,
 )
 from agentflow.protocol import ops
+from agentflow.protocol.events import ErrorInfo, GraphReply, LiveGraph
 from agentflow.server.config.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio
@@ -131,6 +132,30 @@ async def test_cancelling_the_scope_ends_the_session_on_the_server(server: Threa
             await anyio.sleep_forever()
     assert scope.cancelled_caught
     await server.wait_until_idle()  # far sooner than the grace of 60 s
+
+
+async def test_live_graph_of_a_session(server: ThreadServer) -> None:
+    async with af.session(server.url) as flow, flow.state() as s:
+        s += HANG + af.gen("first") + af.gen("second")
+        await anext(aiter(s["first"]))
+        graph = await flow.graph()
+        assert [(node.name, node.status) for node in graph.nodes] == [
+            ("first", "running"),
+            ("second", "waiting"),
+        ]
+        assert graph.nodes[1].needs == (graph.nodes[0].id,)
+        assert [(state.id, state.steps) for state in graph.states] == [(s.id, 0)]
+        assert "gen second: waiting, latency after first" in str(graph)
+
+
+async def test_live_graph_is_delivered_once_and_only_if_it_was_requested() -> None:
+    cursors = Cursors()
+    cursors.unanswered[7] = 1
+    cursors.graph_tickets.add(7)
+    lost = ErrorInfo("server_lost", "it is gone")
+    assert cursors.failures(lost) == [GraphReply(7, None, lost)]
+    assert cursors.receive([GraphReply(7, LiveGraph())] * 2) == [GraphReply(7, LiveGraph())]
+    assert not cursors.graph_tickets
 
 
 # Connections that break

@@ -15,7 +15,7 @@ import agentflow as af
 from agentflow.cli.main import main
 from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
-from agentflow.protocol.events import Event, Peeked, Value, Watched
+from agentflow.protocol.events import Event, GraphReply, Peeked, Value, Watched
 from agentflow.recording.file import VERSION, read_recording
 
 pytestmark = pytest.mark.anyio
@@ -67,8 +67,8 @@ async def test_all_ops_and_events_are_recorded(path):
     assert (recording.header.seed, recording.header.model) == (7, "scripted")
     assert [entry.sent for entry in recording.entries if entry.sent is not None] == backend.ops
     assert [entry.received for entry in recording.entries if entry.received is not None] == backend.events
-    # A program sends neither op that these answer.
-    assert {type(event) for event in backend.events} == set(Event.__args__) - {Watched, Peeked}
+    # A program sends neither op that the first two answer, and the third is not recorded.
+    assert {type(event) for event in backend.events} == set(Event.__args__) - {Watched, Peeked, GraphReply}
     times = [entry.at_s for entry in recording.entries]
     assert times == sorted(times)
     assert (recording.ending, recording.is_truncated) == ("complete", False)

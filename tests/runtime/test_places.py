@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
+from support.observed_backends import Stepped
 
 import agentflow as af
 from agentflow.backends.local import interpreted
@@ -136,3 +138,38 @@ async def test_state_that_waits_for_its_client() -> None:
         await s
         await flow.stats()  # a turn of the event loop later
         assert backend.generator.places[-1].steps is None
+
+
+async def test_live_graph_numbers_programs_and_groups_from_one() -> None:
+    backend = Stepped(lambda prompt: "word")
+    async with af.session(backend=backend) as flow:
+        parts = [flow.state(program="digest") for _ in range(3)]
+        for part in parts:
+            part += "B" + af.gen("part")
+        whole = flow.state()
+        whole += "".join(f"{part['part']}" for part in parts) + "R" + af.gen("whole")
+        graph = await flow.graph()
+        assert [(one.program, one.group, one.label) for one in graph.states] == [(1, 1, "digest")] * 3 + [
+            (2, 0, "")
+        ]
+        assert [one.steps for one in graph.states] == [0, 0, 0, 1]
+        assert graph.nodes[3].needs == tuple([node.id for node in graph.nodes[:3]])
+        await backend.allow(4)
+        await whole["whole"]
+        assert (await flow.graph()).nodes == ()
+
+
+async def test_recording_holds_no_live_graph(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    async def one(flow: af.Session) -> str:
+        async with flow.state() as s:
+            s += "B" + af.gen("part")
+            await flow.graph()
+            return await s["part"]
+
+    async with af.session(backend=af.Scripted("word"), record=path) as flow:
+        await one(flow)
+    assert "graph" not in path.read_text()
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await one(flow) == "word"

@@ -201,7 +201,7 @@ class ProgramGraph:
         changed, self._changed = self._changed, {}
         found: list[tuple[int, Place]] = []
         for state in changed:
-            place = self._place_of(state)
+            place = self.place_of(state)
             if place != state.place:
                 state.place = place
                 found.append((state.number, place))
@@ -215,11 +215,34 @@ class ProgramGraph:
     def place(self, number: int) -> Place | None:
         """The present place of a state."""
         state = self._states.get(number)
-        return None if state is None else self._place_of(state)
+        return None if state is None else self.place_of(state)
 
     def nodes(self) -> Sequence[Node]:
         """The unfinished nodes, in the order of the states."""
         return [node for state in self._states.values() for node in state.nodes]
+
+    def place_of(self, state: StateInGraph) -> Place:
+        """The present place of a state."""
+        node = state.next_request()
+        if node is None:
+            expected = self._returns_s.get(state.label) if state.waits_since is not None else None
+            return Place(state.program, 0, state.objective or "latency", None, expected)
+        stage = node.stage
+        return Place(
+            state.program,
+            0 if stage is None or len(stage.members) < 2 else stage.number,
+            node.objective,
+            None if node.depth == BLOCKED else node.depth,
+            None,
+            node.want == "stream",
+            node.ttft_s,
+            node.tpot_s,
+        )
+
+    @property
+    def num_states(self) -> int:
+        """The number of open states."""
+        return len(self._states)
 
     def states(self) -> Iterable[StateInGraph]:
         """The open states."""
@@ -356,20 +379,3 @@ class ProgramGraph:
             del self._returns_s[next(iter(self._returns_s))]
         seconds = max(0.0, seconds)
         self._returns_s[label] = seconds if before is None else before + _WEIGHT_OF_LAST * (seconds - before)
-
-    def _place_of(self, state: StateInGraph) -> Place:
-        node = state.next_request()
-        if node is None:
-            expected = self._returns_s.get(state.label) if state.waits_since is not None else None
-            return Place(state.program, 0, state.objective or "latency", None, expected)
-        stage = node.stage
-        return Place(
-            state.program,
-            0 if stage is None or len(stage.members) < 2 else stage.number,
-            node.objective,
-            None if node.depth == BLOCKED else node.depth,
-            None,
-            node.want == "stream",
-            node.ttft_s,
-            node.tpot_s,
-        )

@@ -43,6 +43,7 @@ export type Op =
   | CancelOp
   | CloseOp
   | GetStatsOp
+  | GetGraphOp
   | WatchOp
   | UnwatchOp
   | PeekOp;
@@ -54,6 +55,7 @@ export type ServerEvent =
   | ReachedEvent
   | StateFailedEvent
   | StatsReplyEvent
+  | GraphReplyEvent
   | WatchedEvent
   | PeekedEvent;
 
@@ -663,6 +665,13 @@ export interface GetStatsOp {
   ticket: number;
 }
 
+/** Requests `graphreply`. At most 100 answers may wait for the client (`overloaded`). */
+export interface GetGraphOp {
+  op: "getgraph";
+  /** Repeated in the answer. */
+  ticket: number;
+}
+
 /**
  * Requests `watched` events, from now on until `unwatch`, at most one per interval. They are for pages
  * and tools that show what the engine does. A session has one watch: another one replaces it, and starts
@@ -892,6 +901,69 @@ export interface EndpointStats {
   failed: number;
   /** Until an open circuit is half open. */
   retry_after_s: number | null;
+}
+
+/** The answer to `getgraph`: the unfinished part of the session when the answer is sent. */
+export interface GraphReplyEvent {
+  event: "graphreply";
+  ticket: number;
+  /** `null` if there is an error. */
+  graph?: LiveGraph | null;
+  /** Why there is no graph now. */
+  error?: ErrorInfo | null;
+}
+
+/**
+ * Part of `graphreply`: the open states, and the requests, other variables and forks that are
+ * unfinished. Each has at most 1,000.
+ */
+export interface LiveGraph {
+  /** By default `[]`. */
+  states?: LiveState[];
+  /** Each one after the nodes that it needs; by default `[]`. */
+  nodes?: LiveNode[];
+  /** Further states; by default `0`. */
+  num_states_left_out?: number;
+  /** Further nodes of these states; by default `0`. */
+  num_nodes_left_out?: number;
+}
+
+/** Part of a LiveGraph: one open state, as the scheduler sees it. */
+export interface LiveState {
+  /** Its number in the session. */
+  id: number;
+  /** Equal for the states of one program, in this answer. */
+  program: number;
+  /** The `label` of `open`, or the `program` if it has none; by default `""`. */
+  label?: string;
+  /** Of its next request; by default `"latency"`. */
+  objective?: "latency" | "throughput";
+  /** Equal for the next requests of one task group, in this answer; 0: none; by default `0`. */
+  group?: number;
+  /**
+   * The requests that must end, one after the other, before its next one can begin, at most 8; `null`: it
+   * waits for its client; by default `0`.
+   */
+  steps?: number | null;
+}
+
+/** Part of a LiveGraph: one unfinished request, other variable, or fork. */
+export interface LiveNode {
+  /** Its number in the session's graph. */
+  id: number;
+  state: number;
+  /** Its op, or `reply`. */
+  kind: string;
+  /** 0: a fork; by default `0`. */
+  var?: number;
+  /** By default `""`. */
+  name?: string;
+  /** By default `"waiting"`. */
+  status?: "running" | "waiting";
+  /** The unfinished nodes on which it depends; by default `[]`. */
+  needs?: number[];
+  /** By default `"latency"`. */
+  objective?: "latency" | "throughput";
 }
 
 /**

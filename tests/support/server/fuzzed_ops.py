@@ -96,6 +96,7 @@ ODD = (
     ops.SubmitGraph,
     ops.Limit,
     ops.GetStats,
+    ops.GetGraph,
     ops.TaskGroup,
     ops.Watch,
     ops.Unwatch,
