@@ -258,7 +258,7 @@ class SeveralConnection:
                     self._forget(one)
             case ops.Limit():
                 yield from self._limit(op)
-            case ops.Provide() if (variable := self._variables.get(op.var)) is not None:
+            case ops.Provide() | ops.Want() if (variable := self._variables.get(op.var)) is not None:
                 yield variable.state.place, op
             case ops.GetStats():
                 yield self._place(""), op

@@ -207,6 +207,7 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Done: OpSpec(is_content=True, in_graph=True, outcome="reached"),
     ops.Expect: OpSpec(is_content=True, in_graph=True, outcome="provided"),
     ops.Provide: OpSpec(),
+    ops.Want: OpSpec(check=lambda op: ops.check_want(op.ttft_s, op.tpot_s)),
     ops.Hint: _step(check=lambda op: ops.check_hint(op.output_tokens, op.forks, op.deadline_s)),
     ops.Limit: OpSpec(in_graph=True, check=lambda op: ops.check_limit(op.deadline_s, op.output_tokens)),
     ops.Fork: _step(

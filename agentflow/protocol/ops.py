@@ -241,6 +241,17 @@ class Provide(_Op, frozen=True):
     error: ErrorInfo | None = None
 
 
+class Want(_Op, frozen=True):
+    """Advice to the scheduler: somebody waits for the value of variable ``var`` or, with ``stream``, reads
+    its text while it grows. Changes no result. Takes effect immediately; none if the variable has ended."""
+
+    var: int
+    how: Literal["value", "stream"] = "value"
+    objective: Objective | None = None  # of the request that generates it
+    ttft_s: float | None = None  # the wanted time until its first token
+    tpot_s: float | None = None  # the wanted time of each further token
+
+
 class Hint(_Op, frozen=True):
     """Advice to the scheduler about the state's next ops; changes no result."""
 
@@ -374,6 +385,7 @@ Op = (
     | End
     | Declaring
     | Provide
+    | Want
     | Hint
     | Limit
     | Fork
@@ -424,6 +436,13 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
         raise BadArgument(
             f"hint: deadline_s must be a number of seconds, not {deadline_s!r}", param="deadline_s"
         )
+
+
+def check_want(ttft_s: float | None, tpot_s: float | None) -> None:
+    """Raises ``BadArgument`` for values that a ``Want`` cannot have."""
+    for name, value in (("ttft_s", ttft_s), ("tpot_s", tpot_s)):
+        if value is not None and not (is_number(value, 0, math.inf) and value < math.inf):
+            raise BadArgument(f"get: {name} must be a number of seconds, not {value!r}", param=name)
 
 
 def check_watch(interval_s: float, max_nodes: int) -> None:

@@ -25,7 +25,7 @@ import msgspec
 from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply
-from agentflow.protocol.ops import GetGraph, Op
+from agentflow.protocol.ops import GetGraph, Op, Want
 from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
 
@@ -100,9 +100,10 @@ class Recorded:
     """Wraps a backend, and writes its ops and events to the file ``path``.
 
     Until the backend is connected, the lines go to ``PATH.part``, and an earlier recording stays. Then the
-    file is renamed. Live graphs are not recorded. Ops that are sent together, and events that are delivered
-    together, are written together; a process that is killed loses at most the lines of one write. If the disk
-    fails, the recording ends with an error in the log, and the program continues. ``clock``: in seconds."""
+    file is renamed. Live graphs and wants are not recorded. Ops that are sent together, and events that are
+    delivered together, are written together; a process that is killed loses at most the lines of one write.
+    If the disk fails, the recording ends with an error in the log, and the program continues. ``clock``: in
+    seconds."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class _RecordedConnection:
     def send(self, ops: Sequence[Op]) -> None:
         at_s = self._writer.now_s()
         try:  # first, so that an op that cannot be written does not run
-            lines = [_encode(Entry(at_s, sent=op)) for op in ops if not isinstance(op, GetGraph)]
+            lines = [_encode(Entry(at_s, sent=op)) for op in ops if not isinstance(op, GetGraph | Want)]
         except UnicodeEncodeError as error:
             raise BadArgument(
                 f"an op cannot be recorded: a text holds half a surrogate pair: {error}"

@@ -228,6 +228,10 @@ class Interpreter(Generic[ContextT]):
                 self._states.cancel(self._states.open_state(op.state), cancelled)
             case ops.Provide():
                 self._provide(op)
+            case ops.Want():
+                OPS[type(op)].check(op)
+                self._graph.want(op.var, op.how, op.objective, op.ttft_s, op.tpot_s)
+                self._report_places_later()
             case ops.Limit():
                 OPS[type(op)].check(op)
                 budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)

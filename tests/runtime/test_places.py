@@ -159,6 +159,18 @@ async def test_live_graph_numbers_programs_and_groups_from_one() -> None:
         assert (await flow.graph()).nodes == ()
 
 
+async def test_get_with_an_objective() -> None:
+    backend = Placed()
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "C" + af.gen("first") + af.gen("second")
+        await s["first"].get(objective="throughput", ttft_s=0.5, tpot_s=0.1)
+        await s["second"].get()
+    first = next(place for place in backend.generator.places if place.ttft_s is not None)
+    assert (first.objective, first.ttft_s, first.tpot_s) == ("throughput", 0.5, 0.1)
+    with pytest.raises(af.errors.BadArgument):
+        await s["first"].get(ttft_s=-1.0)
+
+
 async def test_recording_holds_no_live_graph(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 

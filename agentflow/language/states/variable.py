@@ -12,7 +12,7 @@ import inspect
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, overload
 
 from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed, shown_error
 from agentflow.language.expressions import Appendable, Expression, Sequence_, tuple_of
@@ -560,6 +560,32 @@ class Variable(Reference[ValueT_co]):
         await self._node.settled()
         value: ValueT_co = value_of(self._node)
         return value
+
+    async def get(
+        self,
+        *,
+        objective: ops.Objective | None = None,
+        ttft_s: float | None = None,
+        tpot_s: float | None = None,
+    ) -> ValueT_co:
+        """Its value, as ``await`` gives it, with advice to the scheduler about the request that generates it.
+        The requests before it follow from that. Changes no result.
+
+        Args:
+            objective: ``"latency"`` or ``"throughput"``, as in ``s.hint``.
+            ttft_s: The wanted time until the first token, in seconds.
+            tpot_s: The wanted time of each further token, in seconds.
+
+        >>> await s["answer"].get(objective="throughput")
+        'Plants turn light into sugar.'
+        """
+        if objective not in (None, *get_args(ops.Objective)):
+            raise BadArgument(f"get: objective must be latency or throughput, not {objective!r}")
+        ops.check_want(ttft_s, tpot_s)
+        node, link = self._node, self._node.state.link
+        if not node.is_done and not link.is_tracing:
+            link.send([ops.Want(node.id, "value", objective, ttft_s, tpot_s)])
+        return await self
 
     async def whole_text(self) -> str:
         """Waits for the complete text, whatever the type of the value; of a reply, the prose. Raises its

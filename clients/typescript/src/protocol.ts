@@ -34,6 +34,7 @@ export type Op =
   | DoneOp
   | ExpectOp
   | ProvideOp
+  | WantOp
   | HintOp
   | LimitOp
   | ForkOp
@@ -566,6 +567,23 @@ export interface ErrorInfo {
   retry_after_s?: number | null;
   /** The name of the invalid argument or field, if the error concerns one. */
   param?: string | null;
+}
+
+/**
+ * Advice to the scheduler: somebody waits for the value of a variable, or reads its text while it grows.
+ * It takes effect immediately, changes no result, and has no effect if the variable has ended.
+ */
+export interface WantOp {
+  op: "want";
+  var: number;
+  /** By default `"value"`. */
+  how?: "stream" | "value";
+  /** Of the request that generates it. */
+  objective?: "latency" | "throughput" | null;
+  /** The wanted time until its first token, in seconds. */
+  ttft_s?: number | null;
+  /** The wanted time of each further token, in seconds. */
+  tpot_s?: number | null;
 }
 
 /** Describes the state's next ops to the scheduler. Does not affect results. */
