@@ -329,7 +329,14 @@ class Engine:
                 request = self._requests[request_id]
                 if request.origin.state == placed.state:
                     request.origin = request.origin.at(placed.program, placed.task_group, placed.objective)
-        self.scheduler.place(placed.state, placed.program, placed.task_group, placed.objective)
+        self.scheduler.place(
+            placed.state,
+            placed.program,
+            placed.task_group,
+            placed.objective,
+            placed.steps,
+            placed.returns_s,
+        )
 
     def _grammar_built(self, built: BuiltGrammar) -> None:
         messages = self._unready.pop(built.key, {})

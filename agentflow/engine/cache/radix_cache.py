@@ -5,8 +5,8 @@ run of token ids with the slot of each. There is one tree for each *extra key* (
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
 Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``holdings`` says which
-owners (tenants) lose them. Of one owner it takes first the leaves that no open state needs (``keep``), then
-the least recently used.
+owners (tenants) lose them. Of one owner it takes first the leaves that no open state needs (``keep``), the
+least recently used first, then those whose states continue last.
 
 Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
 and the leaves that it shortens or removes, found in heaps with lazy deletion. Token runs are ``bytes``, four
@@ -73,6 +73,7 @@ class Node:
         "num_prompt",
         "number",
         "parent",
+        "returns",
         "run",
         "slots",
         "start",
@@ -98,6 +99,7 @@ class Node:
         self.num_prompt = len(slots)  # leading tokens that a prompt computed; the others were generated
         self.locks = 0
         self.keeps = 0  # open states that end here
+        self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
         self.last_access = last_access
         self.moved_to: Node | None = None  # a removed node's former parent
         self.number = 0  # identifies it; 0 for a root
@@ -262,16 +264,18 @@ class RadixCache:
                     node.account.leaves.push(node)
             node = node.parent
 
-    def keep(self, match: PrefixMatch) -> None:
-        """An open state ends here: evicts this after tokens that no state needs. Not a lock. Counted."""
-        match.node.keeps += 1
-        self._requeue(match.node)
+    def keep(self, match: PrefixMatch, returns: float = 0.0) -> None:
+        """An open state ends here: evicts this after tokens that no state needs, even if parts of the match
+        have been evicted since. Not a lock. Counted. ``returns``: when the state is expected to continue; of
+        kept leaves, the last goes first. Where several states end, the earliest time counts until none is
+        left."""
+        node = _present(match.node)
+        _keep(node, 1, returns)
+        self._requeue(node)
 
     def unkeep(self, match: PrefixMatch) -> None:
         """Undoes one ``keep``, even if parts of the match have been evicted since."""
-        node = match.node
-        while node.moved_to is not None:
-            node = node.moved_to
+        node = _present(match.node)
         node.keeps -= 1
         self._requeue(node)
 
@@ -406,7 +410,7 @@ class RadixCache:
         self.recent.pop(node, None)
         self._left(account, len(node.slots))
         account.leaves.num_leaves -= 1
-        parent.keeps += node.keeps  # an open state still needs what is left
+        _keep(parent, node.keeps, node.returns)  # an open state still needs what is left
         node.parent, node.moved_to = None, parent
         if parent.is_evictable:
             account.leaves.num_leaves += 1
@@ -538,7 +542,8 @@ class Account(Holding):
         self.num_nodes = 0
 
 
-_Entry = tuple[bool, int, int, Node]  # whether it is kept, last access, tie-break, leaf
+# Whether it is kept, when its states continue (negated), last access, tie-break, leaf.
+_Entry = tuple[bool, float, int, int, Node]
 
 
 class EvictionQueue:
@@ -557,10 +562,12 @@ class EvictionQueue:
     def push(self, node: Node) -> None:
         """Adds an evictable leaf, or updates its rank."""
         self._pushes += 1
-        heapq.heappush(self._entries, (node.keeps > 0, node.last_access, self._pushes, node))
+        is_kept = node.keeps > 0
+        returns = -node.returns if is_kept else 0.0
+        heapq.heappush(self._entries, (is_kept, returns, node.last_access, self._pushes, node))
         if len(self._entries) > 64 + 4 * self.num_leaves:
             # Mostly old entries: keep one for each leaf. The cost is amortized over pushes.
-            live = {id(entry[3]): entry for entry in self._entries if _is_current(entry)}
+            live = {id(entry[-1]): entry for entry in self._entries if _is_current(entry)}
             self._entries = list(live.values())
             heapq.heapify(self._entries)
 
@@ -569,12 +576,12 @@ class EvictionQueue:
         while self._entries:
             entry = heapq.heappop(self._entries)
             if _is_current(entry):
-                return entry[3]
+                return entry[-1]
         return None
 
     def nodes(self) -> set[Node]:
         """All leaves in the queue. For checks."""
-        return {entry[3] for entry in self._entries if _is_current(entry)}
+        return {entry[-1] for entry in self._entries if _is_current(entry)}
 
 
 def _num_blocks(node: Node, length: int) -> int:
@@ -583,8 +590,24 @@ def _num_blocks(node: Node, length: int) -> int:
 
 
 def _is_current(entry: _Entry) -> bool:
-    is_kept, last_access, _, node = entry
-    return node.last_access == last_access and node.is_evictable and (node.keeps > 0) == is_kept
+    is_kept, returns, last_access, _, node = entry
+    if node.last_access != last_access or not node.is_evictable or (node.keeps > 0) != is_kept:
+        return False
+    return not is_kept or node.returns == -returns
+
+
+def _present(node: Node) -> Node:
+    """The node, or what is left of the path to it."""
+    while node.moved_to is not None:
+        node = node.moved_to
+    return node
+
+
+def _keep(node: Node, num_states: int, returns: float) -> None:
+    """More open states end at the node, and continue at ``returns`` or later."""
+    if num_states:
+        node.returns = min(node.returns, returns) if node.keeps else returns
+        node.keeps += num_states
 
 
 # The match of an empty prefix.

@@ -10,7 +10,11 @@ The KV of open states of programs is evicted last, and kept from new requests wh
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
+import math
+import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -32,6 +36,12 @@ EXPIRES_AFTER_POOLS = 4
 EXPECTED_STEPS = 2
 """The next request of a state is expected for this many steps. Programs continue immediately; people do
 not."""
+MEAN_OF = 4
+"""Means of times follow about this many of the latest ones."""
+OVERDUE_AFTER = 4
+"""A state that continues sooner than requests take is overdue after this many of their mean time."""
+LEAST_WAIT_S = 0.1
+"""An overdue state is expected no sooner than this."""
 IDLE_AFTER_POOLS = 4
 """A tenant that does not use the cache while this many times the pool enters it loses its claim to a part."""
 
@@ -52,6 +62,7 @@ class KVMemory:
         on_evict: Called for every token run that leaves it.
         model: The model's identity, which the digests of blocks contain.
         on_blocks: As of ``RadixCache``.
+        clock: Seconds.
     """
 
     def __init__(
@@ -65,10 +76,11 @@ class KVMemory:
         on_evict: OnEvict,
         model: str = "",
         on_blocks: OnBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots = KVSlots(num_slots)
         self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
-        self.liveness = Liveness(self.cache, num_slots)
+        self.liveness = Liveness(self.cache, num_slots, clock)
         self.req_to_token: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
         self.num_evicted = 0
@@ -262,22 +274,41 @@ class KVSlots:
 
 
 class _End(NamedTuple):
+    """The end of a state's last request. Times are in seconds."""
+
     match: PrefixMatch
     num_computed: int
     step: int
+    ended: float
+    returns: float = 0.0  # when the state is expected to continue; 0: soon, or its next request is here
+    due: float = math.inf  # when it is expected later than that
 
 
 class Liveness:
     """The open states of one model, each with the end of its last request in the cache.
 
     A state that is open will probably continue from its last tokens. Liveness ranks evictions and delays
-    admissions, but never locks. The rank expires once much else was computed, and does not help if only kept
-    tokens are left. The delay lasts two steps. While the batch has room, it concerns only requests that would
-    evict many of these tokens.
+    admissions, but never locks. The rank expires once much else was computed. The delay lasts two steps.
+    While the batch has room, it concerns only requests that would evict many of these tokens.
+
+    If only kept tokens are left, the state that continues last loses its tokens first. A token takes the same
+    room for any state, so a state's gain for its room is the larger the sooner it continues (for known times,
+    the rule of Belady, 1966; by steps to execution, KVFlow, 2025). The program says when
+    (``place``), or the earlier times of the state's client do. States that continue sooner than a request
+    takes, from its arrival to its end, are equal, and the least recently used goes first: they will wait in
+    the queue anyway. A state that is overdue is expected after as long again as it has waited in all.
     """
 
-    def __init__(self, cache: RadixCache, num_slots: int) -> None:
+    def __init__(
+        self, cache: RadixCache, num_slots: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cache = cache
+        self._clock = clock
+        self._gaps: dict[Hashable, float] = {}  # the mean time between the requests of each open state
+        self._arrivals: dict[Hashable, float] = {}  # when the request of a state came that has not ended
+        self._request_s = 0.0  # the mean time from a request's arrival to its end
+        self._due: list[tuple[float, int, Hashable]] = []  # a heap of expected times, with old entries
+        self._ties = itertools.count()
         self._lifetime = EXPIRES_AFTER_POOLS * num_slots
         self._max_states = num_slots
         self._ends: dict[Hashable, _End] = {}  # least recently refreshed first
@@ -287,20 +318,91 @@ class Liveness:
 
     def refresh(self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int) -> None:
         """A request of the state ended here. ``num_computed``, ``step``: the engine's totals so far."""
-        self.close(state)
-        self._cache.keep(end)
-        self._ends[state] = _End(end, num_computed, step)
+        self._drop(state)
+        now = self._clock()
+        arrived = self._arrivals.pop(state, now)
+        self._request_s += (now - arrived - self._request_s) / MEAN_OF
+        self._put(state, self._expected(_End(end, num_computed, step, now), self._gaps.get(state, 0.0)))
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
 
+    def arrived(self, state: Hashable) -> None:
+        """A request of the state is here: its tokens are needed soon, and the client's time is known."""
+        now = self._clock()
+        end = self._ends.get(state)
+        if end is not None:
+            gap, before = now - end.ended, self._gaps.get(state)
+            self._gaps[state] = gap if before is None else before + (gap - before) / MEAN_OF
+            self._arrivals[state] = now
+            self._move(state, end._replace(returns=0.0, due=math.inf))
+
+    def left(self, state: Hashable) -> None:
+        """The request of the state left the queue and did not run."""
+        end = self._ends.get(state)
+        if self._arrivals.pop(state, None) is not None and end is not None:
+            self._move(state, self._expected(end, self._gaps[state]))
+
+    def place(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
+        """The program says when the state continues; the arguments are those of ``Place``. Unknown states are
+        ignored."""
+        end = self._ends.get(state)
+        if end is None or state in self._arrivals:
+            return
+        if steps is None:
+            wait_s = self._gaps.get(state, 0.0) if returns_s is None else returns_s
+        else:
+            wait_s = steps * self._request_s
+        self._move(state, self._expected(end, wait_s))
+
     def close(self, state: Hashable) -> None:
         """The state was closed. Unknown states are ignored."""
+        self._gaps.pop(state, None)
+        self._arrivals.pop(state, None)
+        self._drop(state)
+
+    def _put(self, state: Hashable, end: _End) -> None:
+        self._cache.keep(end.match, end.returns)
+        self._ends[state] = end
+        if end.due < math.inf:
+            heapq.heappush(self._due, (end.due, next(self._ties), state))
+            if len(self._due) > 64 + 4 * len(self._ends):
+                self._due = [entry for entry in self._due if self._is_due(*entry)]
+                heapq.heapify(self._due)
+
+    def _move(self, state: Hashable, end: _End) -> None:
+        """The state is expected at another time. It keeps its rank among the states that expire."""
+        self._cache.unkeep(end.match)
+        self._put(state, end)
+
+    def _expected(self, end: _End, wait_s: float) -> _End:
+        """The end of a state that is expected to continue in ``wait_s``."""
+        now = self._clock()
+        if wait_s > self._request_s:
+            return end._replace(returns=now + wait_s, due=now + wait_s)
+        return end._replace(returns=0.0, due=now + OVERDUE_AFTER * max(self._request_s, LEAST_WAIT_S))
+
+    def _drop(self, state: Hashable) -> None:
         known = self._ends.pop(state, None)
         if known is not None:
             self._cache.unkeep(known.match)
 
+    def _is_due(self, due: float, _: int, state: Hashable) -> bool:
+        end = self._ends.get(state)
+        return end is not None and end.due == due
+
+    def _postpone(self) -> None:
+        """Expects the overdue states later."""
+        now = self._clock()
+        while self._due and self._due[0][0] <= now:
+            entry = heapq.heappop(self._due)
+            if self._is_due(*entry):
+                end = self._ends[entry[2]]
+                returns = now + max(now - end.ended, LEAST_WAIT_S)
+                self._move(entry[2], end._replace(returns=returns, due=returns))
+
     def expire(self, num_computed: int) -> None:
-        """Drops states without recent requests."""
+        """Drops states without recent requests, and expects the overdue ones later."""
+        self._postpone()
         while self._ends:
             state, end = next(iter(self._ends.items()))
             if num_computed - end.num_computed <= self._lifetime:

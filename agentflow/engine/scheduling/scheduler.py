@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class Scheduler:
         policies: The policies that ``config.policy`` may name.
         model: The identity of the model.
         on_blocks: As of ``RadixCache``.
+        clock: Seconds, for the times between the requests of a state.
 
     Raises:
         BadArgument: The policy is unknown.
@@ -112,6 +114,7 @@ class Scheduler:
         policies: Mapping[str, NewPolicy] = POLICIES,
         model: str = "",
         on_blocks: OnBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.max_total_tokens = min(max_context, num_slots)
@@ -132,6 +135,7 @@ class Scheduler:
             on_evict=self.waiting.tokens_evicted,
             model=model,
             on_blocks=on_blocks,
+            clock=clock,
         )
         self.cost = StepCost()
         self._sampling = SamplingTable(config.max_running)
@@ -161,6 +165,7 @@ class Scheduler:
         self.waiting.add(request)
         if request.origin.state:
             self._of_state.setdefault(request.origin.state, []).append(request)
+            self.memory.liveness.arrived(request.origin.state)
 
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its tokens, or None if there is nothing to run (before the batch
@@ -432,6 +437,7 @@ class Scheduler:
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            self.memory.liveness.left(request.origin.state)
         request.status = Status.FINISHED
         state = request.origin.state
         if request in self._of_state.get(state, ()):
@@ -473,8 +479,18 @@ class Scheduler:
         if request.num_to_compute > MAX_FORCED_TOKENS:
             self._prefills.add(request)
 
-    def place(self, state: int, program: int, task_group: int, objective: Objective) -> None:
-        """The program changed the place of a state: its requests that wait or run have this place now."""
+    def place(
+        self,
+        state: int,
+        program: int,
+        task_group: int,
+        objective: Objective,
+        steps: int | None = 0,
+        returns_s: float | None = None,
+    ) -> None:
+        """The program changed the place of a state, as in ``Placed``. The requests of the state that wait or
+        run have this place now, and its tokens are kept by the time when it continues."""
+        self.memory.liveness.place(state, steps, returns_s)
         for request in self._of_state.get(state, ()):
             origin = request.origin.at(program, task_group, objective)
             if origin != request.origin:

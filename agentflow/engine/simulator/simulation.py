@@ -76,9 +76,16 @@ class _Run:
     """One replay."""
 
     def __init__(
-        self, workload: Workload, scheduler: Scheduler, cost: CostModel, *, knows_programs: bool
+        self,
+        workload: Workload,
+        scheduler: Scheduler,
+        cost: CostModel,
+        *,
+        knows_programs: bool,
+        knows_returns: bool,
     ) -> None:
         self.workload = workload
+        self._knows_returns = knows_returns
         self._knows_programs = knows_programs
         self.scheduler = scheduler
         self.cost = cost
@@ -127,6 +134,12 @@ class _Run:
 
     def _is_known(self, arrival: Arrival) -> bool:
         return self._knows_programs and bool(arrival.program)
+
+    def _tell_return(self, arrival: Arrival, returns_s: float) -> None:
+        program = self._number(f"program {arrival.program}") if self._is_known(arrival) else 0
+        group = self._number(arrival.task_group)
+        state = self._number(arrival.state)
+        self.scheduler.place(state, program, group, arrival.objective, None, returns_s)
 
     def _arrive(self, at_s: float, index: int) -> None:
         arrival = self.workload.arrivals[index]
@@ -178,6 +191,8 @@ class _Run:
             if self._num_missing[follower]:
                 continue
             delay_s = self.workload.arrivals[follower].at_s
+            if self._knows_returns and state == self.workload.arrivals[follower].state:
+                self._tell_return(served.arrival, delay_s)
             heapq.heappush(self.due, (self.now_s + delay_s, follower))
 
 
@@ -190,6 +205,7 @@ def simulate(
     max_context: int = SIMULATED_CONTEXT,
     on_progress: OnProgress | None = None,
     knows_programs: bool = True,
+    knows_returns: bool = False,
 ) -> Simulated:
     """Replays the workload to its end.
 
@@ -201,14 +217,22 @@ def simulate(
         max_context: the longest sequence, in tokens.
         on_progress: called with the number of finished requests and their total.
         knows_programs: the scheduler learns which program each request belongs to.
+        knows_returns: the scheduler learns when each state continues, as if it saw the future.
     """
     scheduler = Scheduler(
         num_slots=kv_tokens or workload.kv_tokens,
         max_context=max_context,
         config=config,
         policies=SIMULATED_POLICIES,
+        clock=lambda: run.now_s,
     )
-    run = _Run(workload, scheduler, cost or default_cost(), knows_programs=knows_programs)
+    run = _Run(
+        workload,
+        scheduler,
+        cost or default_cost(),
+        knows_programs=knows_programs,
+        knows_returns=knows_returns,
+    )
     steps: list[float] = []
     start = time.perf_counter()
     while (took_s := run.step()) is not None:

@@ -49,6 +49,7 @@ class PrefixList:
         self.locks: dict[tuple, int] = {}
         self.used: dict[tuple, int] = {}
         self.keeps: dict[tuple, int] = collections.Counter()
+        self.returns: dict[tuple, float] = {}  # with keeps: the earliest time of a state that continues
         self.clock = 0
 
     def match(self, extra: str, sequence: list[int]) -> list[int]:
@@ -80,12 +81,19 @@ class PrefixList:
         for length in range(1, len(sequence) + 1):
             self.used[(extra, *sequence[:length])] = self.clock
 
-    def rank(self, prefix: tuple) -> tuple[bool, int]:
-        return self.keeps[prefix] > 0, self.used[prefix]
+    def keep(self, prefix: tuple, num_states: int, returns: float) -> None:
+        if num_states:
+            known = self.returns[prefix] if self.keeps[prefix] else returns
+            self.returns[prefix] = min(known, returns)
+            self.keeps[prefix] += num_states
+
+    def rank(self, prefix: tuple) -> tuple[bool, float, int]:
+        is_kept = self.keeps[prefix] > 0
+        return is_kept, -self.returns[prefix] if is_kept else 0.0, self.used[prefix]
 
     def evict(self, prefix: tuple) -> None:
         del self.slots[prefix]
-        self.keeps[prefix[:-1]] += self.keeps.pop(prefix, 0)
+        self.keep(prefix[:-1], self.keeps.pop(prefix, 0), self.returns.pop(prefix, 0.0))
 
     def leaf_ends(self) -> list[tuple]:
         inner = {prefix[:-1] for prefix in self.slots}
@@ -170,12 +178,12 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.reference.lock(extra, sequence, -1)
         self.reference.use(extra, sequence)
 
-    @rule(target=kept, extra=extra_keys, sequence=sequences)
-    def keep(self, extra, sequence):
+    @rule(target=kept, extra=extra_keys, sequence=sequences, returns=st.sampled_from([0.0, 0.0, 1.0, 2.0]))
+    def keep(self, extra, sequence, returns):
         match = self.cache.match(extra, as_run(sequence))
         self.reference.match(extra, sequence)
-        self.cache.keep(match)
-        self.reference.keeps[(extra, *sequence[: match.num_tokens])] += 1
+        self.cache.keep(match, returns)
+        self.reference.keep((extra, *sequence[: match.num_tokens]), 1, returns)
         return extra, sequence[: match.num_tokens], match
 
     @rule(kept=consumes(kept))
@@ -446,6 +454,18 @@ def test_what_is_left_of_a_kept_leaf_is_kept():
     cache.unkeep(kept)
     insert(cache, None, [8], [8])
     assert cache.evict(1).tolist() == [2]
+
+
+def test_the_kept_leaf_that_continues_last_goes_first():
+    cache = RadixCache()
+    for token, returns in ((1, 5.0), (2, 9.0), (3, 0.0)):
+        match, _ = insert(cache, None, [token], [token])
+        cache.keep(match, returns)
+    shared, _ = insert(cache, None, [4], [4])
+    for returns in (20.0, 2.0):  # the earliest of its states counts
+        cache.keep(shared, returns)
+    insert(cache, None, [5], [5])
+    assert [cache.evict(1).tolist() for _ in range(5)] == [[5], [2], [1], [4], [3]]
 
 
 def test_a_locked_leaf_grows_and_knows_which_of_its_tokens_were_generated():

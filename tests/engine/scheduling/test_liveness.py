@@ -47,6 +47,93 @@ def test_a_state_that_did_nothing_for_long_is_forgotten():
     assert cache.evict(1).tolist() == [0]
 
 
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ends:
+    """States a, b, …, each with one cached token, whose slot is the number of the letter."""
+
+    def __init__(self, states: str) -> None:
+        self.states = states
+        self.cache, self.clock = RadixCache(), Clock()
+        self.live = Liveness(self.cache, num_slots=100, clock=self.clock)
+        self.ends = {state: insert(self.cache, [number], [number]) for number, state in enumerate(states)}
+        for state in states:
+            self.end(state)
+
+    def end(self, state: str) -> None:
+        self.live.refresh(state, self.ends[state], num_computed=0, step=1)
+
+    def turn(self, state: str, gap_s: float) -> None:
+        """The client takes its time, and another request runs in no time."""
+        self.clock.now += gap_s
+        self.live.arrived(state)
+        self.end(state)
+
+    def evicted(self) -> str:
+        """The states in the order in which they lose their tokens."""
+        self.live.expire(0)
+        order = [self.cache.evict(1).tolist()[0] for _ in self.states]
+        return "".join(self.states[number] for number in order)
+
+
+def test_the_state_that_continues_last_loses_its_tokens_first():
+    ends = Ends("abcd")
+    ends.live.place("a", None, 7.0)
+    ends.live.place("b", None, 9.0)
+    ends.live.place("c", None, 0.5)
+    ends.live.arrived("d")
+    ends.live.place("nobody", None, 1.0)
+    assert ends.evicted() == "bacd"
+
+
+def test_a_state_with_more_steps_to_go_loses_its_tokens_first():
+    ends = Ends("abc")
+    ends.live.arrived("c")
+    ends.clock.now += 2.0
+    ends.end("c")  # a request takes some time
+    ends.live.place("a", 2, None)
+    ends.live.place("b", 3, None)
+    ends.live.place("c", 1, None)
+    assert ends.evicted() == "bac"
+
+
+def test_the_earlier_times_of_a_client_are_expected_again():
+    ends = Ends("abc")
+    for state, gap_s in (("c", 2.0), ("a", 6.0), ("b", 22.0)):
+        ends.turn(state, gap_s)
+    for state in "abc":
+        ends.live.place(state, None, None)
+    assert ends.evicted() == "bac"
+
+
+def test_a_state_that_is_long_overdue_comes_after_others():
+    ends = Ends("ab")
+    ends.live.place("a", None, 1.0)
+    ends.clock.now += 300.0
+    ends.end("b")
+    ends.live.place("b", None, 100.0)
+    assert ends.evicted() == "ab"
+
+
+def test_a_request_that_leaves_the_queue_no_longer_protects_its_state():
+    ends = Ends("ab")
+    ends.turn("b", 5.0)
+    ends.turn("a", 50.0)
+    ends.turn("b", 1.0)
+    ends.live.arrived("a")
+    ends.live.left("a")
+    ends.live.left("b")
+    assert ends.evicted() == "ab"
+
+
 def test_states_are_bounded_by_the_pool():
     cache = RadixCache()
     live = Liveness(cache, num_slots=3)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from agentflow.engine.simulator.workload import (
     Arrival,
     Workload,
     WorkloadWriter,
+    agent_sessions,
     chains,
     chat,
     generate,
@@ -201,6 +203,21 @@ def test_programs_end_sooner_if_the_scheduler_knows_them():
     ]
     assert len(times[0]) == len(times[1]) == 8
     assert sum(times[0]) < 0.8 * sum(times[1])
+
+
+def test_the_times_of_tools_save_tokens_that_would_be_computed_again():
+    """With a pool for half of the sessions: known times, then learned ones, then none."""
+    sessions = agent_sessions(num_sessions=6, per_s=1.0, turns=10, first=200, last=1500, output=60)
+    stateless = [replace(one, state="") for one in sessions]
+    config = SchedulerConfig(max_running=4, token_budget=512)
+    cost = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0, read_s=0, pair_s=0)
+    known, learned, none = (
+        simulate(
+            Workload("w", arrivals, 4500), config, cost=cost, knows_returns=knows
+        ).counters.computed_tokens
+        for arrivals, knows in ((sessions, True), (sessions, False), (stateless, False))
+    )
+    assert known < learned < none
 
 
 def test_a_tenant_that_floods_takes_nothing_from_another():
