@@ -188,6 +188,22 @@ async def test_constraints(flow: af.Session) -> None:
             assert re.fullmatch("yes[ab]{2}", await s["yes"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ({"regex": r"(?:[\^\]\-\\]{2}|é[^\n\x20-~])\s?"}, r"(?:[\^\]\-\\]{2}|é[^\n\x20-~])\s?"),
+        ({"grammar": 'start: "[" [N ("," N)*] "]"\nN: /[0-9]{1,2}/'}, r"\[(?:\d{1,2}(?:,\d{1,2})*)?\]"),
+    ],
+)
+async def test_patterns_and_grammars_are_kept(flow: af.Session, kind: dict[str, Any], pattern: str) -> None:
+    if not set(kind) <= set(flow.capabilities.constraints):
+        pytest.skip("the server does not enforce it")
+    async with flow.state() as s:
+        s += af.user("Write some.") + af.assistant(af.gen("x", **kind, max_tokens=200, temperature=0.0))
+        text = await s["x"]
+        assert re.fullmatch(pattern, text) or s["x"].finish_reason == "length"
+
+
 @pytest.mark.parametrize("choice", ODD_CHOICES)
 async def test_each_choice_can_be_written(flow: af.Session, choice: str) -> None:
     """With one other choice that begins with another character."""

@@ -436,7 +436,11 @@ async def test_llamacpp_gets_choices_in_its_own_notation() -> None:
 
 @pytest.mark.parametrize(
     ("flavour", "field"),
-    [("vllm", {"structured_outputs": {"regex": "[0-9]+"}}), ("sglang", {"regex": "[0-9]+"})],
+    [
+        ("vllm", {"structured_outputs": {"regex": "[0-9]+"}}),
+        ("sglang", {"regex": "[0-9]+"}),
+        ("llamacpp", {"grammar": "root ::= [0-9]+"}),
+    ],
 )
 async def test_a_regex_has_each_servers_own_field(flavour: str, field: dict[str, Any]) -> None:
     async with compatible([answers.text_stream("12")], flavour) as (flow, server), flow.state() as s:
@@ -454,6 +458,32 @@ async def test_a_grammar_is_sent_in_the_notation_of_lark() -> None:
         with pytest.raises(NotSupported):
             await s["y"]
     assert [request.json["structured_outputs"] for request in server.received] == [{"grammar": grammar}]
+
+
+@pytest.mark.parametrize(("flavour", "field"), [("sglang", "ebnf"), ("llamacpp", "grammar")])
+async def test_a_grammar_is_translated_where_the_notation_differs(flavour: str, field: str) -> None:
+    gbnf = 'root ::= "yes" | "no"'
+    async with (
+        compatible([answers.text_stream("no"), answers.text_stream("yes")], flavour) as (flow, server),
+        flow.state() as s,
+    ):
+        s += af.user("Hi") + af.assistant(af.gen("x", grammar="start: /yes|no/"))
+        s += af.user("Hi") + af.assistant(af.gen("y", grammar=gbnf))
+        assert (await s["x"], await s["y"]) == ("no", "yes")
+        s += af.user("Hi") + af.assistant(af.gen("z", grammar='start: start "a" | "a"'))
+        with pytest.raises(NotSupported):
+            await s["z"]
+    written = 'root ::= rule1\nrule1 ::= "yes" | "no"'
+    assert [request.json[field] for request in server.received] == [written, gbnf]
+
+
+async def test_a_pattern_without_an_equal_grammar_is_refused() -> None:
+    pattern = r"\b[0-9]+"
+    async with compatible([], "llamacpp") as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", regex=pattern))
+        with pytest.raises(NotSupported):
+            await s["x"]
+        assert not server.received
 
 
 async def test_llamacpp_has_log_probabilities_of_plain_text_in_the_shape_of_chats() -> None:
@@ -506,8 +536,8 @@ async def test_llamacpp_has_no_log_probabilities_beside_tools() -> None:
     assert len(server.received) == 2
 
 
-@pytest.mark.parametrize("flavour", ["sglang", "llamacpp", "ollama", "generic"])
-async def test_a_grammar_is_refused_where_the_notation_differs(flavour: str) -> None:
+@pytest.mark.parametrize("flavour", ["ollama", "generic"])
+async def test_a_grammar_is_refused_where_the_server_has_none(flavour: str) -> None:
     async with compatible([], flavour) as (flow, server), flow.state() as s:
         with pytest.raises(NotSupported):
             s += af.user("Hi") + af.assistant(af.gen("x", grammar='start: "yes" | "no"'))

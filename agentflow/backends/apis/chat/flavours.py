@@ -10,6 +10,8 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from agentflow.backends.apis.capability_table import EmbeddingFacts, ModelFacts
+from agentflow.backends.apis.chat.gbnf import gbnf_of_pattern
+from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind
@@ -267,6 +269,8 @@ def constraint_fields(
             f'{", ".join(enforced) or "none"}): set on_unsupported="retry" to have answers checked and '
             "asked for again"
         )
+    if flavour.name == "llamacpp":  # it has its own grammars of numbers
+        found = constraint.as_one_of(["schema"]) or found
     constraint = found
     match constraint.kind:
         case "schema" if is_plain:
@@ -277,10 +281,16 @@ def constraint_fields(
             raise _no_form_of_text()
         case "choices":
             return _choice_fields(flavour, constraint.choices)
+        case "grammar" if flavour.name == "llamacpp":
+            return ConstraintFields({"grammar": gbnf_of_grammar(constraint.source)})
+        case "grammar" if flavour.name == "sglang":
+            return ConstraintFields({"ebnf": gbnf_of_grammar(constraint.source)})
         case "grammar" if "::=" in constraint.source:
             raise NotSupported(
                 "the server would read a grammar that contains '::=' as EBNF: write the text as two strings"
             )
+        case "regex" if flavour.name == "llamacpp":
+            return ConstraintFields({"grammar": gbnf_of_pattern(constraint.source)})
         case "regex" if flavour.name == "sglang":
             return ConstraintFields({"regex": constraint.source})
         case kind:

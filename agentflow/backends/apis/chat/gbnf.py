@@ -1,0 +1,271 @@
+"""Patterns as grammars in GBNF, the notation of llama.cpp, which SGLang reads as EBNF.
+
+``GrammarPart`` is the tree of a rule. ``read_pattern`` makes it from a pattern of Python's ``re``, and
+``written_part`` writes it in the part of the notation that both servers have. Parts of a pattern that the
+notation cannot express exactly are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from re import _constants, _parser  # type: ignore[attr-defined]
+from typing import Any, Final, TypeAlias
+
+from agentflow.errors import NotSupported
+
+MAX_REPEATS: Final = 2_000
+"""The limit of llama.cpp for one repeat."""
+MAX_DEPTH: Final = 100
+MAX_CATEGORIES: Final = 50
+r"""The most ``\w`` and the like in a pattern: each has up to 10,000 characters in GBNF."""
+_CATEGORY: Final = re.compile(r"\\[dDsSwW]")
+_MAX_CODE_POINT: Final = 0x10FFFF
+
+Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
+"""Ranges of code points, both ends inclusive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of these ranges, or with ``is_negated`` one of the others."""
+
+    ranges: Ranges
+    is_negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One part after the other. Without parts, the empty text."""
+
+    parts: tuple[GrammarPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """One of the options."""
+
+    options: tuple[GrammarPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The part ``least`` to ``most`` times; None: unlimited."""
+
+    part: GrammarPart
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The texts of another rule."""
+
+    name: str
+
+
+GrammarPart: TypeAlias = "Chars | Row | Either | Repeated | Named"
+
+ANY_CHAR: Final = Either((Chars(((10, 10),)), Chars(((10, 10),), is_negated=True)))
+EMPTY: Final = Row(())
+
+
+def literal(text: str) -> GrammarPart:
+    """The part of exactly this text."""
+    return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
+
+
+def gbnf_of_pattern(pattern: str) -> str:
+    r"""Returns a grammar of the texts that match all of a pattern.
+
+    >>> gbnf_of_pattern("[a-c]+|x{2}")
+    'root ::= [a-c]+ | "x"{2,2}'
+
+    Raises:
+        NotSupported: the notation cannot express it.
+    """
+    return f"root ::= {written_part(read_pattern(pattern))}"
+
+
+def read_pattern(pattern: str) -> GrammarPart:
+    """Returns the tree of a pattern. ``NotSupported`` for parts that GBNF cannot express."""
+    if len(_CATEGORY.findall(pattern)) > MAX_CATEGORIES:
+        raise cannot_express(rf"it has more than {MAX_CATEGORIES} of \w, \d and \s")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = _parser.parse(pattern)
+        flags = parsed.state.flags
+        return _row(list(parsed), flags, at_start=True, at_end=True, depth=0)
+    except (re.error, OverflowError, ValueError) as error:
+        raise cannot_express(f"not a valid Python pattern: {error}") from None
+    except RecursionError:
+        raise cannot_express("it is nested too deeply") from None
+
+
+def cannot_express(what: str) -> NotSupported:
+    """The error for a constraint that has no equal grammar in GBNF."""
+    return NotSupported(
+        f"the constraint cannot be written in GBNF, the notation of the server's grammars: {what}"
+    )
+
+
+def _row(items: Sequence[Any], flags: int, *, at_start: bool, at_end: bool, depth: int) -> GrammarPart:
+    if flags & re.IGNORECASE:
+        raise cannot_express("case is ignored; write both cases, as in [Yy]es")
+    if depth > MAX_DEPTH:
+        raise cannot_express("it is nested too deeply")
+    last = len(items) - 1
+    parts = [
+        _part(op, value, flags, at_start=at_start and n == 0, at_end=at_end and n == last, depth=depth)
+        for n, (op, value) in enumerate(items)
+    ]
+    kept = tuple([part for part in parts if part != EMPTY])
+    return kept[0] if len(kept) == 1 else Row(kept)
+
+
+def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, depth: int) -> GrammarPart:
+    if op is _constants.LITERAL:
+        return Chars(((value, value),))
+    if op is _constants.NOT_LITERAL:
+        return Chars(((value, value),), is_negated=True)
+    if op is _constants.ANY:
+        return ANY_CHAR if flags & re.DOTALL else Chars(((10, 10),), is_negated=True)
+    if op is _constants.IN:
+        return _char_class(value, is_ascii=bool(flags & re.ASCII))
+    if op is _constants.BRANCH:
+        rows = [
+            _row(list(option), flags, at_start=at_start, at_end=at_end, depth=depth + 1)
+            for option in value[1]
+        ]
+        return Either(tuple(rows))
+    if op is _constants.SUBPATTERN:
+        _, added, removed, inside = value
+        inner = (flags | added) & ~removed
+        return _row(list(inside), inner, at_start=at_start, at_end=at_end, depth=depth + 1)
+    if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+        least, most, inside = value
+        part = _row(list(inside), flags, at_start=False, at_end=False, depth=depth + 1)
+        return repeated(part, int(least), None if most is _constants.MAXREPEAT else int(most))
+    if op is _constants.AT and ((at_start and value in _STARTS) or (at_end and value in _ENDS)):
+        return EMPTY
+    raise cannot_express(f"it has {str(op).lower().replace('_', ' ')}")
+
+
+_STARTS: Final = (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
+_ENDS: Final = (_constants.AT_END, _constants.AT_END_STRING)
+_CATEGORIES: Final = {
+    _constants.CATEGORY_DIGIT: r"\d",
+    _constants.CATEGORY_NOT_DIGIT: r"\D",
+    _constants.CATEGORY_SPACE: r"\s",
+    _constants.CATEGORY_NOT_SPACE: r"\S",
+    _constants.CATEGORY_WORD: r"\w",
+    _constants.CATEGORY_NOT_WORD: r"\W",
+}
+
+
+def repeated(part: GrammarPart, least: int, most: int | None) -> GrammarPart:
+    """The part ``least`` to ``most`` times. ``NotSupported`` for more than the servers accept."""
+    if max(least, most or 0) > MAX_REPEATS:
+        raise cannot_express(f"it repeats a part more than {MAX_REPEATS:,} times")
+    return EMPTY if most == 0 or part == EMPTY else Repeated(part, least, most)
+
+
+def _char_class(members: Sequence[Any], *, is_ascii: bool) -> GrammarPart:
+    is_negated = members[0][0] is _constants.NEGATE
+    ranges: list[tuple[int, int]] = []
+    for op, value in members[1:] if is_negated else members:
+        if op is _constants.LITERAL:
+            ranges.append((value, value))
+        elif op is _constants.RANGE:
+            ranges.append((value[0], value[1]))
+        else:
+            ranges += _category_ranges(_CATEGORIES[value], is_ascii)
+    return Chars(tuple(ranges), is_negated)
+
+
+@cache
+def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
+    r"""The characters of ``\d`` and its like, as Python has them, without surrogates."""
+    found = re.compile(f"{escape}+", re.ASCII if is_ascii else 0).finditer
+    parts = [(0, 0xD7FF), (0xE000, _MAX_CODE_POINT)]
+    return tuple(
+        [
+            (first + run.start(), first + run.end() - 1)
+            for first, last in parts
+            for run in found("".join(map(chr, range(first, last + 1))))
+        ]
+    )
+
+
+def written_part(part: GrammarPart, *, is_inner: bool = False) -> str:
+    """Returns a part as the right side of a rule; ``is_inner``: as an operand of a row or a repeat."""
+    if isinstance(part, Named):
+        return part.name
+    if isinstance(part, Chars):
+        return _written_chars(part)
+    if isinstance(part, Repeated):
+        return _written_operand(part.part) + _written_times(part.least, part.most)
+    if isinstance(part, Row):
+        if not part.parts:
+            return '""'
+        written = _written_row(part.parts)
+        return f"({written})" if is_inner and len(part.parts) > 1 else written
+    options = " | ".join([written_part(option) for option in part.options])
+    return f"({options})" if is_inner else options
+
+
+def _written_operand(part: GrammarPart) -> str:
+    """A part that is repeated. Two repeats in a row need brackets."""
+    written = written_part(part, is_inner=True)
+    is_single = isinstance(part, Chars | Named | Either) or (isinstance(part, Row) and len(part.parts) > 1)
+    return written if is_single else f"({written})"
+
+
+def _written_row(parts: Sequence[GrammarPart]) -> str:
+    """The parts of a row; characters after one another are a string."""
+    found: list[str] = []
+    text = ""
+    for part in parts:
+        is_char = isinstance(part, Chars) and not part.is_negated and _is_single(part.ranges)
+        if is_char and isinstance(part, Chars):
+            text += _escaped(part.ranges[0][0], in_class=False)
+            continue
+        if text:
+            found.append(f'"{text}"')
+            text = ""
+        found.append(written_part(part, is_inner=True))
+    return " ".join([*found, f'"{text}"'] if text else found)
+
+
+def _is_single(ranges: Ranges) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+
+
+def _written_chars(chars: Chars) -> str:
+    if _is_single(chars.ranges) and not chars.is_negated:
+        return f'"{_escaped(chars.ranges[0][0], in_class=False)}"'
+    written = [
+        _escaped(first, in_class=True) + (f"-{_escaped(last, in_class=True)}" if last > first else "")
+        for first, last in chars.ranges
+    ]
+    return f"[{'^' if chars.is_negated else ''}{''.join(written)}]"
+
+
+def _escaped(point: int, *, in_class: bool) -> str:
+    """A character of a string or of a class. All servers read these escapes alike, unlike those with fewer
+    digits."""
+    if point == 0:
+        raise cannot_express("it has the character NUL")
+    char = chr(point)
+    if char.isascii() and (char.isalnum() or (char in " .,:;!?/+*=_<>(){}'&%#@~|$`" and not in_class)):
+        return char
+    return f"\\u{point:04x}" if point <= 0xFFFF else f"\\U{point:08x}"
+
+
+def _written_times(least: int, most: int | None) -> str:
+    times = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+    return times.get((least, most)) or f"{{{least},{'' if most is None else most}}}"

@@ -1,0 +1,230 @@
+"""Patterns and grammars in GBNF: the same texts as under Python's ``re`` and on the engine."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.apis.gbnf_reference import Gbnf
+
+from agentflow.backends.apis.chat.gbnf import MAX_REPEATS, gbnf_of_pattern
+from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
+from agentflow.engine.grammar.compiler.compile import _byte_vocabulary, compile_constraint
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar
+from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.constraint import Constraint
+
+TEXTS = ["".join(chars) for length in range(5) for chars in itertools.product("ab-\n", repeat=length)]
+
+_atoms = st.sampled_from(
+    [
+        "a",
+        "b",
+        "-",
+        "ab",
+        ".",
+        "(?s:.)",
+        "[ab]",
+        "[^a]",
+        "[a-b-]",
+        r"[^\w]",
+        r"\s",
+        r"\W",
+        r"\n",
+        "^a",
+        "(?:)",
+        "$",
+    ]
+)
+patterns = st.recursive(
+    _atoms,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("({0[0]}|{0[1]})".format),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{2,}", "*?"])).map(
+            lambda two: f"(?:{two[0]}){two[1]}"
+        ),
+        inner.map("^(?:{})$".format),
+    ),
+    max_leaves=6,
+)
+
+
+@given(patterns)
+def test_a_pattern_has_the_same_texts(pattern: str) -> None:
+    try:
+        grammar = Gbnf(gbnf_of_pattern(pattern))
+    except NotSupported:
+        assert "^" in pattern or "$" in pattern  # elsewhere than at the ends
+        return
+    for text in TEXTS:
+        assert grammar.matches(text) == bool(re.fullmatch(pattern, text)), text
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=8))
+def test_every_character_is_written_so_that_it_is_read(text: str) -> None:
+    assert Gbnf(gbnf_of_pattern(re.escape(text))).matches(text)
+    members = "".join(map(re.escape, text))
+    for pattern in (f"[{members}]", f"[^{members}]"):
+        grammar = Gbnf(gbnf_of_pattern(pattern))
+        for char in f"{text}az-]^\\":
+            assert grammar.matches(char) == bool(re.fullmatch(pattern, char))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"a(?=b)b",
+        r"a\bb",
+        r"(a)\1",
+        "(?i)a",
+        "(?i:a)b",
+        "a^b",
+        "a++b",
+        "\0",
+        f"a{{{MAX_REPEATS + 1}}}",
+        "(",
+        "[a",
+    ],
+)
+def test_other_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(NotSupported):
+        gbnf_of_pattern(pattern)
+
+
+def engine_texts(source: str, texts: list[str]) -> set[str]:
+    """The reference: the texts that the engine's grammar allows, a byte at a time."""
+    compiled = compile_constraint(Constraint("grammar", source))
+    grammar = LlguidanceGrammar(compiled.payload.decode(), _byte_vocabulary(), compiled.num_alternatives)
+    found: set[str] = set()
+    dead: set[str] = set()  # texts with which none begins
+    for text in texts:
+        if text[:-1] in dead:
+            dead.add(text)
+            continue
+        matcher = grammar.matcher()
+        for byte in text.encode():
+            if not is_allowed(matcher.mask(), byte):
+                dead.add(text)
+                break
+            matcher.take(byte)
+        else:
+            if matcher.may_end():
+                found.add(text)
+    return found
+
+
+_symbols = st.sampled_from(
+    ['"a"', '"b"', '"ab"', '"-"', '"\\n"', '"a".."b"', "/[ab]/", "/a+/", "/[^a-]+/", "/a|b-/", "A", "B"]
+)
+
+
+def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.tuples(inner, inner).map(" ".join),
+        st.tuples(inner, inner).map("({0[0]} | {0[1]})".format),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}"])).map("({0[0]}){0[1]}".format),
+        inner.map("[{}]".format),
+    )
+
+
+_bodies = st.recursive(_symbols | st.just("r"), _larger, max_leaves=4)
+_terminals = st.recursive(st.sampled_from(['"a"', '"b"', '"-"', "/[ab]/"]), _larger, max_leaves=3)
+grammars = st.builds(
+    'start: {}\nr: {} | "-" r // more\n | {}\nA: {}\nB: "b" A\n'.format,
+    _bodies,
+    st.recursive(_symbols, _larger, max_leaves=3),
+    _symbols,
+    _terminals,
+)
+
+
+@settings(max_examples=60)
+@given(grammars)
+def test_a_grammar_has_the_same_texts_as_on_the_engine(source: str) -> None:
+    try:
+        grammar = Gbnf(gbnf_of_grammar(source))
+        expected = engine_texts(source, TEXTS)
+    except (NotSupported, BadArgument):
+        return
+    assert {text for text in TEXTS if grammar.matches(text)} == expected
+
+
+SUM = r"""
+start: term (("+" | "-") term)*
+term: NUMBER | "(" start ")"
+NUMBER: /[0-9]+/ ["." DIGIT~1..3]
+DIGIT: "0".."9"
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        (SUM, ["1+2", "(1-23)+4.5", "1.234", "1.2345", "1+", "()", "12", "((1))", "1..2"]),
+        ('start: "yes" | "no"', ["yes", "no", "yesno", "y"]),
+        ('start: "yes" MORE~2\nMORE: /[ab]/', ["yesab", "yesa", "yesabb"]),
+        ('start: "é" /[à-ü]/ "\\u20ac"', ["éê€", "éé", "éa€"]),
+        (
+            'start: list\nlist: "[" [item ("," item)*] "]"\nitem: /[a-z]+/ | list',
+            ["[]", "[a,[b]]", "[a,]", "[[]]"],
+        ),
+    ],
+)
+def test_grammars_that_programs_have(source: str, texts: list[str]) -> None:
+    grammar = Gbnf(gbnf_of_grammar(source))
+    found = {text for text in texts if grammar.matches(text)}
+    assert found == engine_texts(source, texts)
+    assert found
+
+
+def test_a_grammar_in_gbnf_is_sent_unchanged() -> None:
+    source = 'root ::= "a" | "b"'
+    assert gbnf_of_grammar(source) == source
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'start: WORD "s"\nWORD: /[a-z]+/',  # the lexer reads the s as part of the word
+        'start: "a" "b" | "ab" "c"',
+        'start: start "a" | "a"',
+        'start: r "a" | "a"\nr: ["b"] start',
+        "start: /a*/",
+        'start: ""',
+        'start: "a"i',
+        "start: /a/i",
+        r"start: /\w/",
+        "start: /a+?/ /b/",
+        'start: "a"\n%ignore " "',
+        "%import common.INT\nstart: INT",
+        'start: %json {"type": "null"}',
+        "start: unknown",
+        "start: A\nA: A",
+        "start: A\nA: b\nb: /b/",
+        'r: "a"',
+        'start: "a"\nstart: "b"',
+        'start: ("a"',
+        'start: "a")',
+        "start: " + "(" * 500 + '"a"' + ")" * 500,
+        "start: /[ab]{1999}c{1999}/",
+        "start: " + " ".join([f"/[ab]{{{number}}}/" for number in range(500, 700)]),
+        "start: r0\n"
+        + "".join([f"r{n}: [r{n + 1}] [r{n + 2}]\n" for n in range(900)])
+        + 'r900: "a"\nr901: "b"',
+        "start: " + '"a" ' * 6000,
+        f'start: "a"{{{MAX_REPEATS + 1}}}',
+        'start: "ab".."c"',
+        'start[capture]: "a"',
+        "start: /^a/",
+        "start: /a$/",
+        "\0",
+    ],
+)
+def test_other_grammars_are_refused(source: str) -> None:
+    with pytest.raises(NotSupported):
+        gbnf_of_grammar(source)
