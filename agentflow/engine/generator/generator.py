@@ -41,7 +41,7 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
-from agentflow.engine.generator.select import select_scores
+from agentflow.engine.generator.select import select_scores, with_ends
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.messages import EngineStats, Finished, Placed, Progress
@@ -457,9 +457,15 @@ class EngineGenerator:
             admitted.prompt_tokens = 0  # until the engine has the request
             encoded = await self._encode_choices(context, choices)
             self._client.check_room(self.tenant.name)
-            admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
+            scored = encoded
+            if method == "likelihood":
+                amount = len(choices) + RENDERINGS * CHARS_PER_TURN * context.num_turns
+                end_ids = self._client.info.end_token_ids
+                scored = await self.encode_beside(amount, with_ends, context.tokens, encoded, end_ids)
+                self._client.check_room(self.tenant.name)
+            admitted.prompt_tokens = len(scored.prefix) + sum(map(len, scored.ends))
             self._begins(context)
-            scores, end = await select_scores(self._client, context, encoded, method)
+            scores, end = await select_scores(self._client, context, scored, method)
             admitted.cached_tokens = end.cached_tokens
             self._own += _usage(end)
         best = max(range(len(scores)), key=scores.__getitem__)

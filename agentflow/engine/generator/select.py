@@ -9,6 +9,7 @@ the start is scored once, and the rest afterwards, when the start is cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import anyio
 import msgspec
@@ -48,12 +49,9 @@ async def select_scores(
 ) -> tuple[list[float], Finished]:
     """Returns the score of each choice by ``method``, and the end of the request that computed the prompt.
     Raises ``BadArgument`` if all choices together are too long."""
-    ends = encoded.ends
-    if method == "likelihood":
-        ends = _ended(client, context.tokens, encoded)
-    check_choices(ends)
+    check_choices(encoded.ends)
     origin = context.origin_now()
-    logprobs, end = await Scoring(client, origin).scored(encoded.prefix, ends, origin)
+    logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
     unconditional: list[list[float]] = []
     if method == "unconditional_likelihood_normalized":
         # Not as a request of the state, whose next request will continue its prompt instead.
@@ -62,16 +60,16 @@ async def select_scores(
     return scores_of(method, encoded.ends, logprobs, unconditional), end
 
 
-def _ended(client: EngineClient, tokens: TokenState, encoded: EncodedChoices) -> list[list[int]]:
-    """Returns the ids of the choices, with an end token after those with which another choice begins:
-    otherwise such a choice would be at least as likely as the longer one."""
-    end_ids = client.info.end_token_ids
+def with_ends(tokens: TokenState, encoded: EncodedChoices, end_ids: Sequence[int]) -> EncodedChoices:
+    """Returns the choices for ``likelihood``: with an end token after those with which another choice begins.
+    Otherwise such a choice would be at least as likely as the longer one. ``end_ids``: the model's."""
     begun = choices_that_begin_others(encoded.choices)
     if not begun or not end_ids:
-        return encoded.ends
+        return encoded
     has_turn = tokens.last_turn == ("assistant", True)
     end = (end_of_turn(tokens, end_ids) if has_turn else []) or [end_ids[0]]
-    return [ids + end if index in begun else ids for index, ids in enumerate(encoded.ends)]
+    ends = [ids + end if index in begun else ids for index, ids in enumerate(encoded.ends)]
+    return replace(encoded, ends=ends)
 
 
 class Scoring:
