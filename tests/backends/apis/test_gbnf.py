@@ -89,6 +89,8 @@ def test_every_character_is_written_so_that_it_is_read(text: str) -> None:
         f"a{{{MAX_REPEATS + 1}}}",
         "(",
         "[a",
+        r"\w" * 51,
+        "a" * 20_001,
     ],
 )
 def test_other_patterns_are_refused(pattern: str) -> None:
@@ -166,6 +168,7 @@ DIGIT: "0".."9"
     ("source", "texts"),
     [
         (SUM, ["1+2", "(1-23)+4.5", "1.234", "1.2345", "1+", "()", "12", "((1))", "1..2"]),
+        ("start: " + " | ".join([f'"{number}"' for number in range(400)]), ["7", "89", "399", "400", "1 "]),
         ('start: "yes" | "no"', ["yes", "no", "yesno", "y"]),
         ('start: "yes" MORE~2\nMORE: /[ab]/', ["yesab", "yesa", "yesabb"]),
         ('start: "é" /[à-ü]/ "\\u20ac"', ["éê€", "éé", "éa€"]),

@@ -19,6 +19,8 @@ from agentflow.errors import NotSupported
 
 MAX_REPEATS: Final = 2_000
 """The limit of llama.cpp for one repeat."""
+MAX_CHARS: Final = 20_000
+"""The longest pattern or grammar, which takes some tenths of a second."""
 MAX_DEPTH: Final = 100
 MAX_CATEGORIES: Final = 50
 r"""The most ``\w`` and the like in a pattern: each has up to 10,000 characters in GBNF."""
@@ -92,6 +94,8 @@ def gbnf_of_pattern(pattern: str) -> str:
 
 def read_pattern(pattern: str) -> GrammarPart:
     """Returns the tree of a pattern. ``NotSupported`` for parts that GBNF cannot express."""
+    if len(pattern) > MAX_CHARS:
+        raise cannot_express(f"it has more than {MAX_CHARS:,} characters")
     if len(_CATEGORY.findall(pattern)) > MAX_CATEGORIES:
         raise cannot_express(rf"it has more than {MAX_CATEGORIES} of \w, \d and \s")
     try:

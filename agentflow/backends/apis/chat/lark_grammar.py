@@ -18,6 +18,7 @@ from typing import Final
 
 from agentflow.backends.apis.chat.gbnf import (
     EMPTY,
+    MAX_CHARS,
     MAX_DEPTH,
     Chars,
     Either,
@@ -33,11 +34,10 @@ from agentflow.backends.apis.chat.gbnf import (
     written_part,
 )
 
-MAX_CHARS: Final = 20_000
 MAX_POSITIONS: Final = 2_000
 """The characters of a terminal, with repeats written out."""
-MAX_STEPS: Final = 500_000
-"""The steps of the check of one grammar, which take about half a second."""
+MAX_STEPS: Final = 100_000
+"""The steps of the check of one grammar, which take some tenths of a second."""
 
 _GBNF_RULE: Final = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 _TOKEN: Final = re.compile(
@@ -317,7 +317,7 @@ class _Lexer:
             followed = [
                 read[after].chars[place] for after in self._follow[name] for place in read[after].first
             ]
-            for other in read.values():
+            for other in read.values() if followed else ():
                 going_on = [other.chars[place] for place in self._going_on(positions, other)]
                 if any(self._overlap(one, two) for one in going_on for two in followed):
                     raise cannot_express(
