@@ -34,9 +34,11 @@ from agentflow.protocol.events import (
     Event,
     GraphReply,
     StateFailed,
+    Stats,
     StatsReply,
     Value,
     VarFailed,
+    summed,
 )
 from agentflow.protocol.op_table import declared, expanded
 
@@ -163,6 +165,13 @@ class _Variable:
 
 
 @dataclass(eq=False)
+class _Asked:
+    """A request for the counters. ``replies``: of each place, None until it has answered."""
+
+    replies: dict[_Place, Stats | None]
+
+
+@dataclass(eq=False)
 class _TokenLimit:
     """The tokens that a state and its forks (None: all states) may still generate, in all places."""
 
@@ -183,8 +192,8 @@ class SeveralConnection:
         self._numbers = itertools.count(-1, -1)
         self._token_limits: list[_TokenLimit] = []
         self._deadlines: list[tuple[_State | None, float]] = []
-        self._asked: set[int] = set()  # tickets of ops.GetStats without an answer
-        self._asked_graphs: set[int] = set()  # and of ops.GetGraph
+        self._asked: dict[int, _Asked] = {}  # by the tickets of ops.GetStats
+        self._asked_graphs: set[int] = set()  # tickets of ops.GetGraph without an answer
 
     def add(self, place: _Place) -> None:
         """Adds a place that is open."""
@@ -261,8 +270,11 @@ class SeveralConnection:
             case ops.Provide() | ops.Want() if (variable := self._variables.get(op.var)) is not None:
                 yield variable.state.place, op
             case ops.GetStats():
-                yield self._place(""), op
-                self._asked.add(op.ticket)
+                self._place("")
+                asked = [place for place in self._places.values() if place.error is None]
+                self._asked[op.ticket] = _Asked(dict.fromkeys(asked))
+                for place in asked:
+                    yield place, op
             case ops.GetGraph():  # of the default place
                 yield self._place(""), op
                 self._asked_graphs.add(op.ticket)
@@ -440,8 +452,7 @@ class SeveralConnection:
                     outgoing += self._failed(event)
                     delivered.append(self._renumbered(event))
                 case StatsReply():
-                    self._asked.discard(event.ticket)
-                    delivered.append(event)
+                    delivered += self._counted(place, event)
                 case GraphReply():
                     self._asked_graphs.discard(event.ticket)
                     delivered.append(event)
@@ -450,6 +461,24 @@ class SeveralConnection:
         if delivered:
             self._deliver(delivered)
         self._react(outgoing)
+
+    def _counted(self, place: _Place, reply: StatsReply) -> Iterator[StatsReply]:
+        """The counters of all places, when the last one has answered."""
+        asked = self._asked.get(reply.ticket)
+        if asked is None:
+            return
+        if reply.stats is not None:
+            asked.replies[place] = reply.stats
+        elif place is self._default:
+            del self._asked[reply.ticket]
+            yield reply
+            return
+        else:  # its counters are lost
+            del asked.replies[place]
+        found = [stats for stats in asked.replies.values() if stats is not None]
+        if len(found) == len(asked.replies):
+            del self._asked[reply.ticket]
+            yield StatsReply(reply.ticket, summed(found))
 
     def _follow(self, event: Delta | Value | VarFailed) -> Iterator[tuple[_Place, ops.Op]]:
         variable = self._variables.get(event.var)
@@ -542,8 +571,10 @@ class SeveralConnection:
         for state in self._states.values():
             if state.place is place and state.lost is None:
                 state.lost = info
+        for ticket, asked in self._asked.items():
+            if place in asked.replies and asked.replies[place] is None:
+                failures.append(StatsReply(ticket, None, info))
         if place is self._default:
-            failures += [StatsReply(ticket, None, info) for ticket in self._asked]
             failures += [GraphReply(ticket, None, info) for ticket in self._asked_graphs]
         self.receive(place, failures)
         if not is_final:  # the limits of the session are lost as well

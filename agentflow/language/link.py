@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol
@@ -50,10 +50,14 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
     Watched,
+    summed,
 )
 from agentflow.protocol.op_table import StateModels, check_sendable
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group, running_loop
+
+_STATS_S = 1.0
+"""How long the end of a link may wait for its counters."""
 
 TRACE: ContextVar[Link | None] = ContextVar("trace", default=None)
 """The link of the trace that runs now."""
@@ -122,6 +126,8 @@ class Link:
         self._tokens_left: int | None = None
         self._links = [self]
         """The links that share the limits of the session."""
+        self._ended_stats: list[Stats] = []
+        """The counters of links that have ended, in one."""
         self.spans: SessionSpan | None = None
         self.runs = Runs()
 
@@ -201,14 +207,16 @@ class Link:
             self._links.append(link)
             yield link
         except BaseException as error:
-            self._leave(link)
+            await self._leave(link)
             await link.close(type(error), error, error.__traceback__)
             raise
-        self._leave(link)
+        await self._leave(link)
         await link.close(None, None, None)
 
-    def _leave(self, link: Link) -> None:
+    async def _leave(self, link: Link) -> None:
         """The limits are those of one link again, whose backend does not know what the other has used."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_STATS_S), suppress(AgentflowError):
+            self._ended_stats = [summed([*self._ended_stats, await link._backend_stats()])]
         if link in self._links:
             self._links.remove(link)
         if self._tokens_left is not None:
@@ -330,7 +338,18 @@ class Link:
         self._tasks.start_soon(function, *args)
 
     async def stats(self) -> Stats:
-        """The backend's counters."""
+        """The counters of the backend and of all batches."""
+        own = await self._backend_stats()
+        found: dict[Link, Stats] = {}
+        for link in list(self._links):
+            if link is not self and link.is_alive:
+                with suppress(AgentflowError):
+                    found[link] = await link._backend_stats()
+        # A link that has ended meanwhile is among the ended ones.
+        batches = [found[link] for link in self._links if link in found]
+        return summed([own, *batches, *self._ended_stats])
+
+    async def _backend_stats(self) -> Stats:
         reply = await self._ask(ops.GetStats(self.next_id()))
         if not isinstance(reply, StatsReply) or reply.stats is None:
             raise EngineFailed("no counters came") if reply.error is None else reply.error.to_exception()

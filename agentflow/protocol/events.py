@@ -6,7 +6,8 @@ a slow reader gets larger deltas, and a client that resumes continues at an offs
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -231,6 +232,18 @@ class Stats(Record, msgspec.Struct, frozen=True):
     def hit_rate(self) -> float:
         """Cached prompt tokens / all prompt tokens, 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def summed(parts: Sequence[Stats]) -> Stats:
+    """The counters of several backends together, with the model of the first. A counter is None if no backend
+    has it."""
+    first, *others = parts
+    sums: dict[str, Any] = {}
+    for name in Stats.__struct_fields__:
+        if name != "model":
+            values = [value for one in parts if (value := getattr(one, name)) is not None]
+            sums[name] = sum(values[1:], values[0]) if values else None
+    return msgspec.structs.replace(first, **sums) if others else first
 
 
 TopLogprobs = tuple[tuple[TokenLogprob, ...] | None, ...]

@@ -423,6 +423,31 @@ async def test_counters_of_a_backend_that_is_lost_are_an_error(when: str) -> Non
                 await flow.stats()
 
 
+async def test_counters_are_those_of_all_backends() -> None:
+    async with several() as flow:
+        for model in NAMES:
+            s = flow.state(model=model)
+            s += af.user("Hello") + af.gen("x")
+            await s["x"]
+            stats = await flow.stats()
+        assert stats.generated_tokens == sum(run.usage.output_tokens for run in flow.runs)
+        assert stats.prompt_tokens == sum(run.usage.prompt_tokens for run in flow.runs)
+
+
+async def test_counters_of_another_backend_that_is_lost_are_left_out() -> None:
+    default, lost = Place(generator_of("small")), Place(SilentStats(""))
+    async with af.session(models={"small": default, "large": lost}) as flow:
+
+        async def lose() -> None:
+            assert lost.lost is not None
+            lost.lost(ServerLost("gone"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lose)
+            assert await flow.stats() == await default.generator.stats()
+        assert await flow.stats() == await default.generator.stats()
+
+
 async def test_nothing_of_a_graph_is_kept_after_its_end() -> None:
     @af.program
     def program(s: af.State) -> Any:

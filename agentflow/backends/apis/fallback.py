@@ -31,7 +31,7 @@ from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
-from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats
+from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats, summed
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -260,7 +260,6 @@ class FallbackGenerator:
     async def stats(self) -> Stats:
         """The counters of the session, over all candidates."""
         parts = [await one.stats() for one in self._candidates]
-        summed = {name: sum(getattr(part, name) for part in parts) for name in _COUNTERS}
         endpoints = [
             EndpointStats(
                 name,
@@ -271,7 +270,7 @@ class FallbackGenerator:
             )
             for one, name in self._names.items()
         ]
-        return msgspec.structs.replace(parts[0], **summed, endpoints=tuple(endpoints))
+        return msgspec.structs.replace(summed(parts), endpoints=tuple(endpoints))
 
     # The rest concerns the context alone, or is refused.
 
@@ -345,19 +344,6 @@ class FallbackGenerator:
     def free(self, context: ApiContext) -> None:
         """Ends a call that nothing needs any more."""
         self._first.free(context)
-
-
-_COUNTERS = (
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
-    "running",
-    "cost",
-    "saved_calls",
-    "saved_tokens",
-    "failed_speculations",
-    "hedged_calls",
-)
 
 
 class _Seen:

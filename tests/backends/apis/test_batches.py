@@ -163,6 +163,29 @@ async def test_limits_of_the_session_hold_in_batches(vendor: FakeVendor) -> None
             await place.flow.map(ask_twice, ["a"], batch=True)
 
 
+async def test_batches_are_in_the_counters_of_the_session(vendor: FakeVendor) -> None:
+    async with session_on(vendor) as place:
+        await place.flow.run(ask, "a")
+        await place.flow.map(ask, ["b", "c"], batch=True)
+        vendor.num_polls = 10**9
+        running: list[af.Stats] = []
+
+        async def look() -> None:
+            await place.server.wait_until(lambda: vendor.num_batches == 2)
+            running.append(await place.flow.stats())
+            vendor.num_polls = 1
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(look)
+            await place.flow.map(ask, ["d"], batch=True)
+        stats = await place.flow.stats()
+        usages = [run.usage for run in place.flow.runs]
+    assert stats.generated_tokens == sum(usage.output_tokens for usage in usages)
+    assert stats.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+    assert stats.cost == pytest.approx(sum(usage.cost for usage in usages))
+    assert running[0].generated_tokens == sum(usage.output_tokens for usage in usages[:3])
+
+
 async def test_batches_use_up_the_limits_of_the_session(vendor: FakeVendor) -> None:
     async with session_on(vendor) as place, place.flow.state() as before:
         await place.flow.map(ask, ["a", "b"], batch=True)
