@@ -96,6 +96,18 @@ class VariableEvents(Protocol):
         """The variable will have no value."""
 
 
+class _Ids:
+    """The numbers of the states, variables and tickets of a session. A recording has one space of them."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def reserve(self, count: int) -> int:
+        """Reserves consecutive numbers; returns the number before the first."""
+        before, self._last = self._last, self._last + count
+        return before
+
+
 class Link:
     """``seed``: the session's seed, from which runs derive their seeds. ``states``: the open states by
     number. ``variables``: the unfinished variables by number."""
@@ -115,7 +127,7 @@ class Link:
         self._first_id = 0  # the backend has lost all states and variables with lower numbers
         self._loop: object | None = None  # where it was opened, and the loop's thread
         self._thread = 0
-        self._ids = itertools.count(1)
+        self._ids = _Ids()
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply | GraphReply]]] = {}
         self.is_replay = False
@@ -197,7 +209,7 @@ class Link:
         """A link of the same session to another backend. Its runs are among the session's, and both links
         use up the session's limits."""
         link = Link(self.seed)
-        link.runs, link._run_indices = self.runs, self._run_indices
+        link.runs, link._run_indices, link._ids = self.runs, self._run_indices, self._ids
         await link.open(backend)
         try:
             left_s = None if math.isinf(self.deadline) else max(0.0, self.deadline - anyio.current_time())
@@ -298,13 +310,11 @@ class Link:
 
     def next_id(self) -> int:
         """A number that no state, variable or ticket of this session has."""
-        return next(self._ids)
+        return self._ids.reserve(1) + 1
 
     def reserve_ids(self, count: int) -> int:
         """Reserves ``count`` consecutive numbers; returns the number before the first."""
-        first = next(self._ids)
-        self._ids = itertools.count(first + count)
-        return first - 1
+        return self._ids.reserve(count)
 
     def next_run_index(self) -> int:
         """The index of the next run, from which its seeds are derived."""

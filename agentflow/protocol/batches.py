@@ -69,7 +69,7 @@ def batched(backend: Backend, notes: BatchNotes, model: str) -> Backend:
     if batches is None:
         raise NotSupported(
             f"{model} does not run in batches here: leave out batch=True, or open the session on a model of "
-            "OpenAI or Anthropic, without record=",
+            "OpenAI or Anthropic",
             param="batch",
         )
     return batches(notes)

@@ -24,8 +24,9 @@ import msgspec
 
 from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply
-from agentflow.protocol.ops import GetGraph, Op, Want
+from agentflow.protocol.batches import BatchNotes, batched
+from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply
+from agentflow.protocol.ops import GetGraph, GetStats, Op, Want
 from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
 
@@ -117,6 +118,8 @@ class Recorded:
         self._path = _path_of(path, "record")
         self._seed = seed
         self._clock = clock
+        self._writer: _Writer | None = None  # while a session is open
+        self._model = ""  # the default
 
     @property
     def is_replay(self) -> bool:
@@ -126,15 +129,9 @@ class Recorded:
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the file, then the backend."""
-        writer = _Writer(self._path, self._clock)
+        writer = self._writer = _Writer(self._path, self._clock)
         try:
-
-            def receive(events: Iterable[Event]) -> None:
-                received, at_s = list(events), writer.now_s()  # one time, because they are delivered together
-                writer.write(
-                    [Entry(at_s, received=event) for event in received if not isinstance(event, GraphReply)]
-                )
-                deliver(received)
+            receive = writer.recording(deliver)
 
             def lose(error: Exception, *, is_final: bool = True) -> None:
                 if is_final:  # otherwise the events before it tell what has failed
@@ -142,6 +139,7 @@ class Recorded:
                 lost(error, is_final=is_final)
 
             async with self._backend.connect(receive, lose) as connection:
+                self._model = next(iter(connection.models))
                 writer.begin(self._seed, connection.models)
                 recorded = _RecordedConnection(connection, writer)
                 try:
@@ -149,15 +147,38 @@ class Recorded:
                 finally:
                     writer.write([Entry(writer.now_s(), ending=recorded.ending)])
         finally:
+            self._writer = None
             writer.close()
+
+    def batches(self, notes: BatchNotes) -> Backend:
+        """The backend for one map in batches, whose ops and events are part of the recording.
+        ``NotSupported`` if the recorded backend has none. For the session."""
+        writer = self._writer
+        assert writer is not None, "the session is open"
+        return _RecordedBatches(batched(self._backend, notes, self._model), writer)
+
+
+class _RecordedBatches:
+    """The backend of one map in batches. Its counters are not recorded: a replay has none for batches."""
+
+    def __init__(self, backend: Backend, writer: _Writer) -> None:
+        self._backend = backend
+        self._writer = writer
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        receive = self._writer.recording(deliver, has_stats=False)
+        async with self._backend.connect(receive, lost) as connection:
+            yield _RecordedConnection(connection, self._writer, has_stats=False)
 
 
 class _RecordedConnection:
-    def __init__(self, connection: Connection, writer: _Writer) -> None:
+    def __init__(self, connection: Connection, writer: _Writer, *, has_stats: bool = True) -> None:
         self.models = connection.models
         self.ending: Ending = "cancelled"  # until ``end`` is called
         self._connection = connection
         self._writer = writer
+        self._has_stats = has_stats
 
     @property
     def is_connected(self) -> bool:
@@ -166,7 +187,8 @@ class _RecordedConnection:
     def send(self, ops: Sequence[Op]) -> None:
         at_s = self._writer.now_s()
         try:  # first, so that an op that cannot be written does not run
-            lines = [_encode(Entry(at_s, sent=op)) for op in ops if not isinstance(op, GetGraph | Want)]
+            dropped = (GetGraph, Want) if self._has_stats else (GetGraph, Want, GetStats)
+            lines = [_encode(Entry(at_s, sent=op)) for op in ops if not isinstance(op, dropped)]
         except UnicodeEncodeError as error:
             raise BadArgument(
                 f"an op cannot be recorded: a text holds half a surrogate pair: {error}"
@@ -245,6 +267,17 @@ class _Writer:
                 self._part = None
             except OSError as error:
                 self._give_up(error)
+
+    def recording(self, deliver: Deliver, *, has_stats: bool = True) -> Deliver:
+        """``deliver``, before which the events are written. ``has_stats``: counters are, too."""
+        dropped = GraphReply if has_stats else (GraphReply, StatsReply)
+
+        def receive(events: Iterable[Event]) -> None:
+            received, at_s = list(events), self.now_s()  # one time, because they are delivered together
+            self.write([Entry(at_s, received=event) for event in received if not isinstance(event, dropped)])
+            deliver(received)
+
+        return receive
 
     def write(self, entries: Iterable[Entry]) -> None:
         """Writes entries together."""

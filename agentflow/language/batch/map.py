@@ -121,7 +121,8 @@ class _MapWork(Generic[ResultT]):
             from agentflow.language.batch.batches import MapNotes  # not every program runs in batches
 
             self._notes = MapNotes(self._show_batches)
-            self._batched = batched(backend, self._notes, link.capabilities.model)
+            if not link.is_replay:  # a replay has the answers of batches among all others
+                self._batched = batched(backend, self._notes, link.capabilities.model)
         self._keys: list[Key] = []  # of the file, in the order of the inputs
         self._is_synced = True
         self._group: TaskGroup

@@ -29,7 +29,7 @@ from support.fake_engine import FakeEngine
 import agentflow as af
 from agentflow.backends.apis.batches import collector
 from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
-from agentflow.errors import DataDependent, NotSupported, RequestRefused
+from agentflow.errors import DataDependent, NotSupported, ReplayDiffers, RequestRefused
 from agentflow.language.batch.map import ProgramMap, Tally
 from agentflow.language.batch.progress import MapProgress
 from agentflow.protocol.batches import BatchCounts
@@ -122,10 +122,49 @@ async def test_models_without_batches_are_refused() -> None:
         assert raised.value.param == "batch"
 
 
-async def test_a_recorded_session_is_refused(vendor: FakeVendor, tmp_path: Path) -> None:
-    async with session_on(vendor, record=tmp_path / "run.jsonl") as place:
-        with pytest.raises(NotSupported):
-            place.flow.map(ask, ["a"], batch=True)
+@pytest.mark.parametrize("program", [ask, ask_twice, compare], ids=["one", "turns", "fork"])
+async def test_a_recorded_map_is_replayed_without_a_vendor(
+    vendor: FakeVendor, tmp_path: Path, program: Any
+) -> None:
+    async def work(flow: af.Session) -> list[Any]:
+        first = await flow.run(program, "before")
+        found = await flow.map(program, ["a", "b", "a"], batch=True)
+        return [first, *found, await flow.run(program, "after")]
+
+    path = tmp_path / "run.jsonl"
+    async with session_on(vendor, record=path) as place:
+        recorded = await work(place.flow)
+        assert vendor.num_batches >= 1
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await work(flow) == recorded
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(program, "before") == recorded[0]
+        with pytest.raises(ReplayDiffers):
+            await flow.map(program, ["a", "c"], batch=True)
+
+
+async def test_failures_in_batches_are_replayed(vendor: FakeVendor, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    async def work(flow: af.Session) -> list[Any]:
+        options: Any = {"batch": True, "on_error": "return"}
+        found = await flow.map(ask_twice, ["a", "b", "c"], **options)
+        return [type(one) if isinstance(one, Exception) else one for one in found]
+
+    vendor.fate = lambda body: "refused" if "b" in str(body["messages"][0]) else "answered"
+    async with session_on(vendor, record=path) as place:
+        recorded = await work(place.flow)
+    assert recorded[1] is RequestRefused
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await work(flow) == recorded
+
+
+async def test_a_recorded_session_without_batches_is_refused(tmp_path: Path) -> None:
+    backend = af.OpenAICompatible("http://127.0.0.1:1/v1", "m", flavour="generic")
+    async with af.session(backend=backend, record=tmp_path / "run.jsonl") as flow:
+        with pytest.raises(NotSupported) as raised:
+            flow.map(ask, ["a"], batch=True)
+    assert raised.value.param == "batch"
 
 
 async def test_the_default_of_several_models(vendor: FakeVendor) -> None:
