@@ -49,6 +49,11 @@ class EventReader:
         """The events that ``chunk`` completes. ``ProtocolError`` for an event that is too large."""
         if not chunk:
             return []
+        if not self._size and (data := _only_data(chunk)) is not None and not self._ends_with_cr:
+            self._is_at_start = False
+            self._count(chunk)
+            self._size = 0
+            return [ServerEvent(self._name.decode("utf-8", "replace"), data)]
         if self._ends_with_cr and chunk.startswith(b"\n"):
             chunk, self._ends_with_cr = chunk[1:], False
         if b"\r" in chunk:
@@ -93,3 +98,11 @@ class EventReader:
             self._name = value.removeprefix(b" ")
         elif not field:
             self._size -= len(line)  # a comment, which keeps the connection alive
+
+
+def _only_data(chunk: bytes) -> bytes | None:
+    """The data of a chunk that is one whole event without a name, as most are; None for any other."""
+    if not (chunk.startswith(b"data: ") and chunk.endswith(b"\n\n")):
+        return None
+    data = chunk[6:-2]
+    return None if b"\n" in data or b"\r" in data else data
