@@ -512,6 +512,7 @@ class Engine:
                 reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
                 answer_at=None if constrained is None else constrained.answer_at,
                 ranks=request.ranks,
+                miss_reason=request.miss_reason,
             )
         )
         self.scheduler.finish(request)

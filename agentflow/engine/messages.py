@@ -153,6 +153,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reasoning_tokens: int = 0  # the tokens before the answer
     answer_at: int | None = None  # as in ``Progress``
     ranks: list[int] = []  # of each scored token; 1: the likeliest at its place
+    miss_reason: str = ""  # as in ``Usage``
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -92,6 +92,7 @@ class Request:
     wants_scores: bool = False  # the log-probabilities of its tokens are wanted
     num_scored: int = 0  # output tokens (of a scoring: from ``score_from`` on) with one, or soon, in flight
     num_cached: int = 0  # prompt tokens found in the cache when it was first admitted
+    miss_reason: str = ""  # why many of its prompt's tokens were not in the cache then
     num_shared: int = 0  # tokens found in the cache when it was last admitted
     num_charged: int = 0  # up to this position its tokens and nodes have been charged to its tenant
     req_row: int = -1  # its row of ``req_to_token`` while it runs

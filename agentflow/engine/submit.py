@@ -47,6 +47,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     label: str = ""  # the program's name, which snapshots show
     adapter: str = ""  # the name of a loaded adapter (LoRA); empty: the model itself
     program: int = 0  # the program whose place in the queue the request has; 0: none
+    # Why its prompt differs from earlier prompts of the same conversation, as in ``Usage.miss_reason``.
+    changed: str = ""
 
     def at(self, program: int, task_group: int, objective: Objective) -> Origin:
         """The same at another place in the program."""

@@ -152,6 +152,10 @@ class Usage(Record, msgspec.Struct, frozen=True):
     """Generations that took their text from an earlier call (speculative execution)."""
     saved_tokens: int = 0
     """The prompt tokens that these calls would have had, estimated."""
+    miss_reason: str = ""
+    """Why 256 or more tokens of the prompt were not cached: ``first_seen``, ``evicted``, ``salt``,
+    ``adapter``, ``tools_changed``, ``system_changed`` or ``rerendered``. Of a sum: ``several`` for different
+    reasons. Empty for fewer tokens, and for models behind an API."""
 
     @property
     def hit_rate(self) -> float:
@@ -169,12 +173,22 @@ class Usage(Record, msgspec.Struct, frozen=True):
             self.cost + other.cost,
             self.saved_calls + other.saved_calls,
             self.saved_tokens + other.saved_tokens,
+            _joint_reason(self.miss_reason, other.miss_reason),
         )
 
     def __sub__(self, part: Usage) -> Usage:
         """The rest of a usage, of which ``part`` is known; no number falls below 0."""
-        names = self.__struct_fields__
-        return Usage(**{name: max(0, getattr(self, name) - getattr(part, name)) for name in names})
+        names = [name for name in self.__struct_fields__ if name != "miss_reason"]
+        rest = {name: max(0, getattr(self, name) - getattr(part, name)) for name in names}
+        return Usage(**rest, miss_reason=self.miss_reason)
+
+
+MISS_REASONS = ("first_seen", "evicted", "salt", "adapter", "tools_changed", "system_changed", "rerendered")
+"""The values of ``Usage.miss_reason`` of one request."""
+
+
+def _joint_reason(one: str, other: str) -> str:
+    return one or other if not (one and other) or one == other else "several"
 
 
 CircuitStatus = Literal["closed", "open", "half_open"]

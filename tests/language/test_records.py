@@ -34,6 +34,7 @@ SHOWN_USAGE = {
     "cost": 0.0,
     "saved_calls": 0,
     "saved_tokens": 0,
+    "miss_reason": "",
 }
 SHOWN_CALL = {"name": "weather", "arguments": {"city": "Oslo"}, "id": "call_1"}
 RECORDS = [

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.cache import blocks
 from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored, OnBlocks
+from agentflow.engine.cache.evicted_blocks import EvictedBlocks, PrefixHash, next_end, tree_hash
 from agentflow.engine.cache.holdings import Holding, Holdings
 
 TokenRun = bytes
@@ -73,6 +74,7 @@ class Node:
         "num_prompt",
         "number",
         "parent",
+        "prefix_hash",
         "returns",
         "run",
         "slots",
@@ -101,6 +103,7 @@ class Node:
         self.keeps = 0  # open states that end here
         self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
         self.last_access = last_access
+        self.prefix_hash: PrefixHash | None = None  # of all tokens up to its end, if it was needed
         self.moved_to: Node | None = None  # a removed node's former parent
         self.number = 0  # identifies it; 0 for a root
 
@@ -144,6 +147,7 @@ class RadixCache:
         self._holdings = Holdings(idle_after)
         self._owner_of = owner_of
         self._num_made = 0
+        self._evicted = EvictedBlocks()
         self.clock = 0
         """Uses so far, which number the nodes' ``last_access``."""
         self.recent: OrderedDict[Node, None] = OrderedDict()
@@ -177,6 +181,16 @@ class RadixCache:
             done += len(piece)
             node = child
         return done // TOKEN_BYTES
+
+    def was_evicted(self, match: PrefixMatch, run: TokenRun) -> bool:
+        """Whether the first block of ``run`` that is not completely cached was cached and evicted.
+        ``match``: the longest cached prefix of ``run``, from ``match``."""
+        if not self._evicted:
+            return False
+        end = next_end(match.num_tokens) * TOKEN_BYTES
+        if len(run) < end:
+            return False
+        return self._evicted.has(_prefix_hash(match.node), run[match.num_tokens * TOKEN_BYTES : end])
 
     def extend(
         self,
@@ -302,6 +316,11 @@ class RadixCache:
                 freed.append(node.slots[num_kept:])
                 if on_evict is not None:
                     self._report(node, num_kept, on_evict)
+                if (
+                    next_end(node.start + num_kept) <= node.start + len(node.slots)
+                    and node.parent is not None
+                ):
+                    self._evicted.add(_prefix_hash(node.parent), node.start, node.run, num_kept)
                 if node.digests and self._on_blocks is not None:
                     self._remove_blocks(node, num_kept, self._on_blocks)
                 if num_kept:
@@ -361,6 +380,7 @@ class RadixCache:
         return root
 
     def _grow(self, node: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> None:
+        node.prefix_hash = None
         node.run += run[start * TOKEN_BYTES :]
         node.slots = np.concatenate((node.slots, slots[start:]))
         node.num_prompt += new_prompt
@@ -397,6 +417,7 @@ class RadixCache:
     def _shorten(self, node: Node, length: int) -> None:
         """Truncates a leaf. Its ``keeps`` stay with the rest."""
         self._left(node.account, len(node.slots) - length)
+        node.prefix_hash = None
         node.run, node.slots = node.run[: length * TOKEN_BYTES], node.slots[:length]
         node.num_prompt = min(node.num_prompt, length)
         node.account.leaves.push(node)
@@ -582,6 +603,22 @@ class EvictionQueue:
     def nodes(self) -> set[Node]:
         """All leaves in the queue. For checks."""
         return {entry[-1] for entry in self._entries if _is_current(entry)}
+
+
+def _prefix_hash(node: Node) -> PrefixHash:
+    """Returns the hash of the tokens up to the end of ``node``, which is stored in the nodes on the way."""
+    below: list[Node] = []
+    while node.prefix_hash is None and node.parent is not None:
+        below.append(node)
+        node = node.parent
+    found = node.prefix_hash
+    if found is None:
+        found = node.prefix_hash = tree_hash(node.extra_key)
+    for one in reversed(below):
+        found = found.copy()
+        found.update(one.run)
+        one.prefix_hash = found
+    return found
 
 
 def _num_blocks(node: Node, length: int) -> int:

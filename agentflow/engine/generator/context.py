@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from agentflow.engine.generator.prompt_changes import Outline, outline
 from agentflow.engine.messages import Finished
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import Origin
@@ -156,6 +157,10 @@ class EngineContext:
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
     tools: ToolUse | None = None  # of the conversation with which the state began
     conversation_key: bytes | None = None  # of that conversation, if the model's answer to it comes next
+    outline: Outline | None = None  # of that conversation, until its first request
+    changed: str = ""  # as in ``Origin``, of the next request
+    has_new_tools: bool = False  # since the last request
+    num_rerendered: int = 0  # the tokens that had been rendered again at the last request
 
     def fill(self, text: str) -> None:
         """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""
@@ -180,6 +185,7 @@ class EngineContext:
         are the same. ``offered``: a conversation without messages. Raises the errors of
         ``fill_conversation``."""
         use = tool_use(template, offered)
+        self.has_new_tools = True
         if use.form.is_native:
             self.tokens.tools(use.tools)
         else:
@@ -216,8 +222,18 @@ class EngineContext:
         self.num_unencoded_chars = self.num_unencoded_turns = 0
 
     def origin_now(self) -> Origin:
-        """Returns the origin of a request made now, with its place in the program and the time left until the
-        deadline."""
+        """Returns the origin of a request made now, with its place in the program, the time left until the
+        deadline, and why its prompt changed since the state's last request."""
+        origin = self.origin_ahead()
+        changed, self.changed = self.changed, ""
+        if self.tokens.num_rerendered_tokens > self.num_rerendered:
+            changed = changed or ("tools_changed" if self.has_new_tools else "rerendered")
+            self.num_rerendered = self.tokens.num_rerendered_tokens
+        self.has_new_tools = False
+        return msgspec.structs.replace(origin, changed=changed) if changed else origin
+
+    def origin_ahead(self) -> Origin:
+        """Returns the origin of a request for tokens that the state's next request will need."""
         origin = self.origin
         if self.place is not None:
             group = group_of_place(self.place) or origin.task_group
@@ -280,9 +296,11 @@ def fill_conversation(
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
     context.num_unencoded_chars += _num_chars_of_tools(conversation)
-    start = repr((context.origin.cache_salt, conversation.tools, template.values))
+    tools, salt = repr(conversation.tools), context.origin.cache_salt
+    start = f"({salt!r}, {tools}, {template.values!r})"
     # The keys of the messages with their calls, which the plain notation writes into contents.
     keys = conversation_keys(use.named, start=start.encode("utf-8", "backslashreplace"))
+    context.outline = outline(use.named, tools, salt, keys)
     kept = iter([outputs.get(key) for one, key in zip(use.named, keys, strict=True) if _is_answer(one)])
     last = len(use.messages) - 1
     for number, message in enumerate(use.messages):

@@ -41,6 +41,7 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
+from agentflow.engine.generator.prompt_changes import PromptChanges
 from agentflow.engine.generator.select import select_scores, with_ends
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -148,6 +149,7 @@ class EngineGenerator:
         self.limits = PromptLimits(client.tokenizer, client.info)
         self.output_token_cache = OutputTokenCache()
         self.rendered_prefixes = RenderedPrefixes(client.tokenizer)
+        self._prompt_changes = PromptChanges()
         self._gate = gate
         self._compiler = compiler
         self._num_rerendered = 0
@@ -386,6 +388,9 @@ class EngineGenerator:
             admitted.prompt_tokens = 0  # until the engine has the request
             self.limits.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
+            if context.outline is not None:
+                context.changed = self._prompt_changes.reason(context.outline, context.tokens.text_keys)
+                context.outline = None
             compiled = None
             if constraint is not None and self._compiler is not None:
                 with faults_of("constraint"):
@@ -638,7 +643,7 @@ class EngineGenerator:
             return
         context.place = place
         if context.has_run and context.origin.state:
-            origin = context.origin_now()
+            origin = context.origin_ahead()
             self._client.place(
                 Placed(
                     origin.state,
@@ -667,7 +672,7 @@ class EngineGenerator:
             return
         self._end_fill_ahead(context)
         origin = msgspec.structs.replace(
-            context.origin_now(),
+            context.origin_ahead(),
             objective="throughput",
             priority=-MAX_PRIORITY,
             deadline_s=None,
@@ -717,7 +722,7 @@ class EngineGenerator:
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
         context.prefill_ahead = self._client.compute_ahead(
-            token_ids, origin=msgspec.structs.replace(context.origin_now(), trace="")
+            token_ids, origin=msgspec.structs.replace(context.origin_ahead(), trace="")
         )
         context.num_computed, context.has_run = len(token_ids), True
 
@@ -843,7 +848,12 @@ def _reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnTe
 def _usage(end: Finished) -> Usage:
     """Returns the token counts of the generation."""
     return Usage(
-        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.reasoning_tokens
+        end.prompt_tokens,
+        end.cached_tokens,
+        end.output_tokens,
+        end.forced_tokens,
+        end.reasoning_tokens,
+        miss_reason=end.miss_reason,
     )
 
 

@@ -22,7 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.cache.blocks import OnBlocks
-from agentflow.engine.cache.radix_cache import Node, PrefixMatch, RadixCache, SlotArray, TokenRun
+from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
+from agentflow.engine.cache.radix_cache import (
+    TOKEN_BYTES,
+    Node,
+    PrefixMatch,
+    RadixCache,
+    SlotArray,
+    TokenRun,
+)
 from agentflow.engine.request import CacheIdentity, Request
 
 logger = logging.getLogger(__name__)
@@ -30,6 +38,8 @@ logger = logging.getLogger(__name__)
 OnCached = Callable[[CacheIdentity, TokenRun], None]
 OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
 
+MOST_TREES = 16
+"""The most trees of a tenant, the newest ones, in which the tokens of a miss are searched."""
 EXPIRES_AFTER_POOLS = 4
 """A state without requests while this many times the pool is computed counts as finished."""
 
@@ -120,6 +130,23 @@ class KVMemory:
         match = self.cache.match(request.extra_key, run)
         self.cache.lock(match)
         return match
+
+    def why_missed(self, request: Request, match: PrefixMatch) -> str:
+        """Returns why the prompt's tokens after ``match`` are not cached, by the first block of
+        ``BLOCK_TOKENS`` among them; empty for fewer tokens, or without a cache."""
+        if not self._use_cache or request.num_prompt - match.num_tokens < BLOCK_TOKENS:
+            return ""
+        run = request.run(min(next_end(match.num_tokens), request.num_prompt))
+        if self.cache.was_evicted(match, run):
+            return "evicted"
+        account = self.cache.find_account(request.tenant)
+        for root in itertools.islice(reversed(account.roots if account is not None else {}), MOST_TREES):
+            other = root.extra_key
+            if not isinstance(other, CacheIdentity) or other == request.extra_key:
+                continue
+            if self.cache.peek(other, run) == len(run) // TOKEN_BYTES:
+                return "salt" if other.adapter == request.adapter else "adapter"
+        return request.origin.changed or "first_seen"
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """The request starts to run after its match, whose tokens count as computed."""

@@ -330,6 +330,7 @@ class Scheduler:
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(match.num_tokens, request.num_prompt)
+            request.miss_reason = self.memory.why_missed(request, match)
             self._counters.prompt_tokens += request.num_prompt
             self._counters.cached_tokens += request.num_cached
             self._counters.cached_output_tokens += min(match.num_output, request.num_cached)

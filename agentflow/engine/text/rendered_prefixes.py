@@ -86,12 +86,15 @@ class RenderedPrefixes:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def attached(self, spans: Sequence[Span], start: bytes) -> Attached | None:
-        """Returns the longest known beginning of the text of ``spans``. ``start``: separates texts whose
-        tokens have nothing to do with each other."""
-        if not self._entries or not self._tokenizer.finds_spelled:
-            return None
-        places = [(place, place.hasher.digest()) for place in _places(spans, self._tokenizer, _hasher(start))]
+    def places(self, spans: Sequence[Span], start: bytes) -> list[tuple[Place, bytes]]:
+        """Returns the places in the text of ``spans``, with the key of the text before each. ``start``:
+        separates texts whose tokens have nothing to do with each other."""
+        if not self._tokenizer.finds_spelled:
+            return []
+        return [(place, place.hasher.digest()) for place in _places(spans, self._tokenizer, _hasher(start))]
+
+    def attached(self, places: Sequence[tuple[Place, bytes]]) -> Attached | None:
+        """Returns the longest known beginning of the text with these places."""
         with self._lock:
             for place, key in reversed(places):
                 if key in self._entries and (token_ids := self._ids_of(key)) is not None:
@@ -107,7 +110,7 @@ class RenderedPrefixes:
         Args:
             segments: the prompt. If ``attached`` is given, the first one is that beginning.
             answer: the generated text and its ids.
-            start: as in ``attached``.
+            start: as in ``places``.
             attached: the known beginning of the prompt.
         """
         assert answer.ids is not None

@@ -300,7 +300,8 @@ class TokenState:
     templates reject an incomplete conversation (a system turn alone) and accept it with its next turn.
 
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
-    turns; all ids from the first of these on are computed again.
+    turns; all ids from the first of these on are computed again. ``text_keys``: after ``attach_to``, the keys
+    of the encoded text at its places (``RenderedPrefixes.places``).
 
     Args:
         tokenizer: The model's tokenizer.
@@ -335,11 +336,12 @@ class TokenState:
         self._known: RenderedPrefixes | None = None
         self._known_start = b""
         self._attached: Attached | None = None
+        self.text_keys: list[bytes] = []
         self.num_rerendered_tokens = 0
 
     def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
         """Lets the beginning of the text have the ids that ``known`` has for it. Call it for an empty state
-        that is encoded once, when it is whole. ``start``: as in ``RenderedPrefixes.attached``."""
+        that is encoded once, when it is whole. ``start``: as in ``RenderedPrefixes.places``."""
         self._known, self._known_start = known, start
 
     def keep_answer(self, ids: Sequence[int], text: str) -> None:
@@ -627,7 +629,9 @@ class TokenState:
             self._check(self._new_texts(layout))
         spans = self._spans(layout)
         if self._known is not None:
-            self._attached = self._known.attached(spans, self._known_start)
+            places = self._known.places(spans, self._known_start)
+            self.text_keys = [key for _, key in places]
+            self._attached = self._known.attached(places)
             if self._attached is not None:
                 spans = _with_known(spans, self._attached)
         return encode_spans(spans, self._tokenizer, self._segments)

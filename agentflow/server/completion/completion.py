@@ -198,6 +198,7 @@ class Completion:
                 sum(usage.output_tokens for usage in usages),
                 reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
                 cost=sum(usage.cost for usage in usages),
+                miss_reason=usages[0].miss_reason,
             )
             start += run.num_answers
         return total
@@ -590,7 +591,11 @@ class _AnswerReader:
 
     def end(self, end: Finished, checks: tuple[Check, ...]) -> None:
         usage = Usage(
-            end.prompt_tokens, end.cached_tokens, end.output_tokens, reasoning_tokens=end.reasoning_tokens
+            end.prompt_tokens,
+            end.cached_tokens,
+            end.output_tokens,
+            reasoning_tokens=end.reasoning_tokens,
+            miss_reason=end.miss_reason,
         )
         ids = tuple(end.token_ids)
         self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids, checks))

@@ -24,7 +24,7 @@ from agentflow.engine.grammar.compiler.compiler import CompileCounts
 from agentflow.engine.messages import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import AgentflowError
-from agentflow.protocol.events import Stats
+from agentflow.protocol.events import MISS_REASONS, Stats
 from agentflow.runtime.generator import Generator
 from agentflow.server.metrics.api_calls import ApiCalls
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
@@ -132,6 +132,15 @@ class MetricFamilies(Collector):
             prompts.add_metric([model, "output_cache"], cached_output)
             prompts.add_metric([model, "computed"], count("prompt_tokens") - cached)
         yield prompts
+        missed = CounterMetricFamily(
+            "agentflow_missed_tokens",
+            "Prompt tokens that were not cached, of finished requests with 256 or more of them, by reason.",
+            labels=["model", "reason"],
+        )
+        for model, of in self._engines.items():
+            for reason in MISS_REASONS:
+                missed.add_metric([model, reason], of.requests.missed_tokens[reason])
+        yield missed
         for name, text in _ENGINE_COUNTERS:
             values = {model: of.totals.count(name) for model, of in self._engines.items()}
             if name == "generated_tokens":

@@ -7,6 +7,7 @@ experience them.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ class RequestTimes:
         self.tpot = BucketCounts.empty(TPOT_BOUNDS_S)
         self.queue_wait: dict[str, BucketCounts] = {}
         self.tokens: dict[str, TokenUse] = {}
+        self.missed_tokens: Counter[str] = Counter()
+        """The tokens of prompts that were not cached, by ``Finished.miss_reason``."""
         self.num_embeddings = 0
         """Finished requests for the embedding of one text."""
         self.embedding_tokens = 0
@@ -105,6 +108,8 @@ class RequestTimes:
         use.prompt += end.prompt_tokens
         use.cached += end.cached_tokens
         use.output += end.output_tokens
+        if end.miss_reason:
+            self.missed_tokens[end.miss_reason] += end.prompt_tokens - end.cached_tokens
         if pending.embeds:
             self.num_embeddings += 1
             self.embedding_tokens += end.prompt_tokens

@@ -100,6 +100,8 @@ class RequestSpans:
                 "gen_ai.usage.output_tokens": end.output_tokens,
             }
         )
+        if end.miss_reason:
+            pending.span.set_attribute("agentflow.miss_reason", end.miss_reason)
         pending.span.end()
 
     def _fail(self, failure: Failed) -> None:

@@ -801,6 +801,12 @@ export interface Usage {
   saved_calls: number;
   /** The prompt tokens that these calls would have had, estimated. */
   saved_tokens: number;
+  /**
+   * Why 256 or more tokens of the prompt were not cached: `first_seen`, `evicted`, `salt`, `adapter`,
+   * `tools_changed`, `system_changed` or `rerendered`; `several` in a sum; empty for fewer tokens, and for
+   * models behind an API.
+   */
+  miss_reason: string;
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */

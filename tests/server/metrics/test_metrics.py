@@ -384,6 +384,14 @@ def test_the_tokens_of_tenants_are_counted():
     assert times.tokens == {"ann": TokenUse(6, 1, 6), "default": TokenUse(3, 3, 1)}
 
 
+def test_missed_tokens_are_counted_by_reason():
+    times = RequestTimes(ClockS())
+    for request_id, cached, reason in ((1, 100, "salt"), (2, 0, "salt"), (3, 990, ""), (4, 1, "evicted")):
+        times.sent(submit(request_id))
+        times.received([Finished(request_id, [], "", "length", 1000, cached, 1, [], miss_reason=reason)])
+    assert times.missed_tokens == {"salt": 1900, "evicted": 999}
+
+
 def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
     clock = ClockS()
     times = RequestTimes(clock)
