@@ -182,15 +182,14 @@ class RadixCache:
             node = child
         return done // TOKEN_BYTES
 
-    def was_evicted(self, match: PrefixMatch, run: TokenRun) -> bool:
-        """Whether the first block of ``run`` that is not completely cached was cached and evicted.
-        ``match``: the longest cached prefix of ``run``, from ``match``."""
-        if not self._evicted:
-            return False
-        end = next_end(match.num_tokens) * TOKEN_BYTES
-        if len(run) < end:
-            return False
-        return self._evicted.has(_prefix_hash(match.node), run[match.num_tokens * TOKEN_BYTES : end])
+    def was_evicted(self, match: PrefixMatch, missing: TokenRun) -> bool:
+        """Whether the first block that is not completely cached was cached and evicted.
+
+        Args:
+            match: The longest cached prefix of a sequence.
+            missing: The tokens after it, up to the end of the block.
+        """
+        return bool(self._evicted) and self._evicted.has(_prefix_hash(match.node), missing)
 
     def extend(
         self,

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
 from agentflow.engine.cache.radix_cache import (
-    TOKEN_BYTES,
     Node,
     PrefixMatch,
     RadixCache,
     SlotArray,
     TokenRun,
+    token_run,
 )
 from agentflow.engine.request import CacheIdentity, Request
 
@@ -133,19 +133,22 @@ class KVMemory:
 
     def why_missed(self, request: Request, match: PrefixMatch) -> str:
         """Returns why the prompt's tokens after ``match`` are not cached, by the first block of
-        ``BLOCK_TOKENS`` among them; empty for fewer tokens, or without a cache."""
-        if not self._use_cache or request.num_prompt - match.num_tokens < BLOCK_TOKENS:
+        ``BLOCK_TOKENS`` among them; empty for fewer tokens, for tokens that are scored, and without a
+        cache."""
+        num_wanted = min(request.num_reusable + 1, request.num_prompt)
+        if not self._use_cache or num_wanted - match.num_tokens < BLOCK_TOKENS:
             return ""
-        run = request.run(min(next_end(match.num_tokens), request.num_prompt))
-        if self.cache.was_evicted(match, run):
+        end = next_end(match.num_tokens)
+        if self.cache.was_evicted(match, token_run(request.tokens[match.num_tokens : end])):
             return "evicted"
         account = self.cache.find_account(request.tenant)
-        for root in itertools.islice(reversed(account.roots if account is not None else {}), MOST_TREES):
-            other = root.extra_key
-            if not isinstance(other, CacheIdentity) or other == request.extra_key:
-                continue
-            if self.cache.peek(other, run) == len(run) // TOKEN_BYTES:
-                return "salt" if other.adapter == request.adapter else "adapter"
+        trees = [] if account is None else itertools.islice(reversed(account.roots), MOST_TREES)
+        others = [root.extra_key for root in trees if root.extra_key != request.extra_key]
+        if others:
+            run = request.run(end)
+            for other in others:
+                if isinstance(other, CacheIdentity) and self.cache.peek(other, run) == end:
+                    return "salt" if other.adapter == request.adapter else "adapter"
         return request.origin.changed or "first_seen"
 
     def attach(self, request: Request, match: PrefixMatch) -> None:

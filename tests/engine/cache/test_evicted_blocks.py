@@ -45,7 +45,9 @@ class Cache:
     def ask(self, key: str, tokens: tuple[int, ...]) -> tuple[PrefixMatch, bool]:
         run = run_of(tokens)
         match = self.cache.match(key, run)
-        return match, self.cache.was_evicted(match, run)
+        end = next_end(match.num_tokens)
+        missing = run_of(tokens[match.num_tokens : end])
+        return match, end <= len(tokens) and self.cache.was_evicted(match, missing)
 
 
 @given(OPS)

@@ -61,6 +61,13 @@ async def test_a_first_prompt_and_its_repetition():
     assert [u.miss_reason for u in (first, again, short, later)] == ["first_seen", "", "", "first_seen"]
 
 
+async def test_a_prompt_that_is_scored_is_no_miss():
+    async with client_on(big_engine()) as client:
+        generator = EngineGenerator(client, TEMPLATE)
+        await usage_of(generator, ASKED)
+        assert (await usage_of(generator, ASKED, prompt_logprobs=0)).miss_reason == ""
+
+
 async def test_an_evicted_prompt():
     async with client_on(big_engine(num_slots=2_500)) as client:
         generator = EngineGenerator(client, TEMPLATE)
