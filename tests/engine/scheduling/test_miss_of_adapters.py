@@ -1,0 +1,44 @@
+"""A prompt that is cached for another adapter, or under another salt, has that reason for its miss."""
+
+from __future__ import annotations
+
+import numpy as np
+from support.engine.requests import request_of
+
+from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.protocol.sampling import SamplingParams
+
+
+def request(number: int, identity: CacheIdentity) -> Request:
+    made = request_of(number, np.arange(1000, dtype=np.int32), 8, SamplingParams())
+    made.extra_key = identity
+    return made
+
+
+def test_the_reason_is_the_part_of_the_identity_that_differs():
+    memory = KVMemory(
+        num_slots=4000,
+        max_context=2000,
+        max_running=2,
+        use_cache=True,
+        on_cached=lambda *_: None,
+        on_evict=lambda *_: None,
+    )
+    first = request(1, CacheIdentity("ann", "a"))
+    memory.attach(first, memory.match(first))
+    memory.req_to_token[first.req_row, :1000] = memory.allocate(1000)
+    first.num_computed = 1000
+    memory.detach(first)
+    expected = {
+        CacheIdentity("ann", "a"): "",
+        CacheIdentity("ann", "b"): "salt",
+        CacheIdentity("ann", "a", "lora"): "adapter",
+        CacheIdentity("bob", "a"): "first_seen",
+    }
+    for number, (identity, reason) in enumerate(expected.items(), 2):
+        one = request(number, identity)
+        match = memory.match(one)
+        assert memory.why_missed(one, match) == reason
+        memory.cache.unlock(match)
+    memory.check()
