@@ -164,7 +164,7 @@ ROOMS = {
         "app",
         "serve",
     ),
-    "integrations": ("background_loop", "client"),
+    "integrations": ("background_loop", "client", "wiring"),
     "cli": (
         "command",
         "server_query",

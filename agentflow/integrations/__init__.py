@@ -1,7 +1,8 @@
 """The published interface for adapters of other frameworks, which import only this package and ``agentflow``.
 
 Reading order: ``background_loop`` is an event loop in a thread, callable from anywhere. ``client`` builds on
-it: one session per process, model calls as programs, retries.
+it: one session per process, model calls as programs, retries. ``wiring`` passes the answers of calls to other
+calls by reference.
 """
 
 from agentflow.integrations.client import (
@@ -14,7 +15,8 @@ from agentflow.integrations.client import (
     connection_to,
     embedding_connection_to,
 )
-from agentflow.language.expressions import conversation_with
+from agentflow.integrations.wiring import WiredProgram
+from agentflow.language.expressions import Appendable, conversation_with
 from agentflow.language.typed.replies import read_reply
 from agentflow.language.typed.tools import spec_of
 from agentflow.protocol.chat import (
@@ -34,6 +36,7 @@ from agentflow.runtime.task_group import open_task_group
 __all__ = [
     "DEFAULT_MODEL",
     "Answer",
+    "Appendable",
     "Arguments",
     "CallBegun",
     "Delta",
@@ -46,6 +49,7 @@ __all__ = [
     "ToolChoice",
     "ToolSpec",
     "TopLogprobs",
+    "WiredProgram",
     "connection_through",
     "connection_to",
     "conversation_with",

@@ -290,7 +290,22 @@ async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[De
     root.add(call.prompt)
     states = [root] if call.n == 1 else list(root.fork(call.n))
     nodes = [target_of(state.add(call.output)[call.output]).node for state in states]
-    readers = [ReplyReader() if call.output.value_type.is_reply else None for _ in states]
+    async with aclosing(watched(root, nodes, model)) as events:
+        async for event in events:
+            yield event
+
+
+async def watched(
+    root: State, nodes: Sequence[VariableNode], model: str
+) -> AsyncGenerator[Delta | Answer, None]:
+    """Yields the answers of a run piece by piece, from their start, and then complete. Raises their failure.
+
+    Args:
+        root: The first state of the run.
+        nodes: The answers, by the last number of their states' paths.
+        model: The name of the model that the answers have.
+    """
+    readers = [ReplyReader() if node.value_type.is_reply else None for node in nodes]
     run = state_node(root).run
     async for event in run.watch(lambda: all(node.is_done for node in nodes), raw=True):
         index = event.path[-1] if event.path else 0

@@ -1,4 +1,6 @@
-"""agentflow's models for LangChain: ``ChatAgentflow``, ``Agentflow`` and ``AgentflowEmbeddings``."""
+"""agentflow's models for LangChain: ``ChatAgentflow``, ``Agentflow`` and ``AgentflowEmbeddings``.
+
+``wired`` runs chains of them as one program."""
 
 # ruff: noqa: E402  (an older LangChain does not have what the modules import)
 
@@ -12,6 +14,7 @@ if tuple(int(number) for number in re.findall(r"\d+", _CORE)[:2]) < (1, 7):
         "pip install -U langchain-core"
     )
 
+from langchain_agentflow.chains import UnwiredPart, WiredChain, wired
 from langchain_agentflow.chat_model import ChatAgentflow
 from langchain_agentflow.embeddings import AgentflowEmbeddings
 from langchain_agentflow.errors import (
@@ -40,4 +43,7 @@ __all__ = [
     "AgentflowRateLimitError",
     "AgentflowTimeoutError",
     "ChatAgentflow",
+    "UnwiredPart",
+    "WiredChain",
+    "wired",
 ]

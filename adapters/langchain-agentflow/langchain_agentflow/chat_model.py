@@ -174,7 +174,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> list[AIMessage]:
         """Runs all inputs at once, as one program, with a thread for each that only waits."""
         configs = [_with_threads(one, len(inputs)) for one in get_config_list(config, len(inputs))]
-        with one_batch(self._connection_for(kwargs), len(inputs)):
+        with one_batch([self._connection_for(kwargs)], len(inputs)):
             return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
 
     async def abatch(
@@ -186,7 +186,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """Runs all inputs at once, as one program."""
-        with one_batch(self._connection_for(kwargs), len(inputs)):
+        with one_batch([self._connection_for(kwargs)], len(inputs)):
             return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     # Tools and structure

@@ -42,7 +42,7 @@ class Agentflow(ModelSettings, BaseLLM):
     ) -> LLMResult:
         connection, calls = self._calls(prompts, stop, kwargs)
         num_threads = max(1, min(len(calls), MAX_THREADS))
-        with one_batch(connection, len(calls)), ThreadPoolExecutor(num_threads) as threads:
+        with one_batch([connection], len(calls)), ThreadPoolExecutor(num_threads) as threads:
             # The batch is a context variable, so each thread needs a copy of the context.
             futures = [
                 threads.submit(
@@ -65,7 +65,7 @@ class Agentflow(ModelSettings, BaseLLM):
         async def collect(call: ModelCall, into: list[Answer]) -> None:
             into += await acomplete(connection, call, run_manager, self._max_retries(kwargs))
 
-        with one_batch(connection, len(calls)):
+        with one_batch([connection], len(calls)):
             async with open_task_group() as group:
                 for call, into in zip(calls, found, strict=True):
                     group.start_soon(collect, call, into)

@@ -8,7 +8,7 @@ call knows only its parent; when the root ends, its program ends. The calls of a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -152,7 +152,7 @@ _batch: ContextVar[tuple[str, Objective] | None] = ContextVar("agentflow_batch",
 
 
 @contextmanager
-def one_batch(connection: ModelConnection, num_calls: int) -> Iterator[None]:
+def one_batch(connections: Sequence[ModelConnection], num_calls: int) -> Iterator[None]:
     """Makes the model calls in the block one program, unless there is only one of them."""
     if num_calls < 2:
         yield
@@ -163,7 +163,8 @@ def one_batch(connection: ModelConnection, num_calls: int) -> Iterator[None]:
         yield
     finally:
         _batch.reset(token)
-        connection.end_program(name)
+        for connection in connections:
+            connection.end_program(name)
 
 
 def _parent_here() -> UUID | None:

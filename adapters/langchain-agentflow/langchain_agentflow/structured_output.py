@@ -51,7 +51,7 @@ def structured(
         asking, parser = _by_answer(model, schema, method, kwargs)
     else:
         raise ValueError(f"method must be 'json_schema', 'function_calling' or 'json_mode', not {method!r}")
-    whole = RunnableGenerator(_reject_truncated, _areject_truncated) | parser
+    whole = RunnableGenerator(reject_truncated, _areject_truncated) | parser
     return _with_raw(asking, whole) if include_raw else asking | whole
 
 
@@ -95,7 +95,7 @@ def _by_answer(
     )
     if _is_pydantic(schema):
         return asking, _ModelValue(pydantic_object=schema)  # type: ignore[arg-type]
-    return asking, _JsonValue()
+    return asking, JsonValue()
 
 
 def json_schema_of(schema: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class _Whole:
         return super().parse_result(result, partial=partial)  # type: ignore[misc]
 
 
-class _JsonValue(_Whole, JsonOutputParser):
+class JsonValue(_Whole, JsonOutputParser):
     """Parses the answer."""
 
 
@@ -137,7 +137,8 @@ class _ModelValue(_Whole, PydanticOutputParser):  # type: ignore[type-arg]
     """Parses the answer."""
 
 
-def _reject_truncated(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+def reject_truncated(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """Raises ``OutputParserException`` for an answer that ``max_tokens`` truncated."""
     for message in messages:
         _check_whole(message)
         yield message
