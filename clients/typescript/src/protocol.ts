@@ -182,7 +182,7 @@ export interface Ref {
  * with an index as in `comma.0`), `xml` (a tag), `number`, `date` (a format of Python's `strptime`, or
  * empty for ISO's), `enum` (the values as a JSON list, as text). At most 16 may follow each other
  * (`bad_argument`). A transform that cannot be applied fails its state with `run_failed`; an invalid
- * pattern, with `bad_argument`.
+ * argument, with `bad_argument`.
  */
 export type Transform = [name: "date" | "enum" | "first_line" | "items" | "json" | "lower" | "number" | "regex" | "strip" | "upper" | "xml" | "yaml", argument?: string];
 
