@@ -1,5 +1,5 @@
 """The KV cache: which token sequences are cached.
 
-Read ``radix_cache`` (the trees, and eviction), ``holdings`` (which tenants lose tokens) and ``blocks``
-(the digests by which other processes see the cache).
+Read ``radix_cache`` (the trees, and eviction), ``holdings`` (which tenants lose tokens), ``blocks``
+(the digests by which other processes see the cache) and ``evicted_blocks`` (which tokens were evicted).
 """

@@ -2,5 +2,5 @@
 
 Read ``generator`` (the ``Generator`` on a running engine), ``context`` (a state's content, and what of it is
 encoded) and ``embedding`` (the batches of an embedding request). ``select`` scores choices, and ``decide``
-the answers to questions about a state.
+the answers to questions about a state. ``prompt_changes`` finds why a conversation's prompt changed.
 """
