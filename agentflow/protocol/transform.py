@@ -97,8 +97,26 @@ async def apply_in_turn(
 ) -> str:
     """``apply_transforms`` for an event loop: searches, and all transforms of long texts, run in a thread."""
     if transforms and (len(text) > MAX_INLINE_CHARS or any(one.name in _SLOW for one in transforms)):
-        return await anyio.to_thread.run_sync(apply_transforms, text, transforms, limiter=limiter)
+        # Through a list that is emptied here: a thread still holds its result for a moment after it has given
+        # it, and an error that is raised here would hold all frames of the caller for as long.
+        outcome: list[str | Exception] = []
+        await anyio.to_thread.run_sync(_attempt, outcome, text, transforms, limiter=limiter)
+        found = outcome.pop()
+        if isinstance(found, Exception):
+            try:
+                raise found
+            finally:
+                del found
+        return found
     return apply_transforms(text, transforms)
+
+
+def _attempt(outcome: list[str | Exception], text: str, transforms: tuple[Transform, ...]) -> None:
+    """Appends the result, or the error."""
+    try:
+        outcome.append(apply_transforms(text, transforms))
+    except Exception as error:
+        outcome.append(error)
 
 
 def _regex(text: str, pattern: str) -> str:
