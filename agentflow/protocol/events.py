@@ -458,7 +458,13 @@ class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
         names = {node.id: node.name or f"{node.kind} {node.id}" for node in self.nodes}
         lines: list[str] = []
         for state in self.states:
-            steps = "waits for its client" if state.steps is None else f"{state.steps} steps before its next"
+            match state.steps:
+                case None:
+                    steps = "waits for its client"
+                case 0:
+                    steps = "its next request may run"
+                case num:
+                    steps = f"its next request runs after {num} other{'s' if num > 1 else ''}"
             group = f", group {state.group}" if state.group else ""
             label = f" of {state.label}" if state.label else ""
             lines.append(
