@@ -227,7 +227,7 @@ class EngineClient:
         return await self._call(Submit(next(self._ids), token_ids, None, origin=origin, embeds=True), None)
 
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
-        """Computes tokens for later requests, if there is room, without waiting. Returns an id for
+        """Computes tokens for later requests, if there is much room, without waiting. Returns an id for
         ``forget``."""
         request_id = next(self._ids)
         if self._ended_because is None and not self.info.embedding_size and self._has_room(origin.tenant):
@@ -236,11 +236,13 @@ class EngineClient:
         return request_id
 
     def _has_room(self, tenant: str) -> bool:
-        try:
-            self.check_room(tenant)
-        except Overloaded:
-            return False
-        return True
+        """Whether the tenant and all together have used less than half of their room: the rest is for
+        requests that somebody waits for."""
+        most = self._max_unfinished
+        if most is None:
+            return True
+        num_own = self._num_unfinished_of[tenant]
+        return 2 * len(self._unfinished) < most and 2 * num_own < part_of(most, tenant)
 
     def forget(self, request_id: int) -> None:
         """Cancels a ``compute_ahead``."""

@@ -114,7 +114,15 @@ def yaml_value(text: str, path: str) -> str:
         _check_yaml(yaml, source, where)
         # As JSON has it: keys are texts, dates are in ISO's format.
         value = json.loads(json.dumps(yaml.load(source, Loader=loader), default=_iso))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError, AttributeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        RecursionError,
+        OverflowError,
+        AttributeError,
+        LookupError,  # of `!!int ""`
+    ) as error:
         reason = " ".join(str(error).split())
         raise RunFailed(f"{where}: the text is not YAML ({reason:.200}): {shown(text)}") from None
     return _value_at(value, path, where)

@@ -610,3 +610,13 @@ def test_nothing_of_a_request_is_kept_after_its_end():
     ]
     assert (by_hand.engine._requests, by_hand.engine._texts, by_hand.engine._started) == ({}, {}, set())
     by_hand.engine.scheduler.check_idle()
+
+
+async def test_requests_that_compute_ahead_leave_room_for_others() -> None:
+    async with plain_model_engine() as client:
+        client._max_unfinished = 4
+        for number in range(6):
+            client.compute_ahead([5, 6, 7 + number], origin=Origin())
+        client.check_room("")
+        assert len(client._unfinished) == 2
+        await generate(client, max_tokens=20)  # until then they have ended

@@ -68,6 +68,8 @@ FAILURES = [
     ("yaml", "b", "a: 1"),
     ("yaml", "", "a: !!python/object/apply:os.getcwd []"),
     ("yaml", "", "a: !!set {b, c}"),
+    ("yaml", "", '!!int ""'),
+    ("yaml", "", "!!bool x"),
     ("yaml", "", "a: !!binary aGk="),
     ("yaml", "", "? [1, 2]\n: 3"),
     ("yaml", "", "a: 1\n---\nb: 2"),

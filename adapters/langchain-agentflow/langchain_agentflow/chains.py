@@ -12,6 +12,7 @@ blocks in the caller's threads (``_Blocking``), in which case they never suspend
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -551,6 +552,7 @@ class _Walk:
         self._programs: dict[int, WiredProgram] = {}
         self._connections: dict[int, ModelConnection] = {}
         self._sent: list[_Pending] = []
+        self._lock = threading.Lock()
 
     async def result(self, chain: Runnable[Any, Any], value: Any) -> Any:
         """The chain's result."""
@@ -706,12 +708,13 @@ class _Walk:
 
     def _program(self, connection: ModelConnection) -> WiredProgram:
         key = id(connection)
-        if key not in self._programs:
-            self._connections[key] = connection
-            self._programs[key] = WiredProgram(
-                connection, *program_of(_AsParent(self._run_manager), connection)
-            )
-        return self._programs[key]
+        with self._lock:  # branches of a blocking run have threads
+            if key not in self._programs:
+                self._connections[key] = connection
+                self._programs[key] = WiredProgram(
+                    connection, *program_of(_AsParent(self._run_manager), connection)
+                )
+            return self._programs[key]
 
     async def _concrete_items(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple([await self._concrete(one) for one in values])

@@ -309,7 +309,10 @@ class FallbackGenerator:
         return await self._first.fork(context, count)
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """As ``ApiGenerator.hint``, for the model that is asked next."""
+        """As ``ApiGenerator.hint``, for the model that is asked next. A place in the program comes at any
+        time, also while another model answers, and has no effect on APIs."""
+        if hint == StateHint(place=hint.place):
+            return
         ready = next((one for one in self._candidates if one.circuit.is_ready), None)
         if ready is None and hint.forks is not None:
             hint = msgspec.structs.replace(hint, forks=None)

@@ -667,6 +667,8 @@ class EngineGenerator:
             token_ids = await self.encode_beside(context.num_to_encode, context.tokens.ids_ahead)
         except AgentflowError:  # the state's next request explains it
             return
+        if context.is_freed:  # while a thread encoded its text
+            return
         known = max(before, min(context.num_computed, context.tokens.num_kept(token_ids)))
         if len(token_ids) - known < MIN_AHEAD_TOKENS:
             return
@@ -728,6 +730,7 @@ class EngineGenerator:
 
     def free(self, context: EngineContext) -> None:
         """Closes the state. Its KV, which the cache prefers to keep, becomes ordinary cache."""
+        context.is_freed = True
         self._end_fill_ahead(context)
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)

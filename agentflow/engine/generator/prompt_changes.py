@@ -67,7 +67,7 @@ class PromptChanges:
                 reason = "tools_changed"
             elif seen.system != now.system:
                 reason = "system_changed"
-            elif _continues(seen, now) and seen.text_key and seen.text_key not in text_keys:
+            elif _continues(seen, now) and seen.text_key and text_keys and seen.text_key not in text_keys:
                 reason = "rerendered"
         # The last place is the end of the markup that opens the assistant's turn. Templates write other
         # markup before an answer that they show.

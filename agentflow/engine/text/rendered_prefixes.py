@@ -186,9 +186,15 @@ def _hasher(start: bytes) -> Hasher:
 
 def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[Place]:
     """Yields the places in the text of ``spans``, in order. Ends early at generated text whose special tokens
-    cannot be told from spelled ones. ``hasher``: of the text before, is changed."""
+    cannot be told from spelled ones, and at a special token that two spans spell together. ``hasher``: of the
+    text before, is changed."""
+    reach = max(0, tokenizer.longest_spelled - 1)
+    before = ""
     for number, span in enumerate(spans):
         text, at = span.text, 0
+        if reach and any(low < len(before) < high for low, high in tokenizer.spelled(before + text[:reach])):
+            return
+        before = (before + text[-reach:])[-reach:] if reach else ""
         spelled = tokenizer.spelled(text)
         id_edges: list[int] = []
         if span.ids is not None:

@@ -370,6 +370,11 @@ class Tokenizer:
         return found
 
     @cached_property
+    def longest_spelled(self) -> int:
+        """The characters of the longest of ``closed_ids``."""
+        return max(map(len, self._closed_to_content), default=0)
+
+    @cached_property
     def _spellings(self) -> list[re.Pattern[str]]:
         """A pattern for each first character of the closed tokens, for which ``re`` searches quickly. The
         longest token at a place applies."""
