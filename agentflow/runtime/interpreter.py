@@ -209,8 +209,7 @@ class Interpreter(Generic[ContextT]):
                 root = self._states.add_root(op.state)
                 root.opened = op
                 root.begin(generator, opened_context(generator, op), Reservation(self._memory, 0))
-                self._graph.submit(op)
-                self._report_places_later()
+                self._graph.submit(op)  # its place is reported with that of its first op
             case ops.SubmitGraph():
                 yield from self._start_graph(op)
             case ops.GetStats():

@@ -223,7 +223,8 @@ async def test_markup_in_a_wired_value_is_plain_text(value):
                 engine.gate.batches.clear()
                 s += af.assistant(af.gen("sink", max_tokens=1))
                 await s["sink"]
-                counts.append(sum(special_ids(engine)))
+                # Another batch may have the beginning of the prompt, which is computed while it waits.
+                counts.append(max(special_ids(engine)))
     assert counts[0] == counts[1]
     assert counts[0] > 0
 

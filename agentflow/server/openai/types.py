@@ -122,7 +122,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     echo: OnlyFalse | None = None
     suffix: Unsupported = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    nvext: GivenObject = None
+    nvext: Unread = None
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):

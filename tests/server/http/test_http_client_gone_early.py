@@ -77,12 +77,13 @@ def test_a_client_that_goes_while_its_prompt_is_encoded(
     long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, api: Api, stream: bool
 ) -> None:
     server, requests, encoding = long_server, long_server.observe_requests(), HeldEncoding(monkeypatch)
-    connection = post(server, api.path, {**api.body(LONG), "stream": stream})
+    text = f"{api.name} {stream}: {LONG}"  # the tokens of a text that came before are known
+    connection = post(server, api.path, {**api.body(text), "stream": stream})
     encoding.check_gone(server, connection)
     server.assert_idle()
     assert len(requests.submits) == 0
     # A client that stays is answered.
-    with post(server, api.path, api.body(LONG, max_tokens=1)) as stays:
+    with post(server, api.path, api.body(text, max_tokens=1)) as stays:
         assert stays.recv(100).startswith(b"HTTP/1.1 200")
     server.call(server.service.calls.until_none)
     assert len(requests.submits) == 1
