@@ -175,6 +175,8 @@ def repeated(part: GrammarPart, least: int, most: int | None) -> GrammarPart:
     """The part ``least`` to ``most`` times. ``NotSupported`` for more than the servers accept."""
     if max(least, most or 0) > MAX_REPEATS:
         raise cannot_express(f"it repeats a part more than {MAX_REPEATS:,} times")
+    if most is not None and least > most:
+        raise cannot_express(f"it repeats a part at least {least} and at most {most} times")
     return EMPTY if most == 0 or part == EMPTY else Repeated(part, least, most)
 
 

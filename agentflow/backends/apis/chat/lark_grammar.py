@@ -45,7 +45,7 @@ _TOKEN: Final = re.compile(
     r'|(?P<string>"(?:\\.|[^"\\\n])*"i?)'
     r"|(?P<pattern>/(?:\\.|[^/\\\n])+/[a-z]*)"
     r"|(?P<name>_*[a-z][a-z0-9_]*|_*[A-Z][A-Z0-9_]*)"
-    r"|(?P<times>\{[0-9]+(?:,[0-9]*)?\}|~[ ]*[0-9]+(?:\.\.[0-9]+)?)"
+    r"|(?P<times>\{[0-9]{1,9}(?:,[0-9]{0,9})?\}|~[ ]*[0-9]{1,9}(?:\.\.[0-9]{1,9})?)"
     r"|(?P<sign>\.\.|[:|()\[\]*+?])"
 )
 # What Rust's patterns read differently from Python's, or what lexers do not read as a set of texts.
