@@ -172,6 +172,7 @@ DIGIT: "0".."9"
         ('start: "yes" | "no"', ["yes", "no", "yesno", "y"]),
         ('start: "yes" MORE~2\nMORE: /[ab]/', ["yesab", "yesa", "yesabb"]),
         ('start: "é" /[à-ü]/ "\\u20ac"', ["éê€", "éé", "éa€"]),
+        (r"start: /\[[a{]+\]|a{1,2}\{b{2,}/ /[}]/", ["[{a]}", "a{bb}", "aa{bbb}", "a{b}", "[]}", "aaa{bb}"]),
         (
             'start: list\nlist: "[" [item ("," item)*] "]"\nitem: /[a-z]+/ | list',
             ["[]", "[a,[b]]", "[a,]", "[[]]"],
@@ -229,6 +230,14 @@ def test_a_grammar_in_gbnf_is_sent_unchanged() -> None:
         'start[capture]: "a"',
         "start: /^a/",
         "start: /a$/",
+        "start: /[a[bc]]/",  # a class in a class on the engine
+        "start: /[^a[b]/",
+        r"start: /[\]a[b]/",
+        "start: /a{b/",
+        "start: /a{,3}b/",
+        r"start: /\07/",
+        r"start: /[\1]/",
+        r"start: /\<a/",
         "\0",
     ],
 )

@@ -49,7 +49,11 @@ _TOKEN: Final = re.compile(
     r"|(?P<sign>\.\.|[:|()\[\]*+?])"
 )
 # What Rust's patterns read differently from Python's, or what lexers do not read as a set of texts.
-_OTHER_IN_RUST: Final = re.compile(r"\\[wWsSDbBzZAXpPG]|[*+?}]\?|\(\?|&&|--|~~|\[\[|\[\^?\]")
+_OTHER_IN_RUST: Final = re.compile(r"\\[0-9wWsSDbBzZAXpPGN<>]|[*+?}]\?|\(\?|&&|--|~~|\[\^?\]")
+# The same, and anchors, in patterns whose escaped characters are replaced by letters.
+_NESTED_CLASS: Final = re.compile(r"\[[^\]]*\[")
+_CLASS: Final = re.compile(r"\[[^\]]*\]")
+_BRACE: Final = re.compile(r"\{(?![0-9]+(?:,[0-9]*)?\})")
 _ANCHOR: Final = re.compile(r"(?<!\[)\^|\$")
 
 
@@ -197,8 +201,9 @@ class _Reader:
 
     def _pattern(self, token: str) -> GrammarPart:
         source, _, flags = token[1:].rpartition("/")
-        is_anchored = _ANCHOR.search(re.sub(r"\\.", "", source))
-        if flags or is_anchored or _OTHER_IN_RUST.search(source):
+        plain = re.sub(r"\\.", "a", source)
+        is_other = _OTHER_IN_RUST.search(source) or _NESTED_CLASS.search(plain) or _ANCHOR.search(plain)
+        if flags or is_other or _BRACE.search(_CLASS.sub("a", plain)):
             raise cannot_express(f"the pattern {token} is not translated")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
