@@ -65,6 +65,27 @@ def test_a_pattern_has_the_same_texts(pattern: str) -> None:
         assert grammar.matches(text) == bool(re.fullmatch(pattern, text)), text
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\S",
+        r"\W",
+        r"\D",
+        r"(?a:\W)",
+        r"[\s\S]",
+        r"[\S ]",
+        r"[^\S\n]",
+        r"[^\W_]",
+        r"[\Da-z5]",
+        r"[\0-\ud000]",
+    ],
+)
+def test_classes_that_contain_nul_have_the_same_characters(pattern: str) -> None:
+    grammar = Gbnf(gbnf_of_pattern(pattern))
+    for char in "\0\x01\t\n az_59-é\xa0\u0665\ucfff\ud000\ud001\ue000\ufffd😀\U0010ffff":
+        assert grammar.matches(char) == bool(re.fullmatch(pattern, char)), char
+
+
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=8))
 def test_every_character_is_written_so_that_it_is_read(text: str) -> None:
     assert Gbnf(gbnf_of_pattern(re.escape(text))).matches(text)
@@ -86,6 +107,7 @@ def test_every_character_is_written_so_that_it_is_read(text: str) -> None:
         "a^b",
         "a++b",
         "\0",
+        r"[^\s\S]",
         f"a{{{MAX_REPEATS + 1}}}",
         "(",
         "[a",

@@ -26,6 +26,7 @@ MAX_CATEGORIES: Final = 50
 r"""The most ``\w`` and the like in a pattern: each has up to 10,000 characters in GBNF."""
 _CATEGORY: Final = re.compile(r"\\[dDsSwW]")
 _MAX_CODE_POINT: Final = 0x10FFFF
+_SURROGATES: Final = (0xD800, 0xDFFF)
 
 Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
 """Ranges of code points, both ends inclusive."""
@@ -190,7 +191,22 @@ def _char_class(members: Sequence[Any], *, is_ascii: bool) -> GrammarPart:
             ranges.append((value[0], value[1]))
         else:
             ranges += _category_ranges(_CATEGORIES[value], is_ascii)
-    return Chars(tuple(ranges), is_negated)
+    if any(first == 0 for first, _ in ranges):  # GBNF has no NUL, but its negated classes contain it
+        ranges, is_negated = _complement(ranges), not is_negated
+    if not ranges and not is_negated:
+        raise cannot_express("it has a class without characters")
+    return Chars(tuple(ranges), is_negated) if ranges else ANY_CHAR
+
+
+def _complement(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The characters that are in none of the ranges, without surrogates."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for first, last in sorted([*ranges, _SURROGATES, (_MAX_CODE_POINT + 1, _MAX_CODE_POINT + 1)]):
+        if first > start:
+            found.append((start, first - 1))
+        start = max(start, last + 1)
+    return found
 
 
 @cache
