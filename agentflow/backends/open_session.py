@@ -27,7 +27,7 @@ from typing import (
 
 import anyio
 
-from agentflow.backends.apis.environment_key import environment_key, server_of
+from agentflow.backends.apis.environment_key import VENDORS, environment_key, is_same_server
 from agentflow.backends.apis.prices import Price
 from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
@@ -177,7 +177,7 @@ def _with_fallback(backend: Backend, url: str | None, options: SessionOptions) -
     first = url or os.environ.get("AGENTFLOW_URL") or ""
     api_key = options.get("api_key")
     others = [
-        api_backend(one, api_key if server_of(one) == server_of(first) else None, first) or one
+        api_backend(one, api_key if is_same_server(one, first) else None, first) or one
         if isinstance(one, str)
         else one
         for one in given
@@ -204,7 +204,8 @@ def _several(
             f"session: models must be a dict of names to models, not {short_repr(models)}", param="models"
         )
     addresses = [model for model in models.values() if isinstance(model, str) and _is_address(model)]
-    if options.get("api_key") is not None and len({server_of(address) for address in addresses}) != 1:
+    are_of_one = bool(addresses) and all(is_same_server(addresses[0], one) for one in addresses[1:])
+    if options.get("api_key") is not None and not are_of_one:
         raise BadArgument(
             "session: api_key is for the models of one server, and models has others: give backends with "
             "their keys, such as af.OpenAI(…, api_key=…)",
@@ -212,7 +213,7 @@ def _several(
         )
     from agentflow.backends.several import Several
 
-    first = next((address for address in addresses if not address.startswith(_VENDORS)), "")
+    first = next((address for address in addresses if not address.startswith(VENDORS)), "")
     backends: dict[str, Backend] = {}
     for name, model in models.items():
         if isinstance(model, str) and _is_address(model):
@@ -296,11 +297,8 @@ def _with_costs(backend: Backend, options: SessionOptions) -> Backend:
     return with_costs(costs)
 
 
-_VENDORS: Final = ("openai:", "anthropic:")
-
-
 def _is_address(text: str) -> bool:
-    return "://" in text or text.startswith(_VENDORS)
+    return "://" in text or text.startswith(VENDORS)
 
 
 def _chosen_backend(url: str | None, options: SessionOptions, first: str | None = None) -> Backend:
@@ -318,7 +316,7 @@ def _chosen_backend(url: str | None, options: SessionOptions, first: str | None 
             "or AGENTFLOW_URL): its operator decides",
             param=name,
         )
-    if url.startswith(_VENDORS):
+    if url.startswith(VENDORS):
         from agentflow.backends.apis.addresses import vendor_backend
 
         if _chosen(options, "model"):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.asked_server import AskedServer
-from agentflow.backends.apis.environment_key import environment_key
+from agentflow.backends.apis.environment_key import VENDORS, environment_key
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import BadArgument
-
-VENDORS = ("openai:", "anthropic:")
 
 
 def vendor_backend(

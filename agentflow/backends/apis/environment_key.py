@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 
 KEY_VARIABLE: Final = "AGENTFLOW_API_KEY"
 URL_VARIABLE: Final = "AGENTFLOW_URL"
+VENDORS: Final = ("openai:", "anthropic:")
+"""How the addresses of the vendors' models begin."""
+_SCHEMES: Final = {"http": ("plain", 80), "ws": ("plain", 80), "https": ("tls", 443), "wss": ("tls", 443)}
 
 
 def environment_key(address: str, first: str | None = None) -> str | None:
@@ -24,19 +27,34 @@ def environment_key(address: str, first: str | None = None) -> str | None:
     key = os.environ.get(KEY_VARIABLE) or None
     if key is None or address.startswith(("ws://", "wss://")):
         return key
-    server = server_of(address)
-    known = [server_of(one) for one in (first, os.environ.get(URL_VARIABLE)) if one]
-    return key if server in known or _is_here(address) else None
+    known = [one for one in (first, os.environ.get(URL_VARIABLE)) if one]
+    return key if any(is_same_server(address, one) for one in known) or _is_here(address) else None
 
 
-def server_of(address: str) -> str:
-    """The vendor, or the host with its port.
+def is_same_server(address: str, other: str) -> bool:
+    """Whether a key for the server of one address may go to that of the other. A key for a server with TLS
+    goes to no other port and over no plain connection, and no host is a vendor.
 
-    >>> server_of("http://host:8000/v1"), server_of("openai:gpt-4.1-mini")
-    ('host:8000', 'openai')
+    >>> is_same_server("https://host/v1", "wss://HOST:443"), is_same_server("https://host", "http://host")
+    (True, False)
     """
-    _, is_url, rest = address.partition("://")
-    return rest.partition("/")[0] if is_url else address.partition(":")[0]
+    server = _server_of(address)
+    return server is not None and server == _server_of(other)
+
+
+def _server_of(address: str) -> tuple[str, str, int] | None:
+    """The vendor, or the kind of connection with the host and its port. None if the address has no server."""
+    if address.startswith(VENDORS):
+        return "vendor", address.partition(":")[0], 0
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    if not host or parts.scheme not in _SCHEMES:
+        return None
+    connection, default_port = _SCHEMES[parts.scheme]
+    return connection, host, default_port if port is None else port
 
 
 def _is_here(address: str) -> bool:

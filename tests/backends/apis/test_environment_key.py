@@ -8,7 +8,7 @@ import pytest
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, fake_server
 
 import agentflow as af
-from agentflow.backends.apis import environment_key
+from agentflow.backends.apis import addresses, environment_key
 
 pytestmark = pytest.mark.anyio
 KEY = "af-secret"
@@ -44,6 +44,30 @@ def test_the_key_is_for_known_servers(
 
 
 @pytest.mark.parametrize(
+    ("address", "ours", "has_key"),
+    [
+        ("https://ours.example/v1", "https://ours.example", True),
+        ("https://OURS.example:443/v1", "https://ours.example", True),
+        ("https://ours.example/v1", "wss://ours.example", True),
+        ("http://ours.example/v1", "ws://ours.example:80", True),
+        ("http://ours.example/v1", "https://ours.example", False),
+        ("http://ours.example:443/v1", "https://ours.example", False),
+        ("https://ours.example/v1", "http://ours.example", False),
+        ("https://ours.example:8443/v1", "https://ours.example", False),
+        ("http://openai/v1", "openai:gpt-4.1-mini", False),
+        ("http://anthropic/v1", "anthropic:claude", False),
+        ("https://ours.example:port/v1", "https://ours.example:port/v1", False),
+        ("ours.example", "ours.example", False),
+    ],
+)
+def test_the_key_needs_the_same_connection_host_and_port(
+    monkeypatch: pytest.MonkeyPatch, address: str, ours: str, has_key: bool
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_URL", ours)
+    assert environment_key.environment_key(address) == (KEY if has_key else None)
+
+
+@pytest.mark.parametrize(
     ("address", "is_here"),
     [
         ("http://127.0.0.1:8410", True),
@@ -74,14 +98,14 @@ def keys_of(server: FakeServer) -> set[str | None]:
 @pytest.mark.parametrize("kind", ["fallback", "Fallback", "models"])
 async def test_other_servers_of_a_session_do_not_get_it(kind: str) -> None:
     async with fake_server(serve) as first, fake_server(serve) as second:
-        addresses = [f"{server.url}/v1" for server in (first, second)]
+        urls = [f"{server.url}/v1" for server in (first, second)]
         match kind:
             case "fallback":
-                session = af.session(addresses[0], fallback=addresses[1:])
+                session = af.session(urls[0], fallback=urls[1:])
             case "Fallback":
-                session = af.session(backend=af.Fallback(*addresses))
+                session = af.session(backend=af.Fallback(*urls))
             case _:
-                session = af.session(models=dict(zip("ab", addresses, strict=True)))
+                session = af.session(models=dict(zip("ab", urls, strict=True)))
         async with session:
             assert keys_of(first) == {f"Bearer {KEY}"}
             assert keys_of(second) == {None}
@@ -93,3 +117,26 @@ async def test_vendors_are_not_the_first_server() -> None:
         models["small"] = f"{server.url}/v1"
         async with af.session(models=models):
             assert keys_of(server) == {f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("openai:gpt-4.1-mini", "http://openai/v1"), ("https://ours.example/v1", "http://ours.example/v1")],
+)
+def test_a_given_key_is_for_one_server(first: str, second: str) -> None:
+    with pytest.raises(af.errors.BadArgument) as raised:
+        af.session(models={"large": first, "small": second}, api_key="sk-2")
+    assert raised.value.param == "api_key"
+    af.session(models={"large": first, "small": first}, api_key="sk-2")
+
+
+def test_the_key_of_a_vendor_does_not_go_to_a_host_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str | None] = {}
+
+    def record(address: str, api_key: str | None = None, first: str | None = None) -> None:
+        given[address] = api_key
+
+    monkeypatch.setattr(addresses, "api_backend", record)
+    others = ["http://openai/v1", "openai:gpt-4.1-nano"]
+    af.session("openai:gpt-4.1-mini", api_key="sk-2", fallback=others)
+    assert given == {"http://openai/v1": None, "openai:gpt-4.1-nano": "sk-2"}
