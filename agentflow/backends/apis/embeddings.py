@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn
 
+import anyio
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
@@ -113,18 +114,24 @@ class ApiEmbedder:
         with self._billing.charged(len(body), 0) as charged:
             try:
                 found = await self._transport.post("embeddings", body)
+                answer = self._answer(found)
+            except (ProtocolError, anyio.get_cancelled_exc_class()):  # the API may have read the request
+                charged(Usage(len(body) // CHARS_PER_TOKEN))
+                raise
             except AgentflowError:
                 charged(Usage())
                 raise
-            try:
-                answer = msgspec.convert(found, _Answer)
-            except msgspec.ValidationError as error:
-                raise self._wrong(str(error)) from error
             counted = None if answer.usage is None else answer.usage.prompt_tokens
             if counted is None:  # a server that counts nothing must not make a cap useless
                 counted = len(body) // CHARS_PER_TOKEN
             usage = charged(Usage(prompt_tokens=counted))
         return Embeddings(self._vectors(answer, len(texts), dimensions), usage)
+
+    def _answer(self, found: Any) -> _Answer:
+        try:
+            return msgspec.convert(found, _Answer)
+        except msgspec.ValidationError as error:
+            raise self._wrong(str(error)) from error
 
     def _vectors(self, answer: _Answer, count: int, dimensions: int | None) -> list[bytes]:
         rows = sorted(

@@ -270,13 +270,16 @@ class ApiGenerator:
             messages = [Message("user", context.open_text)]
         key = prefix_key(context.program.encode(), context.cache_salt.encode())
         body = decisions.request_body(self.capabilities.model, messages, questions, key)
-        with self._billing.charged(len(body), None) as charged:
+        with self._billing.charged(len(body), 0) as charged:  # the model writes nothing
             try:
                 found = await self._transport.post(decisions.PATH, body)
+                probabilities, usage = decisions.read_answers(found, questions, self._transport.errors.server)
+            except (ProtocolError, anyio.get_cancelled_exc_class()):  # the endpoint may have read the request
+                self._total += charged(Usage(len(body) // CHARS_PER_TOKEN))
+                raise
             except AgentflowError:
                 charged(Usage())
                 raise
-            probabilities, usage = decisions.read_answers(found, questions, self._transport.errors.server)
             usage = charged(usage)
         self._total += usage
         return Decided(probabilities, usage, "endpoint")

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from support.api_server import EMBEDDER, MODEL, ApiServer, api_server
 from support.apis import openai_answers as answers
-from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, Script, fake_server
+from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Received, Script, fake_server
 from support.fake_engine import embedding_engine
 
 import agentflow as af
@@ -215,6 +216,25 @@ async def test_embeddings_that_the_server_does_not_count_are_estimated() -> None
         async with af.session(backend=backend, prices=prices, max_cost=200.0) as flow:
             await flow.embed("x" * 40)  # its output costs nothing, as there is none
             assert 10 < (await flow.stats()).cost < 100
+
+
+async def test_embeddings_that_are_left_cost_about_their_input() -> None:
+    prices = {SMALL: af.Price(input=1e6, output=0), "gpt-4.1-mini": af.Price(input=1, output=1)}
+    hold, text = Hold(), "x" * 400
+    script: Any = [
+        answers.stream(hold),
+        Answer(b'{"data":[{"embedding":[1.0]}],"usage":{"prompt_tokens":1}}'),
+    ]
+    async with fake_server(script) as server:
+        backend = af.OpenAI("gpt-4.1-mini", base_url=f"{server.url}/v1", api_key="k", embed_model=SMALL)
+        async with af.session(backend=backend, prices=prices, max_cost=800.0) as flow:
+            async with anyio.create_task_group() as group:
+                group.start_soon(flow.embed, text)
+                with anyio.fail_after(20):
+                    await hold.reached.wait()
+                group.cancel_scope.cancel()
+            await server.wait_until_gone()
+            await flow.embed(text)  # at most a token a byte: more than half of the cap
 
 
 @pytest.fixture(scope="module")

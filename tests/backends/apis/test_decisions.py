@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Decision
 from support.apis import openai_answers as answers
-from support.apis.fake_server import Answer, AnyAnswer, Received, fake_server
+from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_server
 
 import agentflow as af
 from agentflow.backends.apis.answers.answer import TokenInfo
@@ -106,6 +107,29 @@ async def test_the_endpoint_answers_all_questions_at_once() -> None:
     assert found["stars"] == af.Decision(1, {1: 0.5, 2: 0.25, 3: 0.25}, 1.75)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.written_tokens) == (100, 40, 10)
     assert usage.cost == stats.cost > 0
+
+
+async def test_decisions_that_are_left_cost_about_their_input() -> None:
+    hold, found = Hold(), decision(SPAM, TONE, STARS)
+    answer: Any = [answers.stream(hold), found]
+    price = {"gpt-6-luna": af.Price(input=2.0, output=10.0)}
+    async with (
+        fake_server(answer) as server,
+        af.session(backend=model(server.url), prices=price, max_cost=0.01) as flow,  # < 128,000 tokens
+        flow.state() as s,
+    ):
+        s += af.user("Buy now!")
+        branch = s.copy()
+        branch.decide(ASKED)
+        with anyio.fail_after(20):
+            await hold.reached.wait()
+        branch.cancel()
+        await server.wait_until_gone()
+        left = (await flow.stats()).cost
+        assert 0 < left < 0.001
+        asked = s.decide(ASKED)
+        assert (await asked)["spam"].value is False
+        assert (await flow.stats()).cost == pytest.approx(left + asked.usage.cost)
 
 
 def test_the_endpoint_reads_tool_calls_and_results() -> None:
