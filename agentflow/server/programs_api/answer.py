@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentflow.errors import AgentflowError
 from agentflow.protocol.events import ErrorInfo
 from agentflow.server.compatible.error_format import OpenAIErrorFormat
 from agentflow.server.errors import ApiError
@@ -47,10 +46,10 @@ PROGRAMS = ProgramErrorFormat()
 
 def failure(program: ServedProgram, variable: Variable) -> FailedVariable:
     """The error of a variable that has failed."""
-    path = [one.id for one in program.path_of_failure(variable)]
-    cause = program.find(path[0])
-    error = None if cause is None else cause.record.error
-    assert isinstance(error, AgentflowError)
+    failed = program.path_of_failure(variable)
+    path = [one.id for one in failed]
+    error = failed[0].record.error
+    assert error is not None
     info = ErrorInfo.of(error)
     if len(path) > MAX_PATH:
         path = [*path[: MAX_PATH // 2], *path[-MAX_PATH // 2 :]]

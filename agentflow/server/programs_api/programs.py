@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from agentflow.errors import Overloaded, RateLimited
-from agentflow.protocol.events import Delta, Value
+from agentflow.protocol.events import Delta, Value, VarFailed
 from agentflow.server.errors import RETRY_AFTER_S, ApiError, invalid_field
 from agentflow.server.event_stream import event
 from agentflow.server.http.call import ApiCall
@@ -101,19 +101,21 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> 
         async with call.streaming() as stream:
             while True:
                 await cursor.wait()
-                if program.has_ended:
-                    raise ProgramEnded
+                events = cursor.drain()
                 sent = b""
-                for one in cursor.drain():
+                for one in events:
                     if isinstance(one, Delta | Value) and one.text:
                         delta = VariableDelta(semantic_var_id=variable.id, at=one.at, delta=one.text)
                         sent += event(msgspec.json.encode(delta))
                 await stream.send(sent)
+                if program.has_ended:
+                    raise ProgramEnded
+                if not any(isinstance(one, Value | VarFailed) for one in events):
+                    continue  # an end that came during the send has text that is not sent yet
                 if variable.record.error is not None:
                     raise failure(program, variable)
-                if variable.record.has_ended:
-                    await stream.end(event(msgspec.json.encode(answer_of(variable))))
-                    return
+                await stream.end(event(msgspec.json.encode(answer_of(variable))))
+                return
 
 
 async def set_variable(call: ApiCall) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from agentflow.runtime.generator import Generated, OnText, StateHint
 from agentflow.server import app as app_module
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits
+from agentflow.server.event_stream import EventStream
 from agentflow.server.models.models import one_model
 from agentflow.server.programs.programs import open_programs
 from agentflow.server.service import Service
@@ -270,6 +271,53 @@ async def test_a_failure_has_the_path_from_its_producer(is_streamed: bool) -> No
             assert error["path"] == path
             assert error["code"] == "run_failed"
         assert await program.value("good") == "<good >"
+
+
+def on_send(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], Awaitable[None]]) -> None:
+    """Runs ``meanwhile`` during each send of a stream."""
+    send = EventStream.send
+
+    async def slow_send(stream: EventStream, events: bytes) -> None:
+        await send(stream, events)
+        await meanwhile()
+
+    monkeypatch.setattr(EventStream, "send", slow_send)
+
+
+async def test_text_and_end_that_arrive_during_a_send_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as at:
+        program = await at.open()
+        await program.submit(f"one {SLOW}{{{{out}}}}", out="v")
+        await until(lambda: at.generator.num_waiting == 1)
+        [stored] = at.service.programs.store
+        variable = stored.find("v")
+        assert variable is not None
+
+        async def finish() -> None:
+            at.generator.released.set()
+            await stored.wait(variable)
+
+        on_send(monkeypatch, finish)
+        response = await program.get("v", stream=True)
+        *deltas, end = [json.loads(part[6:]) for part in response.text.split("\n\n")[:-1]]
+        assert [(delta["at"], delta["delta"]) for delta in deltas] == [(0, "<"), (1, f"one {SLOW}>")]
+        assert end["value"] == f"<one {SLOW}>"
+
+
+async def test_a_failure_whose_program_is_closed_during_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as at:
+        program = await at.open()
+        await program.submit(f"{FAIL}{{{{out}}}}", out="v")
+        assert (await program.get("v")).status_code == 424
+        [stored] = at.service.programs.store
+
+        async def close() -> None:
+            at.service.programs.close(stored)
+            await until(lambda: stored.find("v") is None)
+
+        on_send(monkeypatch, close)
+        response = await program.get("v", stream=True)
+        assert json.loads(response.text.rpartition("data: ")[2])["error"]["code"] == "program_not_found"
 
 
 async def test_closing_in_mid_run_cancels_all_and_tells_the_readers() -> None:
