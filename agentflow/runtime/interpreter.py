@@ -873,40 +873,49 @@ class _OpExecution(Generic[ContextT]):
     ) -> None:
         """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
         text that is known by then, and then ``on_wait``. ``sources``: the variables that the parts refer to,
-        in their order."""
+        in their order. An error is raised when all of them have ended."""
         pieces: list[str] = []
-        num_chars = 0
+        piece, num_chars = "", 0
         variables = iter(sources)
         reservation = Reservation(self._memory, 0)  # pieces are kept while a search waits for a thread
         turn = Turn()
-        for part in parts:
-            await turn.pause()
-            if isinstance(part, str):
-                piece = part
-            else:
-                variable = next(variables)
-                if pieces and not variable.has_ended:
-                    text, pieces, reservation = "".join(pieces), [], Reservation(self._memory, 0)
-                    append(text)
-                    del text
-                if not variable.has_ended:
-                    await on_wait()
-                await _wait_for_value(variable)
-                try:
+        try:
+            for part in parts:
+                await turn.pause()
+                if isinstance(part, str):
+                    piece = part
+                else:
+                    variable = next(variables)
+                    if pieces and not variable.has_ended:
+                        reservation = Reservation(self._memory, 0)
+                        append(_taken(pieces))
+                    if not variable.has_ended:
+                        await on_wait()
+                    await _wait_for_value(variable)
                     piece = await apply_in_turn(variable.content, part.transforms, self._searching)
-                except AgentflowError:
-                    for later in variables:  # a variable without a value is the cause that counts
-                        await _wait_for_value(later)
-                    raise
-                reservation.add(sys.getsizeof(piece))
-            num_chars += len(piece)
-            if num_chars > MAX_OP_CHARS:
-                raise PromptTooLong(
-                    f"with its variables, this text has more than {MAX_OP_CHARS:,} characters"
-                )
-            pieces.append(piece)
+                    reservation.add(sys.getsizeof(piece))
+                num_chars += len(piece)
+                if num_chars > MAX_OP_CHARS:
+                    raise PromptTooLong(
+                        f"with its variables, this text has more than {MAX_OP_CHARS:,} characters"
+                    )
+                pieces.append(piece)
+        except AgentflowError as error:
+            drop_tracebacks(error)
+            pieces, piece = [], ""  # no memory is held in the wait
+            del reservation
+            for source in sources:  # a variable without a value is the cause that counts
+                await _wait_for_value(source)
+            raise
         del reservation
         append("".join(pieces))
+
+
+def _taken(pieces: list[str]) -> str:
+    """The text of the pieces, which the caller no longer holds."""
+    text = "".join(pieces)
+    pieces.clear()
+    return text
 
 
 async def _fill_ahead(generator: Generator[ContextT], context: ContextT) -> None:

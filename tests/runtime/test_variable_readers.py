@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.observed_backends import settle
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.errors import EngineFailed, Overloaded, ProtocolError
+from agentflow.errors import EngineFailed, Overloaded, PromptTooLong, ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
@@ -174,6 +174,42 @@ async def test_a_reference_without_a_value_fails_the_state_after_a_fill(has_bad_
         error = interpreter.variable(3).error
         assert error is not None
         assert isinstance(error.__cause__, EngineFailed)
+        interpreter.submit(ops.Close(1))
+        interpreter.submit(ops.Close(2))
+    interpreter.close()
+    assert generator.num_open == 0
+
+
+class FullGenerator(ScriptedGenerator):
+    """Has no room for any text."""
+
+    def fill(self, context: ScriptedContext, text: str) -> None:
+        raise PromptTooLong("full")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_the_error_of_a_text_does_not_depend_on_when_its_variable_ends(
+    ends_first: bool, fails: bool
+) -> None:
+    end = ops.Provide(1, "v", ErrorInfo("engine_failed", "broken") if fails else None)
+    generator = FullGenerator(lambda _: "")
+    async with anyio.create_task_group() as group:
+        interpreter = Interpreter(generator, group)
+        interpreter.submit(ops.Open(1))
+        interpreter.submit(ops.Expect(1, 1, "v1"))
+        if ends_first:
+            interpreter.submit(end)
+        for op in (ops.Open(2), ops.Text(2, ("a ", ops.Ref(1))), ops.Gen(2, 2, "v2", GenParams())):
+            interpreter.submit(op)
+        await settle()
+        if not ends_first:
+            assert not interpreter.variable(2).has_ended
+            interpreter.submit(end)
+            await settle()
+        error = interpreter.variable(2).error
+        assert error is not None
+        assert isinstance(error.__cause__, EngineFailed if fails else PromptTooLong)
         interpreter.submit(ops.Close(1))
         interpreter.submit(ops.Close(2))
     interpreter.close()
