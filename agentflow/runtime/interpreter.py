@@ -158,7 +158,7 @@ class Interpreter(Generic[ContextT]):
             self._find, self._embedders, self._variables, self._memory, self._start_child
         )
         self._stats = StatsAnswers(generator, task_group, self.events)
-        self._graphs = GraphAnswers(self._graph, self.events)
+        self._graphs = GraphAnswers(self._graph, self.events, self._later)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
 
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic
 
 import anyio
@@ -83,11 +84,15 @@ class StatsAnswers(Generic[ContextT]):
 
 
 class GraphAnswers:
-    """Answers ``GetGraph``, when the client reads its events."""
+    """Answers ``GetGraph``, when the client reads its events: one at a time, because an answer may be large.
+    ``later`` calls a function in another turn of the event loop."""
 
-    def __init__(self, graph: ProgramGraph, events: EventCursor) -> None:
+    def __init__(
+        self, graph: ProgramGraph, events: EventCursor, later: Callable[[Callable[[], object]], None]
+    ) -> None:
         self._graph = graph
         self._events = events
+        self._later = later
         self._tickets: list[int] = []
 
     def ask(self, ticket: int) -> None:
@@ -99,10 +104,13 @@ class GraphAnswers:
         self._events.mark(self)
 
     def take_events(self) -> list[Event]:
-        """The replies since the last call."""
-        tickets, self._tickets = self._tickets, []
-        graph = live_graph(self._graph) if tickets else None
-        return [GraphReply(ticket, graph) for ticket in tickets]
+        """The next reply."""
+        if not self._tickets:
+            return []
+        ticket = self._tickets.pop(0)
+        if self._tickets:
+            self._later(partial(self._events.mark, self))
+        return [GraphReply(ticket, live_graph(self._graph))]
 
 
 class SentTree:

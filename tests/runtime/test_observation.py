@@ -6,17 +6,30 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol import ops
-from agentflow.protocol.events import Delta, Event, Peeked, Reached, Stats, TreeNode, Value, Watched
+from agentflow.protocol.events import (
+    Delta,
+    Event,
+    GraphReply,
+    Peeked,
+    Reached,
+    Stats,
+    TreeNode,
+    Value,
+    Watched,
+)
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Snapshot, SnapshotNode
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.observation import SentTree
+from agentflow.runtime.programs.live import MAX_SHOWN_EDGES
 
 pytestmark = pytest.mark.anyio
 TENANTS = st.sampled_from(["ann", "bob"])
@@ -130,3 +143,31 @@ def test_deltas_applied_to_an_empty_map_give_the_snapshot(made: list[Snapshot], 
 
 def tuple_of(node: TreeNode) -> tuple[float, ...]:
     return tuple(getattr(node, name) for name in node.__struct_fields__)
+
+
+async def test_a_drain_has_one_live_graph_of_bounded_size() -> None:
+    numbers = range(2, 152)
+    async with scripted() as interpreter:
+        interpreter.submit(ops.Open(1))
+        for var in numbers:
+            interpreter.submit(ops.Expect(1, var, "x"))
+        needs_all = ops.Text(0, tuple([ops.Ref(var) for var in numbers]))
+        for state in numbers:
+            interpreter.submit(ops.Open(state))
+            interpreter.submit(msgspec.structs.replace(needs_all, state=state))
+            interpreter.submit(ops.Gen(state, 1_000 + state, "x", GenParams()))
+        for ticket in range(1, 11):
+            interpreter.submit(ops.GetGraph(ticket))
+        drains: list[list[GraphReply]] = []
+        while sum(map(len, drains)) < 10:
+            events = await interpreter.events.next()
+            drains.append([event for event in events if isinstance(event, GraphReply)])
+            await anyio.lowlevel.checkpoint()
+        assert max(map(len, drains)) == 1
+        replies = [reply for drain in drains for reply in drain]
+        assert [reply.ticket for reply in replies] == [*range(1, 11)]
+        graph = replies[0].graph
+        assert graph is not None
+        assert 0 < sum(len(node.needs) for node in graph.nodes) <= MAX_SHOWN_EDGES
+        assert len(graph.nodes) + graph.num_nodes_left_out == 2 * len(numbers)
+        assert len(msgspec.json.encode(graph)) < 200_000

@@ -1,4 +1,5 @@
-"""The live graph as a client sees it, in at most ``MAX_SHOWN`` states and nodes.
+"""The live graph as a client sees it, in at most ``MAX_SHOWN`` states and nodes, and
+``MAX_SHOWN_EDGES`` edges between them.
 
 Programs and task groups are numbered from 1 in each answer, because numbers that are unique in the process
 would reveal the activity of other tenants.
@@ -13,6 +14,8 @@ from agentflow.runtime.programs.graph import ProgramGraph
 
 MAX_SHOWN = 1_000
 """The states, and the nodes, of one answer."""
+MAX_SHOWN_EDGES = 10_000
+"""The edges of one answer. A node that has more than are left is left out."""
 
 
 def live_graph(graph: ProgramGraph) -> LiveGraph:
@@ -21,7 +24,7 @@ def live_graph(graph: ProgramGraph) -> LiveGraph:
     groups: dict[int, int] = {0: 0}
     states: list[LiveState] = []
     nodes: list[LiveNode] = []
-    num_nodes = 0
+    num_nodes, num_edges_left = 0, MAX_SHOWN_EDGES
     for state in islice(graph.states(), MAX_SHOWN):
         place = graph.place_of(state)
         states.append(
@@ -36,6 +39,9 @@ def live_graph(graph: ProgramGraph) -> LiveGraph:
         )
         num_nodes += len(state.nodes)
         for node in islice(state.nodes, MAX_SHOWN - len(nodes)):
+            if len(node.preds) > num_edges_left:
+                continue
+            num_edges_left -= len(node.preds)
             nodes.append(
                 LiveNode(
                     node.number,
