@@ -49,6 +49,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     program: int = 0  # the program whose place in the queue the request has; 0: none
     # Why its prompt differs from earlier prompts of the same conversation, as in ``Usage.miss_reason``.
     changed: str = ""
+    # It computes known tokens of a state that waits. Other requests do not wait for it.
+    is_ahead: bool = False
 
     def at(self, program: int, task_group: int, objective: Objective) -> Origin:
         """The same at another place in the program."""

@@ -680,6 +680,7 @@ class EngineGenerator:
             deadline_s=None,
             patience_s=None,
             trace="",
+            is_ahead=True,
         )
         request_id = self._client.compute_ahead(token_ids, origin=origin)
         context.filled_ahead, context.has_run = FilledAhead(request_id, len(token_ids)), True

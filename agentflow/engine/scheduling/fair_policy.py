@@ -26,7 +26,8 @@ all of these are blocked. Among equal priorities the first deadline goes first, 
 the request whose patience ended first; then siblings in the task group that was admitted last, or in an
 earlier one of which some still wait; then the objective ``latency`` before ``throughput``, programs of a
 lower level, short requests before long ones, and the longest match. A request is *short* if it has at most
-SHORT_BATCHES * token_budget tokens to compute.
+SHORT_BATCHES * token_budget tokens to compute. Requests that compute ahead (``Origin.is_ahead``) have no
+siblings, and the objective that goes last.
 
 **Programs.** A program's *level* is 0 until LEVEL_BATCHES * token_budget tokens were computed for it, and
 rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
@@ -526,15 +527,15 @@ class TenantQueue:
             found = long if long_is_first else short
         return None if found is None else found[0]
 
-    def _urgency(self, request: Request) -> tuple[int, float, bool, bool]:
+    def _urgency(self, request: Request) -> tuple[int, float, int, bool]:
         """Lower goes first."""
         to_compute = request.num_to_compute
         if request.status is Status.WAITING:
             to_compute -= self.match_of(request)
         elif not request.num_generated:  # a long prompt counts as long until it is computed
             to_compute += request.num_computed - request.num_shared
-        priority, is_patient = _objective_rank(request)
-        return priority, request.deadline, is_patient, to_compute > self._short_tokens
+        priority, objective = _objective_rank(request)
+        return priority, request.deadline, objective, to_compute > self._short_tokens
 
     def _is_short(self, request: Request, match: int) -> bool:
         return request.num_tokens + request.num_nodes - match <= self._short_tokens
@@ -550,15 +551,16 @@ def _charge_key(tenant: TenantQueue) -> tuple[float, int]:
     return tenant.used, tenant.number
 
 
-def _objective_rank(request: Request) -> tuple[int, bool]:
+def _objective_rank(request: Request) -> tuple[int, int]:
     """The priority and the objective. Lower goes first."""
-    return -request.origin.priority, request.origin.objective != "latency"
+    origin = request.origin
+    return -origin.priority, 2 if origin.is_ahead else int(origin.objective != "latency")
 
 
 class _Place(NamedTuple):
     """The place of a waiting request that belongs to a program. Lower goes first."""
 
-    rank: tuple[int, bool, int]  # with the program's level
+    rank: tuple[int, int, int]  # with the program's level
     arrival: int  # of the program
     id: int  # of the request
     request: Request
@@ -610,9 +612,10 @@ class ArrivalQueue:
 
 
 def _group_of(request: Request) -> Hashable:
-    """The task group, of which only requests with equal identities are siblings here: they share KV."""
+    """The task group, of which only requests with equal identities are siblings here: they share KV, and
+    wait for the same running prompts."""
     group = request.origin.task_group
-    return (group, request.extra_key) if group else None
+    return (group, request.extra_key) if group and not request.origin.is_ahead else None
 
 
 class Siblings:

@@ -255,14 +255,16 @@ class InProgressPrefixes:
 
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether a running request is about to compute the first token that ``request``, of which ``match``
-        tokens are cached, could then take from the cache."""
+        tokens are cached, could then take from the cache. Only a request that computes ahead counts on
+        another one that does: these get few tokens of a step beside others."""
         if match >= request.num_reusable:
             return False
         here = self._at.get((request.extra_key, match, int(request.tokens[match])))
         if here is None:
             return False
         run = request.run(match)
-        return any(other.run(match) == run for other in here)
+        is_ahead = request.origin.is_ahead
+        return any((is_ahead or not other.origin.is_ahead) and other.run(match) == run for other in here)
 
     def add(self, request: Request) -> None:
         """The request was just admitted."""

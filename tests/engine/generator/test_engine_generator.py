@@ -421,6 +421,20 @@ async def test_the_seed_of_a_gen_reaches_the_engine():
         assert outputs[0] == outputs[1] != outputs[2]
 
 
+async def test_tokens_of_a_waiting_state_are_marked_as_ahead_and_those_before_forks_are_not():
+    async with plain_model_engine() as client:
+        submitted: list[Submit] = []
+        client.observe(SimpleNamespace(sent=submitted.append, received=lambda message: None))
+        generator = generator_on(client)
+        context = generator.open("")
+        fill_turn(generator, context, "user", "x " * 100)
+        await generator.fill_ahead(context)
+        branches = await generator.fork(context, 2)
+        for one in (context, *branches):
+            generator.free(one)
+        assert [message.origin.is_ahead for message in submitted] == [True, False]
+
+
 # The same through the whole frontend.
 
 

@@ -12,7 +12,7 @@ from support.engine.requests import request_of
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
@@ -72,6 +72,40 @@ def test_a_short_prompt_does_not_wait_for_a_prompt_of_a_hundred_budgets(kwargs, 
     short = steps.add(10, **{"tenant": "a", **kwargs})
     assert steps.steps_to_first_token(short) <= most
     assert long.num_computed >= 3 * BUDGET
+
+
+def test_a_request_does_not_wait_for_tokens_that_are_computed_ahead():
+    steps = Steps()
+    prompt = np.full(40 * BUDGET, 9)
+    steps.scheduler.add(request_of(100, prompt, 0, is_ahead=True, priority=-10, objective="throughput"))
+    steps.step()
+    steps.add(600 * BUDGET)  # has most tokens of each step
+    request = request_of(101, prompt, 1, priority=5)
+    steps.scheduler.add(request)
+    assert steps.steps_to_first_token(request) <= ceil(4 * 40 / 3) + 1
+
+
+@pytest.mark.parametrize("task_group", [0, 3])
+def test_tokens_are_computed_ahead_once_also_beside_requests_of_the_same_rank(task_group):
+    steps = Steps()
+    ahead, also_ahead, request = (
+        request_of(
+            number,
+            np.full(40 * BUDGET, 9),
+            0,
+            is_ahead=number < 102,
+            priority=-10,
+            objective="throughput",
+            task_group=task_group,
+        )
+        for number in (100, 101, 102)
+    )
+    steps.scheduler.add(ahead)
+    steps.step()
+    steps.scheduler.add(also_ahead)
+    steps.scheduler.add(request)
+    steps.step()
+    assert (also_ahead.status, request.status) == (Status.WAITING, Status.RUNNING)
 
 
 @settings(max_examples=60)
