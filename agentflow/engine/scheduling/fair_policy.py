@@ -358,10 +358,13 @@ class TenantQueue:
     def add(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
         """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
         self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
+        self._deadlines.add(request.deadline, request)
+        self._patience_ends.add(request.patience_end, request)
         self.put_in(request, run, match, program)
 
     def put_in(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
-        """Gives an arrived request its place in the order. The arguments are those of ``add``."""
+        """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
+        The arguments are those of ``add``."""
         tree = self.short if self._is_short(request, match) else self.long
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
         tree.add(request, run, match, rank)
@@ -371,8 +374,6 @@ class TenantQueue:
                 insort(self._continuing, place)
         priority = request.origin.priority
         self._num_at[priority] = self._num_at.get(priority, 0) + 1
-        self._deadlines.add(request.deadline, request)
-        self._patience_ends.add(request.patience_end, request)
         group = _group_of(request)
         if group is not None:
             self._groups.setdefault((priority, group), Siblings()).add(request)
@@ -382,6 +383,8 @@ class TenantQueue:
         if self.preempted.discard(request):
             return
         self.arrivals.remove(request)
+        self._deadlines.gone(request)
+        self._patience_ends.gone(request)
         self.take_out(request)
 
     def take_out(self, request: Request) -> None:
@@ -396,8 +399,6 @@ class TenantQueue:
         self._num_at[priority] -= 1
         if not self._num_at[priority]:
             del self._num_at[priority]
-        self._deadlines.gone(request)
-        self._patience_ends.gone(request)
         group = _group_of(request)
         if group is not None:
             key = priority, group

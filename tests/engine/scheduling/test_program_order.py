@@ -1,6 +1,7 @@
 """``fair-lpm`` with programs: the place that a program's requests keep, levels, groups, and requests that get
 another place while they wait."""
 
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,6 +138,23 @@ def test_a_waiting_request_gets_another_place():
     queue.place(waiting[0], replace(waiting[0].origin, program=1))
     queue.place(waiting[2], replace(waiting[2].origin, objective="throughput"))
     assert order_of(queue) == [1, 2, 3]
+
+
+def test_a_request_that_often_gets_another_place_takes_no_more_memory():
+    queue = policy()
+    begin(queue, request(0, program=1))
+    made = request(1)
+    made.deadline, made.patience_end = 50.0, 60.0
+    queue.add(made)
+    origins = [replace(made.origin, program=program) for program in (1, 2)]
+    for origin in origins:
+        queue.place(made, origin)
+    before = sys.getrefcount(made)
+    for number in range(1000):
+        queue.place(made, origins[number % 2])
+    assert sys.getrefcount(made) <= before + 20
+    queue.add(request(2, 90))
+    assert order_of(queue) == [1, 2]
 
 
 @dataclass
