@@ -47,6 +47,7 @@ from agentflow.errors import (
     ProtocolError,
     RequestRefused,
     RunFailed,
+    ServerLost,
 )
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
@@ -678,20 +679,22 @@ class ApiGenerator:
         most = call.params.max_tokens or self.capabilities.default_max_tokens
         with self._billing.charged(len(request.body), most) as charged:
 
-            def charge_left() -> None:
+            def charge_left(*, is_lost: bool = False) -> None:
                 # The provider stops when the connection ends, and charges what it has read and written.
                 num_deltas = answers[-1].num_deltas if answers else 0
                 num_read = len(request.body) // CHARS_PER_TOKEN if answers else 0
-                self._total += charged(Usage(num_read, 0, num_deltas))
+                self._total += charged(Usage(num_read, 0, num_deltas), is_lost=is_lost)
 
             self._num_running += 1
             try:
                 await self._send(request, new_sink, headers, context)
-            except AgentflowError:
-                if not (answers and answers[-1].num_deltas):
+            except AgentflowError as error:
+                if answers and (answers[-1].num_deltas or isinstance(error, RunFailed)):
+                    charge_left(is_lost=isinstance(error, ServerLost))
+                else:
                     charged(Usage())  # refused, or lost before the answer began
                 raise
-            except anyio.get_cancelled_exc_class():
+            except BaseException:  # cancelled, or a fault
                 charge_left()
                 raise
             finally:

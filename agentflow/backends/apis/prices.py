@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -247,6 +247,23 @@ LONGEST_OUTPUT = 128_000
 UNCAPPED = Spending()
 
 
+class Charge(Protocol):
+    """Takes the usage of a call."""
+
+    def __call__(self, usage: Usage, *, is_lost: bool = False) -> Usage:
+        """The usage with its cost.
+
+        Args:
+            usage: Of the call, or an estimate.
+            is_lost: The vendor may go on and charge more. The cap of the session, which it must not exceed,
+                keeps the highest cost; the payer pays the estimate.
+        """
+
+
+def _charge_nothing(usage: Usage, *, is_lost: bool = False) -> Usage:
+    return usage
+
+
 class Billing(NamedTuple):
     """What the calls of one model cost.
 
@@ -261,7 +278,7 @@ class Billing(NamedTuple):
     longest_output: int = LONGEST_OUTPUT
 
     @contextmanager
-    def charged(self, num_bytes: int, max_tokens: int | None) -> Iterator[Callable[[Usage], Usage]]:
+    def charged(self, num_bytes: int, max_tokens: int | None) -> Iterator[Charge]:
         """The scope of one call, whose function adds the cost to its usage.
 
         Args:
@@ -277,16 +294,17 @@ class Billing(NamedTuple):
         if price is None:
             if payer is not None:
                 payer.reserve(None)
-            yield lambda usage: usage
+            yield _charge_nothing
             return
         most = self.longest_output if max_tokens is None else max_tokens
         highest = highest_cost(price, num_bytes, most)
         with _paid(payer, highest) as paid, self.spending.reserved(highest) as call:
             paid.cost = None  # from here on, the call may be sent
 
-            def add(usage: Usage) -> Usage:
-                call.cost = paid.cost = cost(price, usage)
-                return msgspec.structs.replace(usage, cost=call.cost)
+            def add(usage: Usage, *, is_lost: bool = False) -> Usage:
+                paid.cost = cost(price, usage)
+                call.cost = None if is_lost else paid.cost
+                return msgspec.structs.replace(usage, cost=paid.cost)
 
             yield add
 

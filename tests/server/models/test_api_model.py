@@ -11,11 +11,12 @@ import anyio
 import httpx2
 import pytest
 from support.apis.anthropic_answers import text_stream as anthropic_text
-from support.apis.fake_server import Answer, Hold, RawAnswer, Received, fake_server
+from support.apis.fake_server import Answer, AnyAnswer, Hold, RawAnswer, Received, fake_server
 from support.apis.openai_answers import (
     BROKEN,
     NO_MODEL,
     WRONG_KEY,
+    call_stream,
     ending,
     rate_limited,
     stream,
@@ -24,7 +25,7 @@ from support.apis.openai_answers import (
     usage,
 )
 from support.fake_engine import TEMPLATE, FakeEngine
-from support.server.api_models import SECRET, backend_of, served_apis
+from support.server.api_models import SECRET, Served, backend_of, served_apis
 from support.server.http_clients import only_asyncio
 from websockets.asyncio.client import connect
 
@@ -311,6 +312,12 @@ async def ask_over_http(url: str, key: str, max_tokens: int = 10) -> httpx2.Resp
         return await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
 
 
+async def stats_of(served: Served, key: str) -> af.Stats:
+    """The statistics of a key's tenant."""
+    async with af.session(served.ws_url, api_key=key) as flow:
+        return await flow.stats()
+
+
 async def test_a_tenant_has_a_limit_of_costs(tmp_path: Path) -> None:
     """An output token costs 10 microdollars: 100 of them are nearly all of the limit."""
     tenants = Tenants(file=keys_file(tmp_path, max_cost_per_day=0.0015))
@@ -329,6 +336,30 @@ async def test_a_tenant_has_a_limit_of_costs(tmp_path: Path) -> None:
         # A call that may cost less, and another tenant.
         assert (await ask_over_http(served.url, "af-ann", 1)).status_code == 200
         assert (await ask_over_http(served.url, "af-bob", 1000)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        stream(text_chunks("a", "b"), done=False),
+        call_stream(("c1", "look_up", ["{}"]), text=["a", "b"]),
+        call_stream(("c1", "look_up", ["{}"])),
+    ],
+    ids=["lost", "called", "called-first"],
+)
+async def test_an_answer_that_breaks_is_charged_by_estimate(tmp_path: Path, broken: AnyAnswer) -> None:
+    """The tenant's limit and statistics have the same costs."""
+    tenants = Tenants(file=keys_file(tmp_path, max_cost_per_day=0.0015))
+    answers = [broken, text_stream("c", usage=usage(30, 5))]
+    async with served_apis(answers, tenants=tenants) as served:
+        assert (await ask_over_http(served.url, "af-ann", 100)).status_code >= 500
+        stats = await stats_of(served, "af-ann")
+        assert 0 < stats.cost < 0.0005
+        last = await ask_over_http(served.url, "af-ann", 100)
+        assert last.status_code == 200
+        stats = await stats_of(served, "af-ann")
+        left = float(last.headers["x-ratelimit-remaining-cost"])
+        assert left == pytest.approx(0.0015 - stats.cost, abs=1e-5)
 
 
 async def test_a_call_that_costs_more_than_the_limit_is_never_sent(tmp_path: Path) -> None:
