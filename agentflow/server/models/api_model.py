@@ -75,13 +75,13 @@ class CallObserver(Protocol):
         """The first text of the call has arrived."""
 
     def call_ended(self, call_id: int, usage: Usage) -> None:
-        """The call is complete."""
+        """The call is complete. Its usage has no costs: ``charged`` gets those of its requests."""
 
     def call_failed(self, call_id: int, code: str) -> None:
         """The call failed, or was cancelled (``cancelled``)."""
 
     def charged(self, tenant: str, usage: Usage) -> None:
-        """A call that did not end took these tokens and costs; the tokens are estimates."""
+        """A call that did not end took these tokens, by estimate, or a request had this cost."""
 
 
 class ApiModel:
@@ -390,7 +390,7 @@ class TenantGenerator:
             except AgentflowError as error:
                 shown = self._shown(error)
                 call.fail(shown.code)
-                if admitted.output_tokens or call.cost:
+                if admitted.output_tokens or call.is_paid:
                     self.charge(call.estimate())
                 if shown is error:
                     raise
@@ -401,10 +401,10 @@ class TenantGenerator:
                 raise
             finally:
                 PAYER.reset(token)
-            self._own += call.usage
+            self._own += _unpaid(call.usage)
 
     def charge(self, usage: Usage) -> None:
-        """Counts what a call took that did not end."""
+        """Counts what a call took that did not end, or what a request cost."""
         self._own += usage
         for observer in self.model.observers:
             observer.charged(self.tenant.name, usage)
@@ -458,9 +458,8 @@ class _Call:
 
     def __init__(self, call_id: int, admitted: AdmittedRequest, observers: Sequence[CallObserver]) -> None:
         self.usage = Usage()
-        self.cost = 0.0
-        """The costs of its requests that have ended, in US dollars."""
-        self.has_failed = False
+        self.is_paid = False
+        """Whether a request of it had a cost."""
         self._id = call_id
         self._admitted = admitted
         self._observers = observers
@@ -493,21 +492,26 @@ class _Call:
         self._admitted.prompt_tokens, self._admitted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         self._admitted.output_tokens = usage.output_tokens
         for observer in self._observers:
-            observer.call_ended(self._id, usage)
+            observer.call_ended(self._id, _unpaid(usage))
 
     def fail(self, code: str) -> None:
-        self.has_failed = True
         for observer in self._observers:
             observer.call_failed(self._id, code)
 
     def estimate(self) -> Usage:
         """The use of a call that did not end: the tokens that the tenant's limits count."""
-        return Usage(self._admitted.prompt_tokens, 0, self._admitted.output_tokens, cost=self.cost)
+        return Usage(self._admitted.prompt_tokens, 0, self._admitted.output_tokens)
+
+
+def _unpaid(usage: Usage) -> Usage:
+    """The tokens. Costs count when a request is paid (``_TenantPayer``), not with the value that they are
+    shown with: that may be another call's, or none's."""
+    return msgspec.structs.replace(usage, cost=0.0)
 
 
 class _TenantPayer:
-    """Pays for requests within the limits of a tenant. Some of them outlive the call that began them
-    (speculation).
+    """Pays for requests within the limits of a tenant, and counts each cost once. Some requests outlive the
+    call that began them (speculation).
 
     Args:
         generator: of the tenant.
@@ -528,20 +532,16 @@ class _TenantPayer:
                     "tenant has a limit of costs: use another model, or ask the operator for a price",
                     param="model",
                 )
-            return self._count
+            return lambda cost: None
         settle = None if model.gate is None else model.gate.reserve_cost(tenant, highest)
 
         def end(cost: float | None) -> None:
             if settle is not None:
                 settle(cost)
-            self._count(cost)
+            paid = highest if cost is None else cost  # as the limit takes it
+            if paid:
+                self._generator.charge(Usage(cost=paid))
+                if self._call is not None:
+                    self._call.is_paid = True
 
         return end
-
-    def _count(self, cost: float | None) -> None:
-        if self._call is None or not cost:
-            return
-        if self._call.has_failed:
-            self._generator.charge(Usage(cost=cost))
-        else:
-            self._call.cost += cost
