@@ -263,13 +263,6 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"there is no variable {var_id}")
         return self._variables[var_id]
 
-    def advise(self, state_id: int, hint: StateHint) -> None:
-        """Gives the generator advice about a state immediately, before ops that wait. Has no effect on a
-        state without a context."""
-        state = self._states.get(state_id)
-        if state is not None and state.generator is not None and state.context is not None:
-            state.generator.hint(state.context, hint)
-
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
         """Moves the events back to the client's position: the received characters of each unfinished
         variable, and the last ticket of each state."""

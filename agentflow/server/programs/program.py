@@ -22,9 +22,10 @@ from agentflow.protocol import ops
 from agentflow.protocol.op_table import OP_BYTES, OPS
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
-from agentflow.runtime.generator import SessionModels, StateHint
+from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, Reservation, text_bytes, variable_bytes
+from agentflow.runtime.programs.deduction import How
 from agentflow.runtime.state_tree import EventCursor, Reports, VariableRecord
 from agentflow.runtime.turns import Turn
 
@@ -69,10 +70,12 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Variable:
-    """A variable of a program. ``request``: the request that makes it; None: a client sets it."""
+    """A variable of a program. ``gen``: the number of the variable of its gen, without the transforms.
+    ``request``: the request that makes it; None: a client sets it."""
 
     id: str
     record: VariableRecord
+    gen: int
     request: Request | None
     reservation: Reservation
 
@@ -212,24 +215,26 @@ class ServedProgram:
         await self._send(ops.Seal(request.state))
 
     async def _generate(self, request: Request, output: Output, trace: str) -> None:
-        number, name = next(self._numbers), output.variable
-        await self._send(ops.Gen(request.state, number, name, output.params, trace=trace))
+        gen, name = next(self._numbers), output.variable
+        await self._send(ops.Gen(request.state, gen, name, output.params, trace=trace))
+        number = gen
         if output.transforms:
-            raw, number = number, next(self._numbers)
-            await self._send(ops.Set(request.state, number, name, (ops.Ref(raw, output.transforms),)))
-        variable = self._add(name, number, request)
+            number = next(self._numbers)
+            await self._send(ops.Set(request.state, number, name, (ops.Ref(gen, output.transforms),)))
+        variable = self._add(name, number, gen, request)
         request.variables.append(variable)
 
     async def _declare(self, variable_id: str) -> Variable:
         number = next(self._numbers)
         await self._send(ops.Expect(_ROOT, number, variable_id))
-        return self._add(variable_id, number, None)
+        return self._add(variable_id, number, number, None)
 
-    def _add(self, variable_id: str, number: int, request: Request | None) -> Variable:
+    def _add(self, variable_id: str, number: int, gen: int, request: Request | None) -> Variable:
         reservation = Reservation(self._memory, 0)
         reservation.count(_ENTRY_BYTES + sys.getsizeof(variable_id))
         record = self._running.variable(number)
-        variable = self._variables[variable_id] = Variable(variable_id, record, request, reservation)
+        variable = Variable(variable_id, record, gen, request, reservation)
+        self._variables[variable_id] = variable
         return variable
 
     async def _send(self, op: ops.Op) -> None:
@@ -257,19 +262,36 @@ class ServedProgram:
                     raise VariableTaken(variable_id, "this variable has a value")
                 await self._send(ops.Provide(variable.record.id, value))
 
-    def prefer(self, variable: Variable, criteria: Criteria) -> None:
-        """A reader waits for the variable: hints at the requests that its value depends on. Latency
-        prevails."""
-        pending, seen = [variable], set[Request]()
+    async def prefer(self, variable: Variable, criteria: Criteria, how: How = "value") -> None:
+        """A reader waits for the variable, or reads it ``how``: advises the scheduler about the requests that
+        its value depends on. Latency prevails. ``ProgramEnded``."""
+        if variable.request is None or variable.record.has_ended:
+            return
+        async with self._submitting:  # an op is submitted after the last step of the previous one
+            self._check_open()
+            with anyio.CancelScope(shield=True):  # what is marked is advised
+                await self._want(variable, criteria, how)
+
+    async def _want(self, variable: Variable, criteria: Criteria, how: How) -> None:
+        turn = Turn()
+        pending: list[Request] = []
+
+        def reach(request: Request | None) -> None:
+            if request is not None and request.criteria not in ("latency", criteria):
+                request.criteria = criteria
+                pending.append(request)
+
+        self._running.submit(ops.Want(variable.gen, how))
+        reach(variable.request)
         while pending:
-            request = pending.pop().request
-            if request is None or request in seen or request.criteria in ("latency", criteria):
-                continue
-            seen.add(request)
-            request.criteria = criteria
-            if not all(one.record.has_ended for one in request.variables):
-                self._running.advise(request.state, StateHint(criteria))
-                pending += request.variables
+            request = pending.pop()
+            for one in request.variables:
+                if one.record.has_ended:
+                    continue
+                if one.request is request:
+                    self._running.submit(ops.Want(one.gen, objective=criteria))
+                reach(one.request)
+            await turn.pause()
 
     @contextmanager
     def reading(self, variable: Variable, reports: Reports = "all") -> Iterator[EventCursor]:

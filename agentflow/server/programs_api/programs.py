@@ -83,7 +83,7 @@ async def get_variable(call: ApiCall) -> None:
             text = f"the program has no variable {call.path_params['var'][:100]!r}"
             raise ApiError(404, "variable_not_found", text)
         if query.criteria is not None:
-            program.prefer(variable, query.criteria)
+            await program.prefer(variable, query.criteria, "stream" if query.stream else "value")
         if query.stream:
             if query.wait_s is not None:
                 raise invalid_field("wait_s", "a stream has none")

@@ -515,15 +515,45 @@ async def test_criteria_reach_the_requests_that_the_value_depends_on() -> None:
     async with served() as at:
         program = await at.open()
         await program.submit(f"{SLOW}{{{{out}}}}", out="a")
-        await program.submit("{{x}}{{out}}", x="a", out="b")
+        await program.submit("{{x}}{{out}}", x="a", out={"semantic_var_id": "b", "transforms": [["upper"]]})
         await program.submit("other {{out}}", out="c")
+        await program.value("c")
         await until(lambda: at.generator.num_waiting == 1)
+        await anyio.wait_all_tasks_blocked()
         for criteria, num_hints in (("throughput", 2), ("throughput", 0), ("latency", 2), ("throughput", 0)):
             at.generator.hints.clear()
             await program.get("b", wait_s=0, criteria=criteria)
-            assert [hint.objective for hint in at.generator.hints] == [criteria] * num_hints
+            await anyio.wait_all_tasks_blocked()
+            places = [hint.place for hint in at.generator.hints]
+            assert [place and place.objective for place in places] == [criteria] * num_hints
         at.generator.released.set()
-        assert await program.value("b") == f"<<{SLOW}>>"
+        assert await program.value("b") == f"<<{SLOW}>>".upper()
+
+
+async def test_criteria_hold_for_later_places() -> None:
+    async with served() as at:
+        program = await at.open()
+        await program.submit(f"{SLOW}{{{{out}}}}", out="a")
+        await program.submit("{{x}}{{out1}}{{out2}}", x="a", out1="b", out2="c")
+        await until(lambda: at.generator.num_waiting == 1)
+        await program.get("c", wait_s=0, criteria="throughput")
+        await anyio.wait_all_tasks_blocked()
+        at.generator.hints.clear()
+        at.generator.released.set()
+        await program.value("c")
+        places = [hint.place for hint in at.generator.hints if hint.place is not None]
+        assert {place.objective for place in places if place.steps is not None} == {"throughput"}
+
+
+async def test_the_reader_of_a_stream_is_in_the_place() -> None:
+    async with served() as at:
+        program = await at.open()
+        await program.submit(f"{SLOW}{{{{out}}}}", out="a")
+        await until(lambda: at.generator.num_waiting == 1)
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: program.get("a", stream=True, criteria="latency"))
+            await until(lambda: any(hint.place and hint.place.is_streamed for hint in at.generator.hints))
+            at.generator.released.set()
 
 
 async def test_what_is_wrong_is_named_and_changes_nothing() -> None:
