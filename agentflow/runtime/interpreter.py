@@ -127,6 +127,8 @@ class Interpreter(Generic[ContextT]):
         models: The generators of further models, by name.
         embedders: Further models that make embeddings, by name.
         max_states: The most states that may be open; None: ``state_tree.MAX_STATES``.
+        program: The program, for the scheduler, of the states that name none. Unlike the name in ``Open``, it
+            makes no task group. Empty: each tree of states is a program.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Interpreter(Generic[ContextT]):
         models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
         max_states: float | None = None,
+        program: str = "",
     ) -> None:
         self._hides_faults = hides_faults
         self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
@@ -152,7 +155,7 @@ class Interpreter(Generic[ContextT]):
             self.events, self._memory, kick=self._kick, later=self._later, max_states=max_states
         )
         self._variables: dict[int, VariableRecord] = {}
-        self._graph = ProgramGraph()
+        self._graph = ProgramGraph(program=program)
         self._reports_places = False  # in a later turn of the event loop
         self._ops = _OpExecution(
             self._find, self._embedders, self._variables, self._memory, self._start_child

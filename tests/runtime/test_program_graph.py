@@ -402,6 +402,18 @@ def test_objective_of_a_program_and_of_a_variable() -> None:
     assert places_of(graph, 1)[0].objective == "throughput"
 
 
+def test_states_that_name_no_program_are_in_that_of_the_session() -> None:
+    graph = ProgramGraph(program="p")
+    for op in (ops.Open(1), ops.Open(2), ops.Open(3, program="other"), gen(1, 11), gen(2, 12), gen(3, 13)):
+        graph.submit(op)
+    first, second, third = places_of(graph, 1, 2, 3)
+    assert first.program == second.program != third.program
+    assert {place.group for place in (first, second, third)} == {0}
+    graph.close(1)
+    graph.submit(ops.Open(4))
+    assert places_of(graph, 4)[0].program == second.program
+
+
 def test_streamed_variable_has_its_targets() -> None:
     graph = graph_after(ops.Open(1), gen(1, 11))
     graph.take_places()

@@ -86,11 +86,19 @@ class ProgramGraph:
 
     Args:
         numbers: Makes the numbers of programs and task groups; by default unique in the process.
+        program: The program of the states that name none; empty: each of their trees is a program.
         max_visits: The nodes whose deduction one op updates at most.
     """
 
-    def __init__(self, numbers: Callable[[], int] | None = None, *, max_visits: int = MAX_VISITS) -> None:
+    def __init__(
+        self,
+        numbers: Callable[[], int] | None = None,
+        *,
+        program: str = "",
+        max_visits: int = MAX_VISITS,
+    ) -> None:
         self._max_visits = max_visits
+        self._program = program
         self._next_number = _numbers.__next__ if numbers is None else numbers
         self._node_numbers = itertools.count(1)
         self._states: dict[int, StateInGraph] = {}
@@ -269,10 +277,10 @@ class ProgramGraph:
     # Details.
 
     def _open(self, op: ops.Open) -> None:
-        if op.program:
-            program, num_roots = self._programs.get(op.program) or (self._next_number(), 0)
-            self._programs[op.program] = program, num_roots + 1
-            self._program_of_root[op.state] = op.program
+        if name := op.program or self._program:
+            program, num_roots = self._programs.get(name) or (self._next_number(), 0)
+            self._programs[name] = program, num_roots + 1
+            self._program_of_root[op.state] = name
         else:
             program = self._next_number()
         self._add_state(StateInGraph(op.state, program, op.label or op.program, op.objective))

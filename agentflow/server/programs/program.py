@@ -125,6 +125,7 @@ class ServedProgram:
             hides_faults=True,
             models=models.others,
             embedders=models.embedders,
+            program=self.id,
         )
         self._models = frozenset(self._interpreter.models)
         self._interpreter.submit(ops.Open(_ROOT, self._cache_salt, label=self.id))

@@ -545,6 +545,25 @@ async def test_criteria_hold_for_later_places() -> None:
         assert {place.objective for place in places if place.steps is not None} == {"throughput"}
 
 
+async def test_the_requests_of_a_program_are_one_program_for_the_scheduler() -> None:
+    async with served() as at:
+        numbers: list[set[int]] = []
+        for _ in range(2):
+            at.generator.hints.clear()
+            program = await at.open()
+            await program.submit("{{out}}", out="a")
+            await program.submit("other {{out}}", out="b")
+            await program.submit("{{x}}{{out}}", x="a", out="c")
+            for variable in ("b", "c"):
+                await program.value(variable)
+            await anyio.wait_all_tasks_blocked()
+            places = [hint.place for hint in at.generator.hints if hint.place is not None]
+            assert {place.group for place in places} == {0}
+            numbers.append({place.program for place in places})
+        assert [len(found) for found in numbers] == [1, 1]
+        assert numbers[0] != numbers[1]
+
+
 async def test_the_reader_of_a_stream_is_in_the_place() -> None:
     async with served() as at:
         program = await at.open()
