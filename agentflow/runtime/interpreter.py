@@ -99,7 +99,7 @@ from agentflow.runtime.state_tree import (
     with_place,
 )
 from agentflow.runtime.task_group import first_of
-from agentflow.runtime.turns import Turn
+from agentflow.runtime.turns import Turn, end_turn
 
 logger = logging.getLogger(__name__)
 
@@ -384,14 +384,22 @@ class Interpreter(Generic[ContextT]):
     def _report_places_later(self) -> None:
         if self._graph.has_changes and not self._reports_places:
             self._reports_places = True
-            self._later(self._report_places)
+            self._tasks.start_soon(self._report_all_places)
+
+    async def _report_all_places(self) -> None:
+        """Reports changed places in portions, one in each turn of the event loop."""
+        try:
+            while self._graph.has_changes:
+                self._report_places()
+                if self._graph.has_changes:
+                    await end_turn()
+        finally:
+            self._reports_places = False
 
     def _report_places(self) -> None:
-        self._reports_places = False
         for number, place in self._graph.take_places():
             if (state := self._states.get(number)) is not None:
                 self._hint_place(state, place)
-        self._report_places_later()
 
     def _hint_place(self, state: StateRecord[ContextT], place: Place | None) -> None:
         if place is not None and state.context is not None and state.generator is not None:
@@ -561,6 +569,7 @@ class Interpreter(Generic[ContextT]):
                 self._states.stop(one, Cancelled("its graph was closed"))
             if self._states.get(one.id) is one:
                 self._graph.close(one.id)
+                self._report_places_later()
             self._states.forget(one)
             for variable in one.variables:
                 variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from itertools import pairwise
 from pathlib import Path
 
+import anyio
+import anyio.lowlevel
 import pytest
-from support.observed_backends import Stepped
+from support.observed_backends import Stepped, settle
 
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
+from agentflow.runtime import interpreter as interpreter_module
 from agentflow.runtime.generator import Generated, OnText, StateHint
+from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.programs.graph import ProgramGraph
 from agentflow.runtime.programs.place import Place
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -185,3 +192,51 @@ async def test_recording_holds_no_live_graph(tmp_path: Path) -> None:
     assert "graph" not in path.read_text()
     async with af.session(backend=af.Replay(path)) as flow:
         assert await one(flow) == "word"
+
+
+class PortionedGraph(ProgramGraph):
+    """Settles few edges at a time, and notes the turn of the event loop of each portion."""
+
+    def __init__(self) -> None:
+        super().__init__(max_visits=20)
+        self.turn = 0
+        self.turns_of_portions: list[int] = []
+
+    def take_places(self) -> list[tuple[int, Place]]:
+        self.turns_of_portions.append(self.turn)
+        return super().take_places()
+
+
+async def test_other_tasks_run_between_portions_of_the_deduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = PortionedGraph()
+    monkeypatch.setattr(interpreter_module, "ProgramGraph", lambda: graph)
+
+    async def count() -> None:
+        while True:
+            graph.turn += 1
+            await anyio.lowlevel.checkpoint()
+
+    inputs, states = range(1, 21), range(21, 41)
+    async with anyio.create_task_group() as group:
+        interpreter = Interpreter(ScriptedGenerator(lambda _: ""), group)
+        interpreter.submit(ops.Open(1))
+        for var in inputs:
+            interpreter.submit(ops.Expect(1, var, "x"))
+        for state in states:
+            interpreter.submit(ops.Open(state))
+            interpreter.submit(ops.Text(state, tuple([ops.Ref(var) for var in inputs])))
+            interpreter.submit(ops.Gen(state, state, "x", GenParams()))
+        while graph.has_changes:
+            await anyio.lowlevel.checkpoint()
+        await settle()
+        group.start_soon(count)
+        graph.turns_of_portions.clear()
+        for state in states:
+            interpreter.submit(ops.Cancel(state))
+        while graph.has_changes:
+            await anyio.lowlevel.checkpoint()
+        turns = graph.turns_of_portions
+        assert len(turns) > 1
+        assert all(later - before > 1 for before, later in pairwise(turns))
+        group.cancel_scope.cancel()
+    interpreter.close()

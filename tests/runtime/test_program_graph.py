@@ -462,3 +462,69 @@ def test_memory_is_bounded_by_unfinished_ops() -> None:
                 graph.close(state)
         graph.take_places()
         assert graph.num_held < 100
+
+
+def num_portions(graph: ProgramGraph) -> int:
+    """The calls of ``take_places`` until all is settled."""
+    count = 0
+    while graph.has_changes:
+        graph.take_places()
+        count += 1
+    return count
+
+
+def crossed(num: int, max_visits: int) -> ProgramGraph:
+    """``num`` gens, ``num`` consumers of all of them, and two sinks of all consumers."""
+    graph = ProgramGraph(itertools.count(100).__next__, max_visits=max_visits)
+    for state in range(1, num + 1):
+        graph.submit(ops.Open(state))
+        graph.submit(gen(state, state))
+    for state in range(num + 1, 2 * num + 1):
+        graph.submit(ops.Open(state))
+        graph.submit(text(state, *range(1, num + 1)))
+        graph.submit(gen(state, state))
+    for state in (2 * num + 1, 2 * num + 2):
+        graph.submit(ops.Open(state))
+        graph.submit(text(state, *range(num + 1, 2 * num + 1)))
+        graph.submit(gen(state, state))
+    num_portions(graph)
+    return graph
+
+
+def test_edges_count_as_visits_after_a_want() -> None:
+    graph = crossed(30, max_visits=100)
+    for objective in ("throughput", "latency"):
+        graph.want(61, objective=objective)
+        graph.want(62, objective=objective)
+        assert num_portions(graph) >= 5
+        assert {place.objective for place in places_of(graph, 61, 62)} == {objective}
+
+
+def test_edges_count_as_visits_after_a_stop() -> None:
+    graph = crossed(30, max_visits=100)
+    graph.stop(61)
+    assert num_portions(graph) >= 8
+    graph.close(62)
+    assert num_portions(graph) >= 8
+    assert {place.steps for place in places_of(graph, *range(31, 61))} == {1}
+
+
+def test_edges_count_as_visits_after_an_end() -> None:
+    graph = crossed(30, max_visits=100)
+    for state in range(1, 61):
+        graph.end(gen(state, state))
+        num_most = num_portions(graph)
+    assert num_most >= 5  # the last consumer needed all gens
+    assert {place.steps for place in places_of(graph, 61, 62)} == {0}
+
+
+def test_ops_of_a_stopped_state_leave_in_portions() -> None:
+    graph = ProgramGraph(max_visits=100)
+    graph.submit(ops.Open(1))
+    for var in range(1, 1_001):
+        graph.submit(gen(1, var))
+    num_portions(graph)
+    graph.stop(1)
+    assert not graph.nodes()
+    assert num_portions(graph) >= 20
+    assert graph.num_held == 0

@@ -15,6 +15,7 @@ spreads along the edges, and stops where nothing changes. Nodes are numbered in 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeVar
@@ -35,7 +36,7 @@ MAX_STAGES = 8
 BLOCKED = 1 << 30
 """The steps of a node that waits for the client."""
 MAX_VISITS = 4_096
-"""The nodes whose deduction one op updates. The others keep their previous deduction until the next op, or
+"""The nodes and edges that one op updates. Other nodes keep their previous deduction until the next op, or
 until the next call of ``settle``."""
 
 
@@ -154,11 +155,13 @@ class Deduction:
             tuple[int, Node]
         ] = []  # with the negative numbers, so that later ones come first
         self._downstream: list[tuple[int, Node]] = []
+        self._removed: deque[Node] = deque()
+        self._prunable: deque[Node] = deque()  # ended ones that no unfinished node depends on
 
     @property
     def is_settled(self) -> bool:
         """Whether the deduction of all nodes is up to date."""
-        return not self._upstream and not self._downstream
+        return not (self._upstream or self._downstream or self._removed or self._prunable)
 
     def add(self, node: Node, preds: Iterable[Node]) -> None:
         """Adds a node that depends on unfinished ones, each of which may be repeated."""
@@ -177,13 +180,16 @@ class Deduction:
         node.has_ended = True
         for succ in node.succs:
             self._drop_level(succ, level)
-        for pred in list(node.preds):
+        for pred in node.preds:
             pred.num_open -= 1
-            self._prune(pred)
-        self._prune(node)
+            self._prune_later(pred)
+        self._prune_later(node)
 
-    def remove(self, node: Node) -> None:
-        """The node was cancelled or has failed."""
+    def remove(self, nodes: Iterable[Node]) -> None:
+        """The nodes were cancelled or have failed. They leave in the next calls of ``settle``."""
+        self._removed += nodes
+
+    def _remove(self, node: Node) -> None:
         if node.is_gone:
             return
         level, is_open = node.level, not node.has_ended
@@ -199,8 +205,8 @@ class Deduction:
                 pred.num_open -= 1
             self._disconnect(pred, node)
         self._leave(node)
-        for pred in list(node.preds):
-            self._prune(pred)
+        for pred in node.preds:
+            self._prune_later(pred)
         node.succs, node.preds = {}, {}
 
     def update(self, node: Node) -> None:
@@ -210,16 +216,21 @@ class Deduction:
             heappush(self._upstream, (-node.number, node))
 
     def settle(self, max_visits: int = MAX_VISITS) -> None:
-        """Brings the deduction up to date, of at most ``max_visits`` nodes."""
-        while self._downstream and max_visits > 0:
-            self._descend(heappop(self._downstream)[1])
-            max_visits -= 1
-        while self._upstream and max_visits > 0:
+        """Brings the deduction up to date, of about ``max_visits`` nodes and edges: the last node may have
+        more edges."""
+        num_left = max_visits
+        while self._removed and num_left > 0:
+            node = self._removed.popleft()
+            num_left -= 1 + len(node.preds) + len(node.succs)
+            self._remove(node)
+        while self._prunable and num_left > 0:
+            num_left -= self._prune(self._prunable.popleft())
+        while self._downstream and num_left > 0:
+            num_left -= self._descend(heappop(self._downstream)[1])
+        while self._upstream and num_left > 0:
             node = heappop(self._upstream)[1]
             node.is_queued = False
-            if not node.is_gone:
-                self._deduce(node)
-            max_visits -= 1
+            num_left -= 1 if node.is_gone else self._deduce(node)
 
     # Steps.
 
@@ -231,22 +242,26 @@ class Deduction:
             if level == node.depth and not node.has_ended:
                 heappush(self._downstream, (node.number, node))
 
-    def _descend(self, node: Node) -> None:
+    def _descend(self, node: Node) -> int:
+        """Returns the number of visited nodes and edges."""
         depth = max(node.levels, default=0)
         if depth == node.depth or node.has_ended:
-            return
+            return 1
         before = node.level
         node.depth = depth
         self._changed(node)
         after = node.level
-        if after != before:
-            for succ in node.succs:
-                _count(succ.levels, after)
-                self._drop_level(succ, before)
+        if after == before:
+            return 1
+        for succ in node.succs:
+            _count(succ.levels, after)
+            self._drop_level(succ, before)
+        return 1 + len(node.succs)
 
     # Stages and objectives.
 
-    def _deduce(self, node: Node) -> None:
+    def _deduce(self, node: Node) -> int:
+        """Returns the number of visited nodes and edges."""
         stage = next(iter(node.votes)) if len(node.votes) == 1 else None
         has_changed = stage is not node.stage
         if has_changed:
@@ -260,7 +275,7 @@ class Deduction:
         if has_changed:
             self._changed(node)
         if not node.preds:
-            return
+            return 1
         vote: tuple[Stage | None, Objective, Objective]
         if node.num_preds > 1:
             vote = self._stage_below(node, 1), objective, objective
@@ -268,14 +283,16 @@ class Deduction:
             vote = self._stage_below(stage.consumer, stage.depth + node.is_request), objective, node.gate
         else:
             vote = None, objective, node.gate
-        if vote != node.vote:
-            for pred in node.preds:
-                self._disconnect(pred, node)
-                pred.succs[node] = None
-                _count(pred.votes, vote[0])
-                pred.num_urgent += vote[1] == "latency"
-                pred.num_urgent_gates += vote[2] == "latency"
-            node.vote = vote
+        if vote == node.vote:
+            return 1
+        for pred in node.preds:
+            self._disconnect(pred, node)
+            pred.succs[node] = None
+            _count(pred.votes, vote[0])
+            pred.num_urgent += vote[1] == "latency"
+            pred.num_urgent_gates += vote[2] == "latency"
+        node.vote = vote
+        return 1 + len(node.preds)
 
     def _objective_of(self, node: Node) -> Objective:
         if node.explicit is not None:
@@ -329,10 +346,16 @@ class Deduction:
             pred.num_urgent_gates -= gate == "latency"
         self.update(pred)
 
-    def _prune(self, node: Node) -> None:
-        """Drops the node if nothing unfinished depends on it."""
-        if node.is_gone or not node.has_ended or node.num_open:
-            return
+    def _prune_later(self, node: Node) -> None:
+        if node.has_ended and not node.num_open:
+            self._prunable.append(node)
+
+    def _prune(self, node: Node) -> int:
+        """Drops an ended node on which nothing unfinished depends. Returns the number of visited nodes and
+        edges."""
+        if node.is_gone:
+            return 1
+        num_visits = 1 + len(node.preds) + len(node.succs)
         node.is_gone = True
         for succ in node.succs:
             del succ.preds[node]
@@ -340,3 +363,4 @@ class Deduction:
             self._disconnect(pred, node)
         self._leave(node)
         node.succs, node.preds = {}, {}
+        return num_visits

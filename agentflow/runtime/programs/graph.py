@@ -87,7 +87,7 @@ class ProgramGraph:
     Args:
         numbers: Makes the numbers of programs and task groups; by default unique in the process.
         program: The program of the states that name none; empty: each of their trees is a program.
-        max_visits: The nodes whose deduction one op updates at most.
+        max_visits: About how many nodes and edges one op updates at most.
     """
 
     def __init__(
@@ -170,19 +170,19 @@ class ProgramGraph:
         self._update(node)
 
     def stop(self, number: int) -> None:
-        """The state has failed or was cancelled: its unfinished ops leave, and later ones are ignored."""
+        """The state has failed or was cancelled: later ops are ignored, and unfinished ones leave with the
+        next ops or calls of ``take_places``, because many states may stop in one turn of the event loop."""
         state = self._states.get(number)
         if state is None or state.is_stopped:
             return
         state.is_stopped = True
         for node in state.nodes:
             self._forget(node)
-            self._deduction.remove(node)
+        self._deduction.remove(state.nodes)
         state.nodes.clear()
         state.requests.clear()
         state.frontier.clear()
         self._changed[state] = None
-        self._deduction.settle(self._max_visits)
 
     def close(self, number: int) -> None:
         """The state is closed."""
@@ -222,6 +222,7 @@ class ProgramGraph:
 
     def place(self, number: int) -> Place | None:
         """The present place of a state."""
+        self._deduction.settle(self._max_visits)
         state = self._states.get(number)
         return None if state is None else self.place_of(state)
 
