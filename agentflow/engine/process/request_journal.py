@@ -9,6 +9,7 @@ crashes the process is blamed, and only it is failed.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.engine.constrained.jump_forward import mark_forced
-from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started
+from agentflow.engine.messages import Failed, Finished, FromEngine, Placed, Progress, Started
 from agentflow.engine.submit import Submit, TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
@@ -130,6 +131,15 @@ class RequestJournal:
             self._sent[entry.submit.request_id] = entry
         now_s = self._clock()
         return [entry.as_submitted(now_s) for entry in released]
+
+    def place(self, placed: Placed) -> None:
+        """Gives the unfinished requests of a state their new place, which they have in another process
+        too."""
+        for entry in itertools.chain(self._queued.values(), self._sent.values()):
+            origin = entry.submit.origin
+            if origin.state == placed.state:
+                origin = origin.at(placed.program, placed.task_group, placed.objective)
+                entry.submit = msgspec.structs.replace(entry.submit, origin=origin)
 
     def resubmit(self, request_id: int) -> Submit | None:
         """Returns a request to send to the process again; None if it was aborted, and then drops it."""

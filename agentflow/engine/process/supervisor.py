@@ -316,6 +316,8 @@ class EngineSupervisor:
                 self._unneeded.append(message.identity)
                 self._forward()
             case CloseState() | Placed():
+                if isinstance(message, Placed):
+                    self._journal.place(message)
                 if self._outgoing is not None:
                     self._post(message)  # a new process has no states, and reads the origins again
             case Stop():

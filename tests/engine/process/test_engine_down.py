@@ -11,13 +11,15 @@ import anyio
 import psutil
 import pytest
 from support.commands import engines_of
-from support.engine_loaders import POISON
+from support.engine_loaders import POISON, start
+from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 
+from agentflow.engine.messages import Placed
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
-from agentflow.engine.process.supervisor import Deadlines, StepPace, restart_delay_s
-from agentflow.engine.submit import Origin
+from agentflow.engine.process.supervisor import Deadlines, EngineSupervisor, StepPace, restart_delay_s
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import EngineDown, EngineFailed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -133,6 +135,25 @@ def test_a_step_may_take_what_others_of_its_size_took():
     assert pace.limit_s == 20 * 2.0
     pace.received(now_s + 2.02, None)
     assert pace.limit_s == 30.0
+
+
+# Between two processes
+
+
+async def test_a_state_is_placed_also_between_two_processes():
+    supervisor = EngineSupervisor(
+        start(),
+        lambda: TOKENIZER,
+        None,
+        deadlines=Deadlines(),
+        exits_when_down=False,
+        shutdown=ShutdownBudget(0.0),
+    )
+    origin = Origin(state=5, program=1)
+    supervisor.send(Submit(1, [1], None, origin=origin))
+    supervisor.send(Placed(5, 7, 8, "throughput"))
+    [submit] = supervisor._journal.release()
+    assert submit.origin == origin.at(7, 8, "throughput")
 
 
 # Repeated deaths

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.messages import Failed, Finished, Progress, Started
+from agentflow.engine.messages import Failed, Finished, Placed, Progress, Started
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
 from agentflow.engine.submit import Origin, Submit
 
@@ -76,6 +76,20 @@ def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
         assert (again.origin.deadline_s, again.origin.patience_s) == left_s
         assert again.generated_ids == [7]
         assert journal.resubmit(1) == again
+
+
+def test_a_request_that_is_sent_again_has_its_last_place():
+    journal = RequestJournal()
+    origins = [Origin(state=state, program=1, task_group=2, label="kept") for state in (5, 5, 6)]
+    for number, origin in enumerate(origins[:2], 1):
+        journal.add(Submit(number, [number], None, origin=origin))
+    journal.release()
+    journal.place(Placed(5, 1, 3, "latency"))
+    journal.process_died()
+    journal.add(Submit(3, [3], None, origin=origins[2]))
+    journal.place(Placed(5, 7, 8, "throughput"))
+    placed = msgspec.structs.replace(origins[0], program=7, task_group=8, objective="throughput")
+    assert [one.origin for one in journal.release()] == [placed, placed, origins[2]]
 
 
 def test_f4d_requests_wait_for_their_adapters_and_fail_without_them():
