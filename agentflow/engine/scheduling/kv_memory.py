@@ -233,7 +233,11 @@ class KVMemory:
         assert request.committed is not None
         if request.origin.state and self._use_cache:
             self.liveness.refresh(
-                request.origin.state, request.committed, num_computed=self.num_computed, step=self.num_steps
+                request.origin.state,
+                request.committed,
+                num_computed=self.num_computed,
+                step=self.num_steps,
+                is_ahead=request.origin.is_ahead,
             )
         self.cache.unlock(request.committed)
         first_uncached = request.committed.num_tokens
@@ -312,6 +316,7 @@ class _End(NamedTuple):
     ended: float
     returns: float = 0.0  # when the state is expected to continue; 0: soon, or its next request is here
     due: float = math.inf  # when it is expected later than that
+    is_ahead: bool = False  # no request of the state has ended: its tokens were computed ahead
 
 
 class Liveness:
@@ -346,23 +351,35 @@ class Liveness:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def refresh(self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int) -> None:
-        """A request of the state ended here. ``num_computed``, ``step``: the engine's totals so far."""
+    def refresh(
+        self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int, is_ahead: bool = False
+    ) -> None:
+        """A request of the state ended here. ``num_computed``, ``step``: the engine's totals so far.
+        ``is_ahead``: it computed ahead, and the state is expected when it was before."""
+        known = self._ends.get(state)
         self._drop(state)
+        if is_ahead and known is not None:
+            self._cache.keep(end, known.returns)
+            self._ends[state] = known._replace(match=end, num_computed=num_computed, step=step)
+            return
         now = self._clock()
-        arrived = self._arrivals.pop(state, now)
-        self._request_s += (now - arrived - self._request_s) / MEAN_OF
-        self._put(state, self._expected(_End(end, num_computed, step, now), self._gaps.get(state, 0.0)))
+        if not is_ahead:
+            arrived = self._arrivals.pop(state, now)
+            self._request_s += (now - arrived - self._request_s) / MEAN_OF
+        new = _End(end, num_computed, step, now, is_ahead=is_ahead)
+        self._put(state, self._expected(new, self._gaps.get(state, 0.0)))
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
 
     def arrived(self, state: Hashable) -> None:
-        """A request of the state is here: its tokens are needed soon, and the client's time is known."""
+        """A request of the state is here, not one that computes ahead: its tokens are needed soon, and the
+        client's time is known."""
         now = self._clock()
         end = self._ends.get(state)
         if end is not None:
-            gap, before = now - end.ended, self._gaps.get(state)
-            self._gaps[state] = gap if before is None else before + (gap - before) / MEAN_OF
+            if not end.is_ahead:
+                gap, before = now - end.ended, self._gaps.get(state)
+                self._gaps[state] = gap if before is None else before + (gap - before) / MEAN_OF
             self._arrivals[state] = now
             self._move(state, end._replace(returns=0.0, due=math.inf))
 
@@ -370,7 +387,7 @@ class Liveness:
         """The request of the state left the queue and did not run."""
         end = self._ends.get(state)
         if self._arrivals.pop(state, None) is not None and end is not None:
-            self._move(state, self._expected(end, self._gaps[state]))
+            self._move(state, self._expected(end, self._gaps.get(state, 0.0)))
 
     def place(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
         """The program says when the state continues; the arguments are those of ``Place``. Unknown states are

@@ -165,7 +165,8 @@ class Scheduler:
         self.waiting.add(request)
         if request.origin.state:
             self._of_state.setdefault(request.origin.state, []).append(request)
-            self.memory.liveness.arrived(request.origin.state)
+            if not request.origin.is_ahead:
+                self.memory.liveness.arrived(request.origin.state)
 
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its tokens, or None if there is nothing to run (before the batch
@@ -438,7 +439,8 @@ class Scheduler:
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-            self.memory.liveness.left(request.origin.state)
+            if not request.origin.is_ahead:
+                self.memory.liveness.left(request.origin.state)
         request.status = Status.FINISHED
         state = request.origin.state
         if request in self._of_state.get(state, ()):

@@ -1,6 +1,10 @@
 """What open states need is evicted last, is not given to new requests while it is about to be used (if it
 is much, or the batch is well filled), and is ordinary cache again when they are over or forgotten."""
 
+import itertools
+import time
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -182,9 +186,16 @@ def test_tokens_that_will_be_needed_are_counted_once_each(plan):
 class Scheduled:
     """A scheduler with a runner."""
 
-    def __init__(self, *, num_slots: int, max_context: int, max_running: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_context: int,
+        max_running: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         config = SchedulerConfig(max_running=max_running)
-        self.scheduler = Scheduler(num_slots=num_slots, max_context=max_context, config=config)
+        self.scheduler = Scheduler(num_slots=num_slots, max_context=max_context, config=config, clock=clock)
         self._runner = FakeRunner(num_slots=num_slots, max_context=max_context)
 
     def request(self, number: int, tokens: list[int], count: int, **kwargs) -> Request:
@@ -237,3 +248,75 @@ def test_f46a_a_long_prompt_does_not_evict_tokens_that_an_open_state_is_about_to
     while other.status is not Status.FINISHED:
         step()
     assert other_program.status is Status.FINISHED
+
+
+class Turns:
+    """Two states, 1 and 2, with four cached tokens each in a pool of ten."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+        self._scheduled = Scheduled(num_slots=10, max_context=64, max_running=3, clock=self._clock)
+        self._numbers = itertools.count(1)
+
+    def run(self, state: int, after_s: float = 0.0, *, queued_s: float = 0.0, is_ahead: bool = False) -> None:
+        """A request of the state comes after some time, and then waits in the queue."""
+        self._clock.now += after_s
+        tokens = [state] * 4
+        self._scheduled.request(next(self._numbers), tokens, 0, state=state, is_ahead=is_ahead)
+        self._clock.now += queued_s
+        self._scheduled.step()
+
+    def place(self, state: int, steps: int | None = None, returns_s: float | None = None) -> None:
+        self._scheduled.scheduler.place(state, 0, 0, "latency", steps, returns_s)
+
+    def first_evicted(self) -> int:
+        """The state that loses its tokens to other requests."""
+        self._scheduled.request(next(self._numbers), [9] * 6, 0)
+        self._scheduled.step()
+        returned = self._scheduled.request(next(self._numbers), [1] * 5, 0)
+        self._scheduled.step()
+        return 2 if returned.num_cached else 1
+
+
+def test_a_request_that_computes_ahead_does_not_continue_its_state():
+    turns = Turns()
+    turns.run(1)
+    for _ in range(3):
+        turns.run(1, 20.0)
+        turns.run(1, queued_s=1.0, is_ahead=True)
+    turns.run(2)
+    turns.run(2, 15.0)
+    for state in (1, 2):
+        turns.place(state)
+    assert turns.first_evicted() == 1
+
+
+def test_the_time_of_requests_that_compute_ahead_does_not_count():
+    turns = Turns()
+    turns.run(1)
+    turns.run(2)
+    turns.run(1, queued_s=10.0, is_ahead=True)
+    turns.place(1, steps=2)
+    turns.place(2, returns_s=3.0)
+    assert turns.first_evicted() == 2
+
+
+def test_the_time_from_tokens_computed_ahead_to_the_first_request_is_not_one_between_requests():
+    turns = Turns()
+    turns.run(1, is_ahead=True)
+    turns.run(1, 30.0)
+    turns.run(2)
+    turns.run(2, 15.0)
+    for state in (1, 2):
+        turns.place(state)
+    assert turns.first_evicted() == 2
+
+
+def test_a_state_is_expected_when_it_was_before_its_tokens_were_computed_ahead():
+    turns = Turns()
+    turns.run(1)
+    turns.run(2)
+    turns.place(1, returns_s=50.0)
+    turns.place(2, returns_s=40.0)
+    turns.run(1, is_ahead=True)
+    assert turns.first_evicted() == 1
