@@ -66,6 +66,7 @@ class Request:
     state: int
     variables: list[Variable] = field(default_factory=list)
     criteria: Criteria | None = None  # of a reader of its values
+    failed: Variable | None = None  # the first one without a value, once somebody has asked for it
 
 
 @dataclass(eq=False, slots=True)
@@ -319,11 +320,13 @@ class ServedProgram:
         self._check_open()
         return variable.record.has_ended
 
-    def path_of_failure(self, variable: Variable) -> list[Variable]:
-        """The chain of variables from the one whose failure is the cause to ``variable``."""
-        path = [variable]
+    async def path_of_failure(self, variable: Variable) -> list[Variable]:
+        """The chain of variables from the one whose failure is the cause to ``variable``. Searches in turns
+        of the event loop."""
+        path, turn = [variable], Turn()
         while (failed := _failed_before(path[-1])) is not None:
             path.append(failed)
+            await turn.pause()
         return path[::-1]
 
 
@@ -340,13 +343,13 @@ class VariableTaken(Exception):
 
 
 def _failed_before(variable: Variable) -> Variable | None:
-    """The first variable without a value that the request of ``variable`` needs before it."""
-    for one in [] if variable.request is None else variable.request.variables:
-        if one is variable:
-            return None
-        if one.record.error is not None:
-            return one
-    return None
+    """The first variable without a value that the request of ``variable``, which failed, needs before it."""
+    request = variable.request
+    if request is None:
+        return None
+    if request.failed is None:
+        request.failed = next(one for one in request.variables if one.record.error is not None)
+    return None if request.failed is variable else request.failed
 
 
 def check_piece(piece: Piece) -> None:

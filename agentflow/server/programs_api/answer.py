@@ -44,9 +44,9 @@ class ProgramErrorFormat(OpenAIErrorFormat):
 PROGRAMS = ProgramErrorFormat()
 
 
-def failure(program: ServedProgram, variable: Variable) -> FailedVariable:
+async def failure(program: ServedProgram, variable: Variable) -> FailedVariable:
     """The error of a variable that has failed."""
-    failed = program.path_of_failure(variable)
+    failed = await program.path_of_failure(variable)
     path = [one.id for one in failed]
     error = failed[0].record.error
     assert error is not None

@@ -91,7 +91,7 @@ async def get_variable(call: ApiCall) -> None:
             return
         await program.wait(variable, query.wait_s)
         if variable.record.error is not None:
-            raise failure(program, variable)
+            raise await failure(program, variable)
         answer = answer_of(variable)
     await call.reply(answer)
 
@@ -113,7 +113,7 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> 
                 if not any(isinstance(one, Value | VarFailed) for one in events):
                     continue  # an end that came during the send has text that is not sent yet
                 if variable.record.error is not None:
-                    raise failure(program, variable)
+                    raise await failure(program, variable)
                 await stream.end(event(msgspec.json.encode(answer_of(variable))))
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,9 +17,10 @@ from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
+from agentflow.runtime import turns
 from agentflow.runtime.generator import Generated, OnText, SessionModels
 from agentflow.runtime.limits import MemoryBudget
-from agentflow.server.programs.program import Input, Output, Piece, ServedProgram
+from agentflow.server.programs.program import Input, Output, Piece, ServedProgram, Variable
 
 pytestmark = pytest.mark.anyio
 FAIL = "!"
@@ -117,7 +119,7 @@ async def test_a_program_gives_what_its_requests_give_alone(plan: Plan, num_turn
                 if name in values:
                     assert variable.record.text == values[name]
                     continue
-                path = program.path_of_failure(variable)
+                path = await program.path_of_failure(variable)
                 assert (path[0].id, path[-1]) == (causes[name], variable)
                 for before, after in pairwise(path):
                     assert after.request is not None
@@ -143,3 +145,48 @@ async def test_the_end_of_a_program_at_any_time_frees_everything(plan: Plan, num
             group.cancel_scope.cancel()
     await program.aclose()
     assert (generator.num_open, generator.num_running, memory.num_bytes) == (0, 0, 0)
+
+
+class Searched(list[Variable]):
+    """Counts the searches in the variables of requests."""
+
+    num = 0
+
+    def __iter__(self) -> Iterator[Variable]:
+        Searched.num += 1
+        return super().__iter__()
+
+
+async def test_a_long_path_is_searched_once_and_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, num_turns = ServedProgram("p", "", MemoryBudget()), 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            await anyio.lowlevel.checkpoint()
+            num_turns += 1
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            program.begin(SessionModels(FailingGenerator()), group)
+            await program.submit([FAIL, Output("v0", GenParams())])
+            for number in range(1, 50):
+                await program.submit([Input(f"v{number - 1}"), Output(f"v{number}", GenParams())])
+            last = program.find("v49")
+            assert last is not None
+            await program.wait(last)
+            for number in range(50):
+                variable = program.find(f"v{number}")
+                assert variable is not None
+                assert variable.request is not None
+                variable.request.variables = Searched(variable.request.variables)
+            monkeypatch.setattr(turns, "TURN_S", -1)
+            monkeypatch.setattr(Searched, "num", 0)
+            group.start_soon(count)
+            for _ in range(3):
+                path = await program.path_of_failure(last)
+                assert [variable.id for variable in path] == [f"v{number}" for number in range(50)]
+            assert Searched.num == 50
+            assert num_turns >= 100
+            group.cancel_scope.cancel()
+    await program.aclose()
