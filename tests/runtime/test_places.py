@@ -209,7 +209,7 @@ class PortionedGraph(ProgramGraph):
 
 async def test_other_tasks_run_between_portions_of_the_deduction(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = PortionedGraph()
-    monkeypatch.setattr(interpreter_module, "ProgramGraph", lambda: graph)
+    monkeypatch.setattr(interpreter_module, "ProgramGraph", lambda **_: graph)
 
     async def count() -> None:
         while True:
