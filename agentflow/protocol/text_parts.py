@@ -253,8 +253,8 @@ def _yaml() -> tuple[Any, Any]:
             f"the transform yaml needs the package {error.name!r}: pip install 'agentflow-lm[yaml]'"
         ) from None
 
-    class Loader(yaml.CSafeLoader):  # type: ignore[misc]
-        """``CSafeLoader`` with short numbers."""
+    # Not by a class statement, which type checkers refuse where they have no types of the package.
+    Loader: Any = type("Loader", (yaml.CSafeLoader,), {})
 
     def short(construct: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def constructed(loader: Any, node: Any) -> Any:
