@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from agentflow.protocol.events import (
     Usage,
     WatchedRequest,
 )
+from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.programs.place import Place
 
@@ -90,7 +91,7 @@ class StateHint(msgspec.Struct, frozen=True):
     """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
     ``place``: the state's place in its program, from the interpreter's graph."""
 
-    objective: Literal["latency", "throughput"] | None = None
+    objective: Objective | None = None
     output_tokens: int | None = None
     forks: int | None = None
     deadline_s: float | None = None

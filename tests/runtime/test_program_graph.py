@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentflow.protocol import ops
+from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.programs.deduction import MAX_STAGES, MAX_STEPS
 from agentflow.runtime.programs.graph import ProgramGraph
-from agentflow.runtime.programs.place import Objective, Place
+from agentflow.runtime.programs.place import Place
 
 Key = tuple[int, int] | None
 

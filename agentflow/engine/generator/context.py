@@ -259,10 +259,10 @@ class EngineContext:
         )
 
 
-def group_of_program(program: str) -> int:
-    """Returns the task group of all states of a program, in all sessions. No other group has the number:
-    others count from 1."""
-    digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
+def number_of_name(name: str) -> int:
+    """Returns the number of a program or task group that has a name, in all sessions. No other one has the
+    number: others count from 1."""
+    digest = hashlib.blake2b(name.encode("utf-8", "backslashreplace"), digest_size=7).digest()
     return 2**60 + int.from_bytes(digest, "big")
 
 

@@ -29,8 +29,8 @@ from agentflow.engine.generator.context import (
     PromptLimits,
     fill_conversation,
     fill_cost,
-    group_of_program,
     num_chars,
+    number_of_name,
 )
 from agentflow.engine.generator.decide import decided, encode_questions
 from agentflow.engine.generator.embedding import (
@@ -65,6 +65,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_rep
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
+from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
     Decided,
@@ -75,7 +76,7 @@ from agentflow.runtime.generator import (
     Scored,
     StateHint,
 )
-from agentflow.runtime.programs.place import Objective, Place
+from agentflow.runtime.programs.place import Place
 from agentflow.runtime.turns import Turn
 
 ResultT = TypeVar("ResultT")
@@ -215,7 +216,7 @@ class EngineGenerator:
             self.tenant.name,
             cache_salt,
             state=self._new_number(),
-            task_group=group_of_program(program) if program and self._use_hints else 0,
+            task_group=number_of_name(program) if program and self._use_hints else 0,
             weight=self.tenant.weight,
             priority=priority,
             patience_s=patience_s,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeVar
 
-from agentflow.runtime.programs.place import Objective
+from agentflow.protocol.ops import Objective
 
 Kind = Literal[
     "gen", "reply", "select", "decide", "embed", "score", "set", "read", "done", "expect", "fork"

@@ -16,8 +16,9 @@ from typing import Final
 
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import references
+from agentflow.protocol.ops import Objective
 from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, Deduction, How, Kind, Node
-from agentflow.runtime.programs.place import Objective, Place
+from agentflow.runtime.programs.place import Place
 
 _numbers = itertools.count(1)
 """Of programs and task groups, which are unique in the process."""

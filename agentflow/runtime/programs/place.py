@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-Objective = Literal["latency", "throughput"]
+from agentflow.protocol.ops import Objective
 
 
 class Place(msgspec.Struct, frozen=True):

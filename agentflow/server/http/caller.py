@@ -7,18 +7,18 @@ values of others that make no sense are ignored, as they are there.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Final, NamedTuple, get_args
 
 import msgspec
 
-from agentflow.engine.generator.context import EngineContext
+from agentflow.engine.generator.context import EngineContext, number_of_name
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.runtime.generator import StateHint
-from agentflow.runtime.programs.place import Objective, Place
+from agentflow.runtime.programs.place import Place
 from agentflow.server.errors import ApiError
 
 PROGRAM_HEADER: Final = "x-agentflow-program"
@@ -39,8 +39,10 @@ class _NvExt(msgspec.Struct, frozen=True):
 
 def _hints_of(extension: msgspec.Raw | None) -> tuple[int | None, int | None]:
     """The priority, within the range of this server, and the expected tokens of the output."""
+    if extension is None:
+        return None, None
     try:
-        hints = msgspec.json.decode(extension or b"{}", type=_NvExt).agent_hints
+        hints = msgspec.json.decode(extension, type=_NvExt).agent_hints
     except msgspec.DecodeError:
         return None, None
     priority, num_tokens = _whole(hints.priority), _whole(hints.osl)
@@ -86,8 +88,8 @@ class Caller(NamedTuple):
         if not (self.program or self.group or self.objective or self.output_tokens):
             return
         place = Place(
-            program=_number(self.program),
-            group=_number(f"{self.program}\0{self.group}") if self.group else 0,
+            program=number_of_name(self.program) if self.program else 0,
+            group=number_of_name(f"{self.program}\0{self.group}") if self.group else 0,
             objective=self.objective or "latency",
         )
         generator.hint(context, StateHint(self.objective, self.output_tokens, place=place))
@@ -95,14 +97,6 @@ class Caller(NamedTuple):
 
 ANYONE: Final = Caller()
 """A caller that says nothing about its requests."""
-
-
-def _number(name: str) -> int:
-    """The number of a named program or group, above those that the runtime counts; 0 for none."""
-    if not name:
-        return 0
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=7).digest()
-    return 2**56 + int.from_bytes(digest, "big")
 
 
 def caller_with(caller: Caller, extension: msgspec.Raw | None) -> Caller:

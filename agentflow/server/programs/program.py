@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -29,7 +29,6 @@ from agentflow.runtime.programs.deduction import How
 from agentflow.runtime.state_tree import EventCursor, Reports, VariableRecord
 from agentflow.runtime.turns import Turn
 
-Criteria = Literal["latency", "throughput"]
 MAX_REQUESTS = 5_000
 """Of one program."""
 _ENTRY_BYTES = 1_000
@@ -65,7 +64,7 @@ class Request:
 
     state: int
     variables: list[Variable] = field(default_factory=list)
-    criteria: Criteria | None = None  # of a reader of its values
+    criteria: ops.Objective | None = None  # of a reader of its values
     failed: Variable | None = None  # the first one without a value, once somebody has asked for it
 
 
@@ -264,7 +263,7 @@ class ServedProgram:
                     raise VariableTaken(variable_id, "this variable has a value")
                 await self._send(ops.Provide(variable.record.id, value))
 
-    async def prefer(self, variable: Variable, criteria: Criteria, how: How = "value") -> None:
+    async def prefer(self, variable: Variable, criteria: ops.Objective, how: How = "value") -> None:
         """A reader waits for the variable, or reads it ``how``: advises the scheduler about the requests that
         its value depends on. Latency prevails. ``ProgramEnded``."""
         if variable.request is None or variable.record.has_ended:
@@ -274,7 +273,7 @@ class ServedProgram:
             with anyio.CancelScope(shield=True):  # what is marked is advised
                 await self._want(variable, criteria, how)
 
-    async def _want(self, variable: Variable, criteria: Criteria, how: How) -> None:
+    async def _want(self, variable: Variable, criteria: ops.Objective, how: How) -> None:
         turn = Turn()
         pending: list[Request] = []
 

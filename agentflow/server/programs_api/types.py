@@ -7,7 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.protocol.ops import MAX_SALT_CHARS
+from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
+from agentflow.protocol.sampling import MAX_INT
 from agentflow.protocol.transform import MAX_TRANSFORMS, Transform
 from agentflow.server.compatible.fields import (
     Count,
@@ -18,7 +19,6 @@ from agentflow.server.compatible.fields import (
     Temperature,
     TopK,
 )
-from agentflow.server.programs.program import Criteria
 
 MAX_PLACEHOLDERS = 256
 MAX_WAIT_S = 86_400
@@ -56,7 +56,7 @@ class ProgramSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The sampling parameters of an output. Null is the same as leaving a field out."""
 
     max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
@@ -111,7 +111,7 @@ class VariableQuery(msgspec.Struct, kw_only=True):
     """How a variable is read. ``criteria``: what counts for the reader. ``wait_s``: the longest wait for the
     value; by default until it is there. ``stream``: the text is sent while it is generated."""
 
-    criteria: Criteria | None = None
+    criteria: Objective | None = None
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
     stream: bool = False
 
