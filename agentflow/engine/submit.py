@@ -28,6 +28,10 @@ MAX_PRIORITY = 10
 """Priorities of requests are -MAX_PRIORITY to MAX_PRIORITY."""
 
 
+PATIENT_GROUPS = 2**62
+"""Task groups from this number on have a consumer that counts by its throughput."""
+
+
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """The source of a request, and the program's hints about it. Requests share cached KV only if their
     ``tenant``, ``cache_salt`` and adapter are equal."""

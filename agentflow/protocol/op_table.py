@@ -49,7 +49,7 @@ OP_BYTES: Final = 600
 
 
 def _check_open(op: ops.Open) -> None:
-    for name in ("cache_salt", "program", "label", "model"):
+    for name in ("cache_salt", "program", "label", "model", "group"):
         _check_name(name, getattr(op, name))
 
 

@@ -86,7 +86,8 @@ class Open(_Op, frozen=True):
     """Creates a root state on ``model``, one of the session's models (empty: the default). States share
     cached KV only under an equal ``cache_salt``. ``objective``: as in a ``Hint``. ``program``: the scheduler
     treats states of the same program as siblings. ``label``: the name that watchers see instead of
-    ``program``; it has no effect on how the state runs."""
+    ``program``; it has no effect on how the state runs. ``group``: the states of one group, in the session,
+    form one stage, of which the client waits for all results."""
 
     state: int
     cache_salt: str = ""
@@ -94,6 +95,7 @@ class Open(_Op, frozen=True):
     program: str = ""
     label: str = ""
     model: str = ""
+    group: str = ""
 
 
 class Text(_Op, frozen=True):

@@ -26,7 +26,7 @@ DERIVED = "derived"
 """Stands for a seed that is derived from the session's seed and the gen's place."""
 
 
-_FOR_OBSERVERS = ("label", "trace")
+_FOR_OBSERVERS = ("label", "trace", "group")
 """Fields that have no effect on a backend's answers."""
 
 

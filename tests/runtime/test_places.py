@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -135,6 +137,70 @@ async def test_map_counts_by_throughput() -> None:
     places = backend.generator.begun_with("M")
     assert [place.objective for place in places] == ["throughput"] * 3
     assert len({place.program for place in places}) == 3
+    assert [place.group_objective for place in places] == ["throughput"] * 3
+    assert len({place.group for place in places}) == 1
+    assert places[0].group
+
+
+async def one_step(s: af.State, item: str) -> str:
+    s += item + "M" + af.gen("answer")
+    return await s["answer"]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+async def test_each_map_is_one_group(traced: bool) -> None:
+    backend = Placed()
+    program = af.program(one_step).trace() if traced else one_step
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+        for inputs in (["a", "b"], ["c", "d"]):
+            group.start_soon(flow.map(program, inputs).to_dicts)
+    groups = [place.group for place in backend.generator.begun_with("M")]
+    assert len(set(groups)) == 2
+    assert {groups.count(number) for number in groups} == {2}
+    assert all(groups)
+
+
+async def test_branches_in_a_map_do_not_pass_latency_work() -> None:
+    backend = Placed()
+
+    async def digest(s: af.State, item: str) -> str:
+        s += item
+        branches = s.fork(2)
+        for branch in branches:
+            branch += "B" + af.gen("part")
+        s += "".join(f"{branch['part']}" for branch in branches) + "R" + af.gen("whole")
+        return await s["whole"]
+
+    async with af.session(backend=backend) as flow:
+        await flow.map(digest, ["a"])
+        await flow.run(digest, "b")
+    mapped, alone = [backend.generator.begun_with("B")[first : first + 2] for first in (0, 2)]
+    assert [place.group_objective for place in mapped] == ["throughput"] * 2
+    assert [place.group_objective for place in alone] == ["latency"] * 2
+    assert mapped[0].group == mapped[1].group != alone[0].group == alone[1].group
+
+
+@pytest.mark.parametrize("read", [af.Variable.__aiter__, af.Variable.partials, af.Variable.reasoning_deltas])
+async def test_variable_that_is_read_as_it_grows(read: Callable[[af.Variable], AsyncIterator[Any]]) -> None:
+    backend = Placed()
+
+    async def read_one(s: af.State) -> str:
+        s += "P" + af.gen("plan")
+        branches = s.fork(2)
+        for number, branch in enumerate(branches):
+            branch += f"{number}B" + af.gen("part")
+        s += "".join(f"{branch['part']}" for branch in branches) + "R" + af.gen("whole")
+        async for _ in read(branches[1]["part"]):
+            pass
+        return await s["whole"]
+
+    async with af.session(backend=backend) as flow:
+        await flow.run(read_one)
+    parts = backend.generator.begun_with("B")
+    assert sorted([(place.objective, place.is_streamed) for place in parts]) == [
+        ("latency", True),
+        ("throughput", False),
+    ]
 
 
 async def test_state_that_waits_for_its_client() -> None:

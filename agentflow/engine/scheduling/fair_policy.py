@@ -24,7 +24,8 @@ s(a). The same holds with a and b exchanged. ∎
 been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
 all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
 the request whose patience ended first; then siblings in the task group that was admitted last, or in an
-earlier one of which some still wait; then the objective ``latency`` before ``throughput``, programs of a
+earlier one of which some still wait (if the group's consumer counts by its throughput, they go behind all
+requests with the objective ``latency``); then the objective ``latency`` before ``throughput``, programs of a
 lower level, short requests before long ones, and the longest match. A request is *short* if it has at most
 SHORT_BATCHES * token_budget tokens to compute. Requests that compute ahead (``Origin.is_ahead``) have no
 siblings, and the objective that goes last.
@@ -103,7 +104,7 @@ from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.policies import Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
-from agentflow.engine.submit import Origin
+from agentflow.engine.submit import PATIENT_GROUPS, Origin
 
 OVERTAKEN_BATCHES = 32
 OVERTAKEN_FRACTION = 0.35
@@ -480,7 +481,8 @@ class TenantQueue:
 
     def _first_preferred(self, priority: int, is_blocked: IsBlocked) -> Request | None:
         """Of the requests with this priority: the first deadline, then the first whose patience has ended,
-        then a sibling in an open task group, or a request of an earlier program than the sibling's."""
+        then a sibling in an open task group, or a request of an earlier program than the sibling's. Siblings
+        whose consumer counts by its throughput do not pass requests with a better objective."""
         for times, by in ((self._deadlines, math.inf), (self._patience_ends, self._clock())):
             urgent = times.first(priority, by)
             if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
@@ -489,8 +491,15 @@ class TenantQueue:
             siblings = self._groups.get((priority, group))
             sibling = None if siblings is None else siblings.first(self.match_of, is_blocked)
             if sibling is not None:
+                if sibling.origin.task_group >= PATIENT_GROUPS and self._has_better(sibling, is_blocked):
+                    continue
                 return self._continuing_before(sibling, is_blocked) or sibling
         return None
+
+    def _has_better(self, request: Request, is_blocked: IsBlocked) -> bool:
+        """Whether the first request in the trees has a better objective."""
+        first = self._first_in_trees(is_blocked)
+        return first is not None and _objective_rank(first) < _objective_rank(request)
 
     def _continuing_before(self, other: Request, is_blocked: IsBlocked) -> Request | None:
         """The first request that continues a program, if its place is before that of ``other``."""

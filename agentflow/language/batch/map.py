@@ -141,6 +141,7 @@ class _MapWork(Generic[ResultT]):
         self._result_came = anyio.Event()
         self._room_came = anyio.Event()
         self._results: dict[int, tuple[Any, ResultT | Exception]] = {}  # with their inputs; not taken yet
+        self._name = ""  # in the session, after its first run
         self._num_read = 0
         self._num_running = 0
         self._num_taken = 0
@@ -259,6 +260,7 @@ class _MapWork(Generic[ResultT]):
                     # Numbered here, because event loops start tasks in different orders: with the same
                     # session seed, each input gets the same samples.
                     run_index = self._link.next_run_index()
+                    self._name = self._name or f"map {run_index}"
                     index, self._num_read = self._num_read, self._num_read + 1
                     if not self._is_resumed(index, item):
                         self._num_running += 1
@@ -359,9 +361,23 @@ class _MapWork(Generic[ResultT]):
             work = batched_run(self._link, self._program, args, kwargs, index=run_index, label=label)
             return work.run, work.result
         if isinstance(self._program, Graph):
-            work = GraphRun(self._link, self._program, args, kwargs, index=run_index, objective="throughput")
+            work = GraphRun(
+                self._link,
+                self._program,
+                args,
+                kwargs,
+                index=run_index,
+                objective="throughput",
+                group=self._name,
+            )
             return work.run, work.result
-        run = Run(self._link, index=run_index, objective="throughput", name=name_of(self._program))
+        run = Run(
+            self._link,
+            index=run_index,
+            objective="throughput",
+            group=self._name,
+            name=name_of(self._program),
+        )
         return run, partial(execute, run, self._program, args, kwargs)
 
     def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:

@@ -220,6 +220,7 @@ class GraphRun:
         kwargs: The texts by name.
         index: As in ``Run``.
         objective: As in ``Run``.
+        group: As in ``Run``.
         is_streamed: The backend reports all generated texts, not only the texts that the result needs.
 
     Raises:
@@ -235,6 +236,7 @@ class GraphRun:
         *,
         index: int | None = None,
         objective: ops.Objective | None = None,
+        group: str = "",
         is_streamed: bool = False,
     ) -> None:
         values = _inputs(graph, args, kwargs)
@@ -244,7 +246,7 @@ class GraphRun:
         record = link.runs.begin(graph.name, link.spans)
         op = ops.SubmitGraph(
             base + ROOT,
-            _with_objective(graph.ops if record.span is None else _traced(graph.ops, record.span), objective),
+            _placed(graph.ops if record.span is None else _traced(graph.ops, record.span), objective, group),
             inputs=values,
             outputs=tuple(graph.generated if is_streamed else graph.outputs),
             seeds=run_of(link.seed, index),
@@ -294,10 +296,10 @@ class GraphRun:
             self.run.close()
 
 
-def _with_objective(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | None) -> tuple[ops.Op, ...]:
+def _placed(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | None, group: str) -> tuple[ops.Op, ...]:
     if objective is None or not isinstance(graph_ops[0], ops.Open):
         return graph_ops
-    return (msgspec.structs.replace(graph_ops[0], objective=objective), *graph_ops[1:])
+    return (msgspec.structs.replace(graph_ops[0], objective=objective, group=group), *graph_ops[1:])
 
 
 def _traced(graph_ops: tuple[ops.Op, ...], span: RunSpan) -> tuple[ops.Op, ...]:

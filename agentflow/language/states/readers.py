@@ -78,6 +78,7 @@ class TextReader(_Reader):
                 await node.settled()
                 node.raise_failure()
                 raise StopAsyncIteration
+            node.follow()
             await node.change()
         delta = node.text[self._num_read :]
         self._num_read += len(delta)
@@ -92,6 +93,7 @@ class ReasoningReader(_Reader):
         while len(node.reasoning) <= self._num_read:
             if node.notation or node.is_done:
                 raise StopAsyncIteration
+            node.follow()
             await node.change()
         delta = node.reasoning[self._num_read :]
         self._num_read += len(delta)
@@ -122,6 +124,7 @@ class PartialReader(AsyncIterator[Any]):
                 if self._is_new(partial):
                     return partial
             elif not node.is_done:
+                node.follow()
                 await node.change()
             else:
                 self._is_over = True

@@ -54,6 +54,7 @@ class Run:
         index: The run's number, from which its seeds are derived; by default the next one.
         root_id: The number of a root that a graph opens; by default the run opens a root.
         objective: A hint for all states.
+        group: Runs of the same group are one stage, of which the program waits for all results.
         program: Calls with the same name are siblings to the scheduler.
         model: The model of the root; by default the session's.
         name: The name of the running program, for watchers and for a new ``record``.
@@ -68,6 +69,7 @@ class Run:
         index: int | None = None,
         root_id: int | None = None,
         objective: ops.Objective | None = None,
+        group: str = "",
         program: str = "",
         model: str = "",
         name: str = "",
@@ -88,7 +90,7 @@ class Run:
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
             root_id = link.next_id()
-            link.send([ops.Open(root_id, cache_salt, objective, program, _label(name), model)])
+            link.send([ops.Open(root_id, cache_salt, objective, program, _label(name), model, group)])
         self.root = StateNode(self, root_id, ())
         self.root.span = self.record.span
         self.adopt(self.root)
@@ -442,6 +444,7 @@ class VariableNode:
         "front",
         "id",
         "invalid",
+        "is_followed",
         "is_generated",
         "is_shown",
         "kept",
@@ -485,6 +488,7 @@ class VariableNode:
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
         self.span: GenSpan | None = None
+        self.is_followed = False  # somebody reads the text while it grows, and the backend knows
         self.is_generated = False  # appended where it is declared, as the value of a gen or select
         self._reply = ReplySoFar() if value_type.is_reply else None
         self._value: Value | None = None
@@ -546,6 +550,12 @@ class VariableNode:
         await self.settled()
         self.raise_failure()
         return self.text
+
+    def follow(self) -> None:
+        """Tells the backend that somebody reads the text while it grows."""
+        if not self.is_followed and not self.is_done and not self.state.link.is_tracing:
+            self.is_followed = True
+            self.state.link.send([ops.Want(self.id, "stream")], quiet=True)
 
     async def change(self) -> None:
         """Waits until its text grows or it ends."""

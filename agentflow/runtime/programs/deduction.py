@@ -271,7 +271,12 @@ class Deduction:
         if objective != node.objective:
             node.objective = objective
             has_changed = True
-        node.gate = objective if stage is None else "latency" if node.num_urgent_gates else "throughput"
+        gate: Objective = objective
+        if stage is not None:
+            gate = "latency" if node.num_urgent_gates else "throughput"
+        if gate != node.gate:
+            node.gate = gate
+            has_changed = True
         if has_changed:
             self._changed(node)
         if not node.preds:

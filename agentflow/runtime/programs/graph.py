@@ -48,11 +48,13 @@ class StateInGraph:
         program: The number of its program.
         label: The name of its program.
         objective: The objective of its next requests, if the program gives one.
+        group: The number of its group, of whose results the client waits for all; 0: none.
     """
 
     __slots__ = (
         "frontier",
         "frontier_limit",
+        "group",
         "is_stopped",
         "label",
         "nodes",
@@ -64,11 +66,14 @@ class StateInGraph:
         "waits_since",
     )
 
-    def __init__(self, number: int, program: int, label: str, objective: Objective | None) -> None:
+    def __init__(
+        self, number: int, program: int, label: str, objective: Objective | None, group: int = 0
+    ) -> None:
         self.number = number
         self.program = program
         self.label = label
         self.objective = objective
+        self.group = group
         self.frontier: list[Node] = []  # what its next op depends on; some of them may have ended
         self.frontier_limit = _MIN_FRONTIER
         self.nodes: dict[Node, None] = {}  # its unfinished nodes
@@ -80,6 +85,30 @@ class StateInGraph:
     def next_request(self) -> Node | None:
         """The unfinished request that is next."""
         return next(iter(self.requests), None)
+
+
+class _Named:
+    """The numbers of names, each while a state with the name is open."""
+
+    def __init__(self, next_number: Callable[[], int]) -> None:
+        self._next_number = next_number
+        self._numbers: dict[str, tuple[int, int]] = {}  # with the number of open states
+        self._names: dict[int, str] = {}
+
+    def open(self, state: int, name: str) -> int:
+        """The number of the name, which the state has."""
+        number, num_states = self._numbers.get(name) or (self._next_number(), 0)
+        self._numbers[name] = number, num_states + 1
+        self._names[state] = name
+        return number
+
+    def close(self, state: int) -> None:
+        """The state, which may have no name, is closed."""
+        name = self._names.pop(state, None)
+        if name is not None:
+            number, num_states = self._numbers.pop(name)
+            if num_states > 1:
+                self._numbers[name] = number, num_states - 1
 
 
 class ProgramGraph:
@@ -103,8 +132,8 @@ class ProgramGraph:
         self._next_number = _numbers.__next__ if numbers is None else numbers
         self._node_numbers = itertools.count(1)
         self._states: dict[int, StateInGraph] = {}
-        self._programs: dict[str, tuple[int, int]] = {}  # named ones: their number, and their open roots
-        self._program_of_root: dict[int, str] = {}
+        self._programs = _Named(self._next_number)
+        self._groups = _Named(self._next_number)
         self._variables: dict[int, Node] = {}  # the unfinished ones
         self._forks: dict[int, Node] = {}  # unfinished forks, by their first child
         self._changed: dict[StateInGraph, None] = {}
@@ -193,13 +222,8 @@ class ProgramGraph:
         self.stop(number)
         del self._states[number]
         self._changed.pop(state, None)
-        name = self._program_of_root.pop(number, None)
-        if name is not None:
-            program, num_roots = self._programs[name]
-            if num_roots == 1:
-                del self._programs[name]
-            else:
-                self._programs[name] = program, num_roots - 1
+        self._programs.close(number)
+        self._groups.close(number)
 
     # Results.
 
@@ -237,16 +261,20 @@ class ProgramGraph:
         if node is None:
             expected = self._returns_s.get(state.label) if state.waits_since is not None else None
             return Place(state.program, 0, state.objective or "latency", None, expected)
-        stage = node.stage
+        group = state.group
+        group_objective: Objective = "throughput" if group else "latency"
+        if (stage := node.stage) is not None and len(stage.members) > 1:
+            group, group_objective = stage.number, node.gate
         return Place(
             state.program,
-            0 if stage is None or len(stage.members) < 2 else stage.number,
+            group,
             node.objective,
             None if node.depth == BLOCKED else node.depth,
             None,
             node.want == "stream",
             node.ttft_s,
             node.tpot_s,
+            group_objective,
         )
 
     @property
@@ -279,13 +307,10 @@ class ProgramGraph:
     # Details.
 
     def _open(self, op: ops.Open) -> None:
-        if name := op.program or self._program:
-            program, num_roots = self._programs.get(name) or (self._next_number(), 0)
-            self._programs[name] = program, num_roots + 1
-            self._program_of_root[op.state] = name
-        else:
-            program = self._next_number()
-        self._add_state(StateInGraph(op.state, program, op.label or op.program, op.objective))
+        name = op.program or self._program
+        program = self._programs.open(op.state, name) if name else self._next_number()
+        group = self._groups.open(op.state, op.group) if op.group else 0
+        self._add_state(StateInGraph(op.state, program, op.label or op.program, op.objective, group))
 
     def _add_state(self, state: StateInGraph) -> None:
         self._states[state.number] = state
@@ -315,8 +340,9 @@ class ProgramGraph:
         if len(inherited) > 1:  # one node, so that each child does not repeat the edges
             node = self._forks[op.children[0]] = self._add(state, "fork", op.children[0], "")
             inherited = [node]
+        group = state.group if len(op.children) == 1 else 0  # branches are siblings of each other first
         for number in op.children:
-            child = StateInGraph(number, state.program, state.label, state.objective)
+            child = StateInGraph(number, state.program, state.label, state.objective, group)
             child.frontier = [*inherited]
             child.is_stopped = state.is_stopped
             self._add_state(child)

@@ -22,6 +22,7 @@ class Place(msgspec.Struct, frozen=True):
         is_streamed: Somebody reads the next request's text while it grows.
         ttft_s: The time until its first token that this reader asks for, in seconds; None: none.
         tpot_s: The time of each further token that this reader asks for, in seconds; None: none.
+        group_objective: The objective of the consumer of the group.
     """
 
     program: int = 0
@@ -32,3 +33,4 @@ class Place(msgspec.Struct, frozen=True):
     is_streamed: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
+    group_objective: Objective = "latency"

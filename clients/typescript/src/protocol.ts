@@ -120,6 +120,11 @@ export interface OpenOp {
   label?: string;
   /** One of the `models` of `welcome`; empty: the session's; by default `""`. */
   model?: string;
+  /**
+   * States with the same value are one stage, of which the client waits for all results, like the runs of
+   * a map; by default `""`.
+   */
+  group?: string;
 }
 
 /**

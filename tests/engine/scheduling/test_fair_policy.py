@@ -237,7 +237,7 @@ waiting_requests = st.lists(
         st.integers(0, 30),
         st.integers(-10, 10),
         st.sampled_from(["latency", "throughput"]),
-        st.sampled_from([None, None, "g", "h"]),
+        st.sampled_from([0, 0, 1, 2]),
         st.sampled_from([math.inf, math.inf, 1.0, 2.0]),
     ),
     min_size=1,
@@ -373,10 +373,10 @@ def test_within_a_tenant_the_longest_match_goes_first():
 def test_latency_goes_before_throughput_and_siblings_follow_each_other():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 20, objective="throughput"))
-    policy.add(request(1, 30, 0, task_group="g"))
+    policy.add(request(1, 30, 0, task_group=1))
     policy.add(request(2, 30, 5))
-    policy.add(request(3, 30, 10, task_group="g"))
-    policy.add(request(4, 30, 0, objective="throughput", task_group="g"))
+    policy.add(request(3, 30, 10, task_group=1))
+    policy.add(request(4, 30, 0, objective="throughput", task_group=1))
     assert order_of(policy) == [3, 1, 4, 2, 0]
 
 
@@ -719,7 +719,7 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
     waiting: list[Request] = []
     for number, prompt in enumerate(prompts):
         tokens = np.array([*prompt, 9], dtype=np.int32)
-        waiting.append(request_of(number, tokens, 1, SamplingParams(), task_group="g"))
+        waiting.append(request_of(number, tokens, 1, SamplingParams(), task_group=1))
         waiting[-1].is_held_back = number in held_back
         siblings.add(waiting[-1])
 
@@ -754,7 +754,7 @@ def test_f7f_siblings_that_wait_for_one_prefix_are_asked_about_together(num_sibl
     runner = FakeRunner(num_slots=4096, max_context=256)
     for number in range(num_siblings):
         tokens = np.array([*range(200), number, 0], dtype=np.int32)
-        scheduler.add(request_of(number, tokens, 1, SamplingParams(), task_group="fork"))
+        scheduler.add(request_of(number, tokens, 1, SamplingParams(), task_group=1))
     num_asked = 0
     will_compute = scheduler._prefills.will_compute
 

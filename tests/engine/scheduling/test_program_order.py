@@ -17,6 +17,7 @@ from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.submit import PATIENT_GROUPS
 
 TOKEN_BUDGET = 256
 LEVEL_TOKENS = fair_policy.LEVEL_BATCHES * TOKEN_BUDGET
@@ -127,6 +128,16 @@ def test_a_group_that_another_request_interrupts_goes_on():
     queue.add(urgent)
     queue.add(request(4, 90))
     assert order_of(queue) == [3, 1, 2, 4]
+
+
+def test_a_group_whose_consumer_is_patient_goes_on_after_latency_work():
+    queue = policy()
+    for number in range(3):
+        queue.add(request(number, objective="throughput", task_group=PATIENT_GROUPS + 5))
+    assert admit_next(queue).id == 0
+    queue.add(request(3, 90, objective="throughput"))
+    queue.add(request(4))
+    assert order_of(queue) == [4, 1, 2, 3]
 
 
 def test_a_waiting_request_gets_another_place():
