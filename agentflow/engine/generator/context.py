@@ -154,6 +154,7 @@ class EngineContext:
     prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
     filled_ahead: FilledAhead | None = None  # while the state waits
     is_freed: bool = False
+    outlived: bool = False  # the engine's state goes on in a later context
     place: Place | None = None  # in its program
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
     tools: ToolUse | None = None  # of the conversation with which the state began

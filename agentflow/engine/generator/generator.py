@@ -730,13 +730,22 @@ class EngineGenerator:
         )
         context.num_computed, context.has_run = len(token_ids), True
 
+    def continue_session(self, context: EngineContext, session: str, *, is_last: bool) -> None:
+        """Makes a new context the next one of a named session of the tenant, whose state has the tokens of
+        the last one. ``is_last``: the state ends with this context."""
+        if context.origin.state:
+            number = number_of_name(f"{self.tenant.name}\0{session}")
+            context.origin = msgspec.structs.replace(context.origin, state=number)
+            context.outlived = not is_last
+
     def free(self, context: EngineContext) -> None:
-        """Closes the state. Its KV, which the cache prefers to keep, becomes ordinary cache."""
+        """Closes the state, unless it outlives the context. Its KV, which the cache prefers to keep, becomes
+        ordinary cache."""
         context.is_freed = True
         self._end_fill_ahead(context)
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
-        if context.has_run and context.origin.state:
+        if context.has_run and context.origin.state and not context.outlived:
             self._client.close_state(context.origin.state)
         self._num_rerendered += context.tokens.num_rerendered_tokens
 

@@ -1,8 +1,10 @@
 """Where a request comes from: its trace, and its place in a program that runs at the client.
 
 A client names the program of a request in a header. The names of Dynamo (``ai-dynamo`` 1.6) are understood as
-well: ``x-dynamo-session-id`` is a program, and ``nvext.agent_hints`` has advice. Advice changes no answer, so
-values of others that make no sense are ignored, as they are there.
+well: ``x-dynamo-session-id`` is a program whose requests follow one another, up to one with
+``x-dynamo-session-final``, and ``nvext.agent_hints`` has advice. Advice changes no answer, so values that
+make no sense are ignored, as they are there. The ``kv_hints`` of vLLM 0.32 are no part of its HTTP APIs: with
+them, a router tells one worker to fetch KV from another.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ PROGRAM_HEADER: Final = "x-agentflow-program"
 GROUP_HEADER: Final = "x-agentflow-group"
 OBJECTIVE_HEADER: Final = "x-agentflow-objective"
 SESSION_HEADER: Final = "x-dynamo-session-id"
+FINAL_HEADER: Final = "x-dynamo-session-final"
 MAX_NAME_CHARS = 256
 
 
@@ -60,18 +63,23 @@ def _whole(value: msgspec.Raw) -> int | None:
 
 class Caller(NamedTuple):
     """``trace``: the client's ``traceparent``. ``program`` and ``group``: names that the client chose; a
-    group has the requests of one stage, for which one consumer waits."""
+    group has the requests of one stage, for which one consumer waits. ``session``: the name of a program
+    whose requests follow one another, as those of an agent that calls tools; ``is_last``: this is its last
+    request."""
 
     trace: str = ""
     program: str = ""
     group: str = ""
     objective: Objective | None = None
     output_tokens: int | None = None
+    session: str = ""
+    is_last: bool = False
 
     @classmethod
     def of(cls, headers: Mapping[str, str], trace: str) -> Caller:
         """Reads the headers. ``ApiError`` for an unknown objective."""
-        program = headers.get(PROGRAM_HEADER) or headers.get(SESSION_HEADER, "")
+        session = headers.get(SESSION_HEADER, "")[:MAX_NAME_CHARS]
+        program = headers.get(PROGRAM_HEADER) or session
         objective = headers.get(OBJECTIVE_HEADER)
         if objective is not None and objective not in get_args(Objective):
             message = f"{OBJECTIVE_HEADER} must be latency or throughput, not {objective[:40]!r}"
@@ -81,10 +89,14 @@ class Caller(NamedTuple):
             program[:MAX_NAME_CHARS],
             headers.get(GROUP_HEADER, "")[:MAX_NAME_CHARS],
             objective,  # type: ignore[arg-type]  # checked above
+            session=session,
+            is_last=headers.get(FINAL_HEADER, "").lower() == "true",
         )
 
     def advise(self, generator: EngineGenerator, context: EngineContext) -> None:
-        """Tells the scheduler the place of a new context."""
+        """Tells the scheduler the place of a new context, and which one it continues."""
+        if self.session:
+            generator.continue_session(context, self.session, is_last=self.is_last)
         if not (self.program or self.group or self.objective or self.output_tokens):
             return
         place = Place(

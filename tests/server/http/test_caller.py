@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import ApiServer, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.server.apis import APIS, CHAT, TEXT, Api
 
 from agentflow.engine.submit import Origin
+from agentflow.engine.tenant import ANONYMOUS
+from agentflow.server.http.caller import Caller
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,42 @@ def test_every_api_tells_the_scheduler_the_program_of_a_request(
 def test_an_unknown_objective_is_refused(server: ApiServer, api: Api) -> None:
     assert ask(server, api, {"x-agentflow-objective": "fast"}).status_code == 400
     assert ask(server, api, {"x-agentflow-program": "x" * 3000}).status_code == 200
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_a_session_of_dynamo_is_one_state_until_its_final_request(api: Api) -> None:
+    session, program = {"x-dynamo-session-id": "a"}, {"x-agentflow-program": "a"}
+
+    def num_open(server: ApiServer) -> int:
+        """The states whose tokens the cache keeps."""
+        assert server.engine.client is not None
+        snapshot = server.call(server.engine.client.watches.snapshot, None, 100, 0)
+        return sum([num_keeps for *_, num_keeps, _, _ in snapshot.nodes])
+
+    with api_server() as server:
+        for headers, after in (
+            (program, 0),
+            (session, 1),
+            ({**session, "x-dynamo-session-final": "false"}, 1),
+            ({"x-dynamo-session-id": "b"}, 2),
+            ({**session, "x-dynamo-session-final": "true"}, 1),
+            ({"x-dynamo-session-id": "b", "x-dynamo-session-final": "true"}, 0),
+        ):
+            assert ask(server, api, headers).status_code == 200
+            while num_open(server) != after:  # the last state is closed after its answer was sent
+                pass
+
+
+def test_sessions_of_tenants_are_their_own(server: ApiServer) -> None:
+    ann, bob = [dataclasses.replace(ANONYMOUS, name=name) for name in ("ann", "bob")]
+    states = set()
+    for tenant in (ann, bob, ann):
+        generator = server.service.models.find(MODEL, tenant).generator(tenant)
+        context = server.call(generator.open, "")
+        server.call(Caller(session="a").advise, generator, context)
+        states.add(context.origin.state)
+        server.call(generator.free, context)
+    assert len(states) == 2
 
 
 @pytest.mark.parametrize("api", [CHAT, TEXT], ids=["chat", "text"])
