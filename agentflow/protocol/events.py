@@ -430,24 +430,30 @@ class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
     objective: Literal["latency", "throughput"] = "latency"  # of its next request
     group: int = 0  # equal for the next requests of one task group; 0: none
     steps: int | None = 0  # the requests that must end before its next one; None: it waits for its client
+    has_ended: bool = False  # it has failed or was cancelled
+    miss_reason: str = ""  # of its last request, as in ``Usage``
+    missed_tokens: int = 0  # the tokens of this request's prompt that were not cached, if there is a reason
 
 
 class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One unfinished request, other variable, or fork."""
+    """One request, other variable, or fork, which is unfinished, or is done and an unfinished one depends on
+    it, or has failed and its state is open."""
 
     id: int
     state: int
     kind: str  # the op, or ``reply``
     var: int = 0  # 0: a fork
     name: str = ""
-    status: Literal["waiting", "running"] = "waiting"
-    needs: tuple[int, ...] = ()  # the unfinished nodes on which it depends
+    status: Literal["waiting", "running", "done", "failed"] = "waiting"
+    needs: tuple[int, ...] = ()  # the nodes on which it depends
     objective: Literal["latency", "throughput"] = "latency"
+    group: int = 0  # the task group of the request; 0: none
+    awaited: Literal["", "value", "stream"] = ""  # somebody awaits the value, or reads it as it grows
 
 
 class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
-    """The unfinished part of a session: its open states, and what still runs or waits. ``str`` gives an
-    outline."""
+    """The unfinished part of a session: its open states, and what still runs or waits, with the nodes that it
+    depends on. ``str`` gives an outline."""
 
     states: tuple[LiveState, ...] = ()
     nodes: tuple[LiveNode, ...] = ()  # later than the nodes that they need
@@ -456,9 +462,12 @@ class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         names = {node.id: node.name or f"{node.kind} {node.id}" for node in self.nodes}
+        done = {node.id for node in self.nodes if node.status == "done"}
         lines: list[str] = []
         for state in self.states:
             match state.steps:
+                case _ if state.has_ended:
+                    steps = "has failed or was cancelled"
                 case None:
                     steps = "waits for its client"
                 case 0:
@@ -472,7 +481,7 @@ class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
             )
             for node in self.nodes:
                 if node.state == state.id:
-                    needs = ", ".join([names.get(one, str(one)) for one in node.needs])
+                    needs = ", ".join([names.get(one, str(one)) for one in node.needs if one not in done])
                     after = f" after {needs}" if needs else ""
                     lines.append(f"  {node.kind} {node.name}: {node.status}, {node.objective}{after}")
         if left := self.num_states_left_out + self.num_nodes_left_out:
@@ -486,6 +495,7 @@ class GraphReply(_Event, frozen=True):
     ticket: int
     graph: LiveGraph | None = None
     error: ErrorInfo | None = None
+    others: tuple[LiveGraph, ...] = ()  # of the tenant's other sessions with open states, if requested
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -347,9 +347,11 @@ class GetStats(_Op, frozen=True):
 
 
 class GetGraph(_Op, frozen=True):
-    """Requests a ``GraphReply`` with the same ticket."""
+    """Requests a ``GraphReply`` with the same ticket. ``of_tenant``: with the graphs of the tenant's other
+    sessions."""
 
     ticket: int
+    of_tenant: bool = False
 
 
 class Watch(_Op, frozen=True):

@@ -85,6 +85,7 @@ from agentflow.runtime.limits import (
 )
 from agentflow.runtime.observation import GraphAnswers, StatsAnswers, WatchAnswers
 from agentflow.runtime.programs.graph import FOLLOWED, ProgramGraph
+from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.programs.place import Place
 from agentflow.runtime.state_tree import (
     EventCursor,
@@ -129,6 +130,7 @@ class Interpreter(Generic[ContextT]):
         max_states: The most states that may be open; None: ``state_tree.MAX_STATES``.
         program: The program, for the scheduler, of the states that name none. Unlike the name in ``Open``, it
             makes no task group. Empty: each tree of states is a program.
+        graphs: The graphs of the tenant's open sessions, to which this one's is added until ``close``.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Interpreter(Generic[ContextT]):
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
         max_states: float | None = None,
         program: str = "",
+        graphs: TenantGraphs | None = None,
     ) -> None:
         self._hides_faults = hides_faults
         self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
@@ -156,12 +159,14 @@ class Interpreter(Generic[ContextT]):
         )
         self._variables: dict[int, VariableRecord] = {}
         self._graph = ProgramGraph(program=program)
+        self._tenant_graphs = TenantGraphs() if graphs is None else graphs
+        self._tenant_graphs[self._graph] = None
         self._reports_places = False  # in a later turn of the event loop
         self._ops = _OpExecution(
             self._find, self._embedders, self._variables, self._memory, self._start_child
         )
         self._stats = StatsAnswers(generator, task_group, self.events)
-        self._graphs = GraphAnswers(self._graph, self.events, self._later)
+        self._graphs = GraphAnswers(self._graph, self._tenant_graphs, self.events, self._later)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
 
     @property
@@ -218,7 +223,7 @@ class Interpreter(Generic[ContextT]):
             case ops.GetStats():
                 self._stats.ask(op.ticket)
             case ops.GetGraph():
-                self._graphs.ask(op.ticket)
+                self._graphs.ask(op.ticket, of_tenant=op.of_tenant)
             case ops.Watch():
                 self._watch.watch(op)
             case ops.Unwatch():
@@ -293,6 +298,7 @@ class Interpreter(Generic[ContextT]):
             while self._states.remove_one():
                 pass
         finally:
+            self._tenant_graphs.pop(self._graph, None)
             self._variables.clear()
             self._memory.close()
             self._memory_of_rejected.close()
@@ -408,7 +414,7 @@ class Interpreter(Generic[ContextT]):
 
     def _kick(self, state: StateRecord[ContextT]) -> None:
         if state.error is not None and self._states.get(state.id) is state:
-            self._graph.stop(state.id)
+            self._graph.stop(state.id, has_failed=not isinstance(state.error, Cancelled))
             self._report_places_later()
         if state.pending and not state.is_running and (state.has_begun or state.error is not None):
             state.is_running = True
@@ -459,7 +465,9 @@ class Interpreter(Generic[ContextT]):
                     self._report_places()
             await self._execute(state, pending)
             if is_followed:
-                self._graph.end(pending.op, time.monotonic())
+                variable = self._variables.get(getattr(pending.op, "var", 0))
+                value = None if variable is None else variable.value
+                self._graph.end(pending.op, time.monotonic(), None if value is None else value.usage)
                 self._report_places_later()
         except Exception as error:
             first = first_of(error)  # a generator may run several requests for one op

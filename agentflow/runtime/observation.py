@@ -34,7 +34,7 @@ from agentflow.protocol.op_table import spec_of
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
 from agentflow.runtime.limits import MemoryBudget, Reservation
 from agentflow.runtime.programs.graph import ProgramGraph
-from agentflow.runtime.programs.live import live_graph
+from agentflow.runtime.programs.live import Room, TenantGraphs, live_graph
 from agentflow.runtime.state_tree import EventCursor
 
 MAX_PEEKS = 100
@@ -85,32 +85,41 @@ class StatsAnswers(Generic[ContextT]):
 
 class GraphAnswers:
     """Answers ``GetGraph``, when the client reads its events: one at a time, because an answer may be large.
-    ``later`` calls a function in another turn of the event loop."""
+    ``graphs``: those of the tenant. ``later`` calls a function in another turn of the event loop."""
 
     def __init__(
-        self, graph: ProgramGraph, events: EventCursor, later: Callable[[Callable[[], object]], None]
+        self,
+        graph: ProgramGraph,
+        graphs: TenantGraphs,
+        events: EventCursor,
+        later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._graph = graph
+        self._graphs = graphs
         self._events = events
         self._later = later
-        self._tickets: list[int] = []
+        self._tickets: list[tuple[int, bool]] = []
 
-    def ask(self, ticket: int) -> None:
+    def ask(self, ticket: int, *, of_tenant: bool = False) -> None:
         """Asks for an answer with this ticket. ``Overloaded`` if too many are not received."""
         ops.check_number(ticket)
         if len(self._tickets) >= MAX_PEEKS:
             raise Overloaded(f"{MAX_PEEKS} requests for the graph are unanswered: receive some answers first")
-        self._tickets.append(ticket)
+        self._tickets.append((ticket, of_tenant))
         self._events.mark(self)
 
     def take_events(self) -> list[Event]:
         """The next reply."""
         if not self._tickets:
             return []
-        ticket = self._tickets.pop(0)
+        ticket, of_tenant = self._tickets.pop(0)
         if self._tickets:
             self._later(partial(self._events.mark, self))
-        return [GraphReply(ticket, live_graph(self._graph))]
+        room = Room()
+        own = live_graph(self._graph, room)
+        others = [graph for graph in self._graphs if graph is not self._graph and graph.num_states]
+        shown = [live_graph(graph, room) for graph in others] if of_tenant else []
+        return [GraphReply(ticket, own, others=tuple(shown))]
 
 
 class SentTree:

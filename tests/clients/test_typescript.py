@@ -73,6 +73,18 @@ async def result(scenarios: Path, name: str, url: str, **options: Any) -> Any:
     return printed["result"]
 
 
+async def test_live_graphs_of_a_session_and_of_its_tenant(scenarios: Path, server: ThreadServer) -> None:
+    async with af.session(server.url) as flow, flow.state(program="from python") as s:
+        s += HANG + af.gen("first")
+        await anext(aiter(s["first"]))
+        found = await result(scenarios, "livegraph", server.url, prompts=[HANG, HANG])
+    nodes = found["graph"]["nodes"]
+    assert [node["name"] for node in nodes] == ["part", "part", "whole"]
+    assert nodes[2]["needs"] == [node["id"] for node in nodes[:2]]
+    assert nodes[0]["group"] == nodes[1]["group"]
+    assert found["labels"] == [["judges", "judges", ""], ["from python"]]
+
+
 async def test_a_fork_streams_and_leaves_nothing_behind(scenarios: Path, server: ThreadServer) -> None:
     prompts = ["Tell. #30", " One #20", " Two 😀 #7", " Three #1"]
     found = await result(scenarios, "fork", server.url, prompts=prompts)

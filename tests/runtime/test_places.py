@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from support.fake_engine import FakeEngine
 from support.observed_backends import Stepped, settle
 
 import agentflow as af
@@ -230,6 +231,81 @@ async def test_live_graph_numbers_programs_and_groups_from_one() -> None:
         await backend.allow(4)
         await whole["whole"]
         assert (await flow.graph()).nodes == ()
+
+
+async def test_live_graph_has_what_unfinished_nodes_depend_on() -> None:
+    backend = Stepped(lambda prompt: "word")
+
+    async def read(variable: af.Variable) -> None:
+        async for _ in variable:
+            pass
+
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+        parts = [flow.state() for _ in range(2)]
+        for part in parts:
+            part += "B" + af.gen("part")
+        whole = flow.state()
+        whole += "".join(f"{part['part']}" for part in parts) + "R" + af.gen("whole")
+        group.start_soon(read, whole["whole"])
+        await settle()
+        assert [(node.status, node.awaited) for node in (await flow.graph()).nodes] == [
+            ("running", ""),
+            ("running", ""),
+            ("waiting", "stream"),
+        ]
+        await backend.allow(1)
+        graph = await flow.graph()
+        first, second, last = graph.nodes
+        assert sorted([first.status, second.status]) == ["done", "running"]
+        assert last.needs == (first.id, second.id)
+        assert "after part" in str(graph)
+        assert "after part, part" not in str(graph)
+        await backend.allow(2)
+        assert (await flow.graph()).nodes == ()
+
+
+async def test_live_graph_tells_failed_states_from_cancelled_ones() -> None:
+    def script(prompt: str) -> str:
+        if prompt.endswith("F"):
+            raise af.errors.RunFailed("out of order")
+        return "word"
+
+    async with af.session(backend=Stepped(script)) as flow:
+        failed, cancelled = flow.state(), flow.state()
+        failed += "F" + af.gen("x") + af.gen("y")
+        cancelled += "C" + af.gen("x")
+        await settle()
+        cancelled.cancel()
+        graph = await flow.graph()
+        assert [(node.state, node.name, node.status) for node in graph.nodes] == [(failed.id, "x", "failed")]
+        assert [state.has_ended for state in graph.states] == [True, True]
+        with pytest.raises(af.errors.RunFailed):
+            await failed
+
+
+async def test_live_graph_has_the_groups_of_requests() -> None:
+    async with af.session(backend=Stepped(lambda prompt: "word")) as flow, anyio.create_task_group() as tasks:
+        tasks.start_soon(flow.map(one_step, ["a", "b"]).to_dicts)
+        await settle()
+        assert [node.group for node in (await flow.graph()).nodes] == [1, 1]
+        parts = [flow.state() for _ in range(2)]
+        for part in parts:
+            part += "B" + af.gen("part")
+        whole = flow.state()
+        whole += "".join(f"{part['part']}" for part in parts) + "R" + af.gen("whole")
+        assert [node.group for node in (await flow.graph()).nodes] == [1, 1, 2, 2, 0]
+        tasks.cancel_scope.cancel()
+
+
+async def test_live_graph_says_what_the_cache_missed() -> None:
+    async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
+        s += "Of all that was said in the house, little was remembered. " * 20 + af.gen("x", max_tokens=1)
+        await s["x"]
+        await s
+        [state] = (await flow.graph()).states
+        usage = s["x"].usage
+        assert state.miss_reason == usage.miss_reason == "first_seen"
+        assert state.missed_tokens == usage.prompt_tokens - usage.cached_tokens > 255
 
 
 async def test_get_with_an_objective() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from agentflow.protocol import ops
+from agentflow.protocol.events import LiveNode, Usage
 from agentflow.protocol.op_table import references
 from agentflow.protocol.ops import Objective
 from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, Deduction, How, Kind, Node
@@ -52,11 +53,13 @@ class StateInGraph:
     """
 
     __slots__ = (
+        "failed",
         "frontier",
         "frontier_limit",
         "group",
         "is_stopped",
         "label",
+        "miss",
         "nodes",
         "number",
         "objective",
@@ -79,6 +82,8 @@ class StateInGraph:
         self.nodes: dict[Node, None] = {}  # its unfinished nodes
         self.requests: dict[Node, None] = {}  # of these, the requests, in their order
         self.is_stopped = False
+        self.failed: LiveNode | None = None  # the node with which it failed
+        self.miss = ("", 0)  # of its last request, why tokens were not cached, and how many
         self.place = Place(steps=None)  # the last one that was reported
         self.waits_since: float | None = None  # the end of its last request, while it waits for the client
 
@@ -167,11 +172,15 @@ class ProgramGraph:
         if (node := self._node_of(op)) is not None:
             node.is_running = True
 
-    def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0) -> None:
+    def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0, usage: Usage | None = None) -> None:
         """The op has run. The value of an expected variable comes later, in ``provide``."""
         node = self._node_of(op)
-        if node is not None and node.kind != "expect":
-            self._end(node, now_s)
+        if node is None or node.kind == "expect":
+            return
+        if usage is not None and node.is_request and (state := self._states.get(node.state)) is not None:
+            missed = usage.prompt_tokens - usage.cached_tokens if usage.miss_reason else 0
+            state.miss = usage.miss_reason, missed
+        self._end(node, now_s)
 
     def provide(self, variable: int) -> None:
         """The client has provided the value of an expected variable, or its error."""
@@ -199,13 +208,17 @@ class ProgramGraph:
         self._note(node)
         self._update(node)
 
-    def stop(self, number: int) -> None:
+    def stop(self, number: int, *, has_failed: bool = False) -> None:
         """The state has failed or was cancelled: later ops are ignored, and unfinished ones leave with the
         next ops or calls of ``take_places``, because many states may stop in one turn of the event loop."""
         state = self._states.get(number)
         if state is None or state.is_stopped:
             return
         state.is_stopped = True
+        if has_failed and state.nodes:
+            node = next((node for node in state.nodes if node.is_running), None) or next(iter(state.nodes))
+            var = 0 if node.kind == "fork" else node.var
+            state.failed = LiveNode(node.number, number, node.kind, var, node.name, "failed")
         for node in state.nodes:
             self._forget(node)
         self._deduction.remove(state.nodes)

@@ -1,15 +1,18 @@
 """The live graph as a client sees it, in at most ``MAX_SHOWN`` states and nodes, and
-``MAX_SHOWN_EDGES`` edges between them.
+``MAX_SHOWN_EDGES`` edges between them, in all graphs of one answer.
 
-Programs and task groups are numbered from 1 in each answer, because numbers that are unique in the process
+Programs and task groups are numbered from 1 in each graph, because numbers that are unique in the process
 would reveal the activity of other tenants.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
+from weakref import WeakValueDictionary
 
 from agentflow.protocol.events import LiveGraph, LiveNode, LiveState
+from agentflow.runtime.programs.deduction import Node
 from agentflow.runtime.programs.graph import ProgramGraph
 
 MAX_SHOWN = 1_000
@@ -18,14 +21,46 @@ MAX_SHOWN_EDGES = 10_000
 """The edges of one answer. A node that has more than are left is left out."""
 
 
-def live_graph(graph: ProgramGraph) -> LiveGraph:
-    """The unfinished part of the session."""
+class TenantGraphs(dict[ProgramGraph, None]):
+    """The graphs of one tenant's open sessions, in the order in which they were opened."""
+
+
+class OpenGraphs:
+    """The graphs of all tenants."""
+
+    def __init__(self) -> None:
+        self._of: WeakValueDictionary[str, TenantGraphs] = WeakValueDictionary()  # their sessions hold them
+
+    def of(self, tenant: str) -> TenantGraphs:
+        """The graphs of the tenant, to which sessions add theirs."""
+        return self._of.setdefault(tenant, TenantGraphs())
+
+
+@dataclass
+class Room:
+    """How many more states, nodes and edges an answer may have."""
+
+    num_states: int = MAX_SHOWN
+    num_nodes: int = MAX_SHOWN
+    num_edges: int = MAX_SHOWN_EDGES
+
+
+def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
+    """The unfinished part of a session. Takes its parts from ``room``."""
     programs: dict[int, int] = {}
     groups: dict[int, int] = {0: 0}
     states: list[LiveState] = []
     nodes: list[LiveNode] = []
-    num_nodes, num_edges_left = 0, MAX_SHOWN_EDGES
-    for state in islice(graph.states(), MAX_SHOWN):
+    done: dict[Node, None] = {}  # that unfinished ones depend on
+    num_nodes = 0
+
+    def add(node: Node, group: int = 0) -> None:
+        if room.num_nodes > 0 and len(node.preds) <= room.num_edges:
+            room.num_nodes -= 1
+            room.num_edges -= len(node.preds)
+            nodes.append(_live_node(node, group, groups))
+
+    for state in islice(graph.states(), room.num_states):
         place = graph.place_of(state)
         states.append(
             LiveState(
@@ -35,24 +70,42 @@ def live_graph(graph: ProgramGraph) -> LiveGraph:
                 place.objective,
                 groups.setdefault(place.group, len(groups)),
                 place.steps,
+                state.is_stopped,
+                *state.miss,
             )
         )
+        if state.failed is not None:
+            num_nodes += 1
+            if room.num_nodes > 0:
+                room.num_nodes -= 1
+                nodes.append(state.failed)
         num_nodes += len(state.nodes)
-        for node in islice(state.nodes, MAX_SHOWN - len(nodes)):
-            if len(node.preds) > num_edges_left:
-                continue
-            num_edges_left -= len(node.preds)
-            nodes.append(
-                LiveNode(
-                    node.number,
-                    node.state,
-                    node.kind,
-                    0 if node.kind == "fork" else node.var,
-                    node.name,
-                    "running" if node.is_running else "waiting",
-                    tuple([pred.number for pred in node.preds if not pred.has_ended]),
-                    node.objective,
-                )
-            )
+        for node in islice(state.nodes, room.num_nodes):
+            add(node, state.group)
+            done |= dict.fromkeys([pred for pred in node.preds if pred.has_ended])
+    room.num_states -= len(states)
+    num_nodes += len(done)
+    for node in done:
+        add(node)
     nodes.sort(key=lambda node: node.id)
     return LiveGraph(tuple(states), tuple(nodes), graph.num_states - len(states), num_nodes - len(nodes))
+
+
+def _live_node(node: Node, group: int, groups: dict[int, int]) -> LiveNode:
+    """``group``: of its state. ``groups``: the numbers of groups in the answer."""
+    if node.stage is not None and len(node.stage.members) > 1:
+        group = node.stage.number
+    if not node.is_request:
+        group = 0
+    return LiveNode(
+        node.number,
+        node.state,
+        node.kind,
+        0 if node.kind == "fork" else node.var,
+        node.name,
+        "done" if node.has_ended else "running" if node.is_running else "waiting",
+        tuple([pred.number for pred in node.preds]),
+        node.objective,
+        groups.setdefault(group, len(groups)),
+        node.want or "",
+    )

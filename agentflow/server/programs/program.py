@@ -26,6 +26,7 @@ from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, Reservation, text_bytes, variable_bytes
 from agentflow.runtime.programs.deduction import How
+from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.state_tree import EventCursor, Reports, VariableRecord
 from agentflow.runtime.turns import Turn
 
@@ -89,6 +90,7 @@ class ServedProgram:
         memory: Counts its memory.
         cache_salt: Its states share cached KV only with states of the same salt.
         is_valid: Whether the API key that created it still identifies the tenant.
+        graphs: The graphs of the tenant's sessions.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ServedProgram:
         *,
         cache_salt: str = "",
         is_valid: Callable[[], bool] = lambda: True,
+        graphs: TenantGraphs | None = None,
     ) -> None:
         self.id = program_id
         self.tenant = tenant
@@ -107,6 +110,7 @@ class ServedProgram:
         self.ended = anyio.Event()
         self._memory = memory
         self._cache_salt = cache_salt
+        self._graphs = graphs
         self._interpreter: Interpreter[Any] | None = None
         self._models: frozenset[str] = frozenset()
         self._variables: dict[str, Variable] = {}
@@ -126,6 +130,7 @@ class ServedProgram:
             models=models.others,
             embedders=models.embedders,
             program=self.id,
+            graphs=self._graphs,
         )
         self._models = frozenset(self._interpreter.models)
         self._interpreter.submit(ops.Open(_ROOT, self._cache_salt, label=self.id))

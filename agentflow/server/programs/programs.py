@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agentflow.errors import incident
 from agentflow.runtime.generator import SessionModels
+from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.programs.store import ProgramLimits, ProgramStore
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.programs.program import ServedProgram
@@ -38,6 +39,7 @@ class Programs:
         *,
         cache_salt: str = "",
         is_valid: Callable[[], bool] = lambda: True,
+        graphs: TenantGraphs | None = None,
     ) -> ServedProgram:
         """Opens a program of the tenant. ``RateLimited`` if it has too many, ``Overloaded``."""
         program = ServedProgram(
@@ -46,6 +48,7 @@ class Programs:
             self.store.memory_of(tenant),
             cache_salt=cache_salt,
             is_valid=is_valid,
+            graphs=graphs,
         )
         await self._tasks.start(self._run, program, models)
         return program

@@ -48,6 +48,7 @@ async def create_program(call: ApiCall) -> None:
             tenant.name,
             cache_salt=body.cache_salt or "",
             is_valid=lambda: service.tenants.still_names(key, tenant),
+            graphs=service.sessions.graphs.of(tenant.name),
         )
     call.record.model = models.default.capabilities.model
     await call.reply(ProgramAnswer(id=program.id))

@@ -30,6 +30,7 @@ from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, SessionModels
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
+from agentflow.runtime.programs.live import OpenGraphs, TenantGraphs
 from agentflow.runtime.task_group import open_task_group
 from agentflow.runtime.turns import Turn
 from agentflow.server.config.limits import ServerLimits
@@ -58,6 +59,7 @@ class ServedSession(Generic[ContextT]):
         tenant: str,
         memory: MemoryBudget,
         is_valid: IsValid = always_valid,
+        graphs: TenantGraphs | None = None,
     ) -> None:
         self.tenant = tenant
         self.is_valid = is_valid
@@ -70,6 +72,7 @@ class ServedSession(Generic[ContextT]):
             hides_faults=True,
             models=models.others,
             embedders=models.embedders,
+            graphs=graphs,
         )
         self.num_taken = 0
         self.has_ended = False
@@ -147,6 +150,7 @@ class Sessions(Generic[ContextT]):
 
     def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
         self.limits = limits
+        self.graphs = OpenGraphs()
         self._num_connections_of: Counter[str] = Counter()
         self._num_opening: Counter[str] = Counter()  # sessions whose tasks have not begun
         self._memory = TenantMemory(
@@ -274,7 +278,9 @@ class Sessions(Generic[ContextT]):
                     within=self._memory.of(tenant),
                     free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
                 )
-                session = ServedSession(models, group, holder, tenant, memory, is_valid)
+                session = ServedSession(
+                    models, group, holder, tenant, memory, is_valid, self.graphs.of(tenant)
+                )
                 self._sessions[session.id] = session
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)

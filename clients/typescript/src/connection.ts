@@ -38,7 +38,7 @@ const FINAL_CODES: Readonly<Record<number, string>> = {
 };
 
 // A recording has the ops and events of states and variables.
-const UNRECORDED = new Set(["getstats", "watch", "unwatch", "peek", "statsreply", "watched", "peeked"]);
+const UNRECORDED = new Set(["getstats", "getgraph", "watch", "unwatch", "peek", "statsreply", "graphreply", "watched", "peeked"]);
 
 /** What a connection reports to its session. */
 export interface ConnectionHandlers {
@@ -51,7 +51,8 @@ export interface ConnectionHandlers {
 }
 
 /** Ops whose answers no cursor covers; they are sent again if the answer was lost with the connection. */
-type AskingOp = Extract<Op, { op: "getstats" | "peek" }>;
+type Answer = Extract<ServerEvent, { event: "statsreply" | "graphreply" | "peeked" }>;
+type AskingOp = Extract<Op, { op: "getstats" | "getgraph" | "peek" }>;
 
 /** One session from the first `welcome` to the `bye`. */
 export class Connection {
@@ -376,9 +377,9 @@ export class Connection {
 }
 
 function isAsking(op: Op): op is AskingOp {
-  return op.op === "getstats" || op.op === "peek";
+  return op.op === "getstats" || op.op === "getgraph" || op.op === "peek";
 }
 
-function isAnswer(event: ServerEvent): event is Extract<ServerEvent, { event: "statsreply" | "peeked" }> {
-  return event.event === "statsreply" || event.event === "peeked";
+function isAnswer(event: ServerEvent): event is Answer {
+  return event.event === "statsreply" || event.event === "graphreply" || event.event === "peeked";
 }

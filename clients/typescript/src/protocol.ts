@@ -693,6 +693,11 @@ export interface GetGraphOp {
   op: "getgraph";
   /** Repeated in the answer. */
   ticket: number;
+  /**
+   * The answer has the graphs of the tenant's other sessions, and of its programs over HTTP, too; by
+   * default `false`.
+   */
+  of_tenant?: boolean;
 }
 
 /**
@@ -940,11 +945,17 @@ export interface GraphReplyEvent {
   graph?: LiveGraph | null;
   /** Why there is no graph now. */
   error?: ErrorInfo | null;
+  /**
+   * Of the tenant's other sessions and programs with open states, if they were requested; each has its own
+   * numbers; by default `[]`.
+   */
+  others?: LiveGraph[];
 }
 
 /**
  * Part of `graphreply`: the open states, and the requests, other variables and forks that are
- * unfinished. Each has at most 1,000.
+ * unfinished, with those that they depend on. All graphs of an answer together have at most 1,000 states
+ * and 1,000 nodes. What is cancelled leaves immediately.
  */
 export interface LiveGraph {
   /** By default `[]`. */
@@ -974,12 +985,19 @@ export interface LiveState {
    * waits for its client; by default `0`.
    */
   steps?: number | null;
+  /** It has failed or was cancelled, and is not closed; by default `false`. */
+  has_ended?: boolean;
+  /** Of its last request, as in `usage`; by default `""`. */
+  miss_reason?: string;
+  /** The tokens of that request's prompt that were not cached, if there is a reason; by default `0`. */
+  missed_tokens?: number;
 }
 
-/** Part of a LiveGraph: one unfinished request, other variable, or fork. */
+/** Part of a LiveGraph: one request, other variable, or fork. */
 export interface LiveNode {
   /** Its number in the session's graph. */
   id: number;
+  /** Its state, which may be closed if the node is done. */
   state: number;
   /** Its op, or `reply`. */
   kind: string;
@@ -987,12 +1005,19 @@ export interface LiveNode {
   var?: number;
   /** By default `""`. */
   name?: string;
-  /** By default `"waiting"`. */
-  status?: "running" | "waiting";
-  /** The unfinished nodes on which it depends; by default `[]`. */
+  /**
+   * `done`: an unfinished node depends on it; `failed`: the node with which an open state failed; by
+   * default `"waiting"`.
+   */
+  status?: "done" | "failed" | "running" | "waiting";
+  /** The nodes on which it depends; by default `[]`. */
   needs?: number[];
   /** By default `"latency"`. */
   objective?: "latency" | "throughput";
+  /** The task group of the request, in this answer; 0: none; by default `0`. */
+  group?: number;
+  /** Somebody awaits the value, or reads it as it grows; by default `""`. */
+  awaited?: "" | "stream" | "value";
 }
 
 /**

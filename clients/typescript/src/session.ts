@@ -9,6 +9,8 @@ import { Graph, openOp, Run, type RunLink, type StateOptions, type SubmitOptions
 import {
   GRAPH_TICKET,
   type Capabilities,
+  type GraphReplyEvent,
+  type LiveGraph,
   type Op,
   type PeekedEvent,
   type ServerEvent,
@@ -71,6 +73,8 @@ export async function connect(options: ConnectOptions = {}): Promise<Session> {
   );
 }
 
+type Answer = StatsReplyEvent | GraphReplyEvent | PeekedEvent;
+
 interface Waiting<T> {
   resolve(value: T): void;
   reject(error: unknown): void;
@@ -81,7 +85,7 @@ export class Session {
   readonly #connection: Connection;
   readonly #link: SessionLink;
   readonly #listeners = new Set<(status: Status) => void>();
-  readonly #asked = new Map<number, Waiting<StatsReplyEvent | PeekedEvent>>();
+  readonly #asked = new Map<number, Waiting<Answer>>();
   readonly #ended: (() => void)[] = [];
   #watch: Watch | undefined;
 
@@ -185,6 +189,16 @@ export class Session {
     return reply.stats!;
   }
 
+  /** The unfinished part of the session: its open states, and what waits or runs in them. */
+  async graph(): Promise<LiveGraph> {
+    return (await this.#graphs(false))[0]!;
+  }
+
+  /** The graphs of all sessions and programs of this key's tenant, this session's first. Each has its own numbers. */
+  graphs(): Promise<LiveGraph[]> {
+    return this.#graphs(true);
+  }
+
   /**
    * The text of a node of the radix tree, if it belongs to this key's tenant: its first 500 tokens. Only while a
    * `watch` lasts, whose nodes have these ids.
@@ -223,7 +237,14 @@ export class Session {
     await this.#connection.leave(new StateClosed("the session was closed"));
   }
 
-  #ask(opOf: (ticket: number) => Op): Promise<StatsReplyEvent | PeekedEvent> {
+  async #graphs(ofTenant: boolean): Promise<LiveGraph[]> {
+    const asked = ofTenant ? { of_tenant: true } : {};
+    const reply = (await this.#ask((ticket) => ({ op: "getgraph", ticket, ...asked }))) as GraphReplyEvent;
+    if (reply.error) throw receivedError(reply.error);
+    return [reply.graph!, ...(reply.others ?? [])];
+  }
+
+  #ask(opOf: (ticket: number) => Op): Promise<Answer> {
     return new Promise((resolve, reject) => {
       const ticket = this.#connection.nextTicket();
       this.#connection.send(opOf(ticket));
@@ -235,6 +256,7 @@ export class Session {
     for (const event of events) {
       switch (event.event) {
         case "statsreply":
+        case "graphreply":
         case "peeked":
           this.#asked.get(event.ticket)?.resolve(event);
           this.#asked.delete(event.ticket);

@@ -113,6 +113,27 @@ test("an answer that was lost with the connection is requested again", async () 
   await Promise.all([session.close(), settle(server)]);
 });
 
+test("the graphs of a session and of its tenant come once, and are requested again if they were lost", async () => {
+  const server = new FakeServer();
+  const lines: { sent?: { op: string }; received?: object }[] = [];
+  const session = await opened(server, { record: (line) => lines.push(line) });
+  session.state();
+  const graph = session.graph();
+  const graphs = session.graphs();
+  await turn();
+  server.socket.deliverUp(); // accepted
+  server.send();
+  server.socket.end(1006); // and the answers are lost
+  await turn();
+  await settle(server, () => session.status === "open");
+  server.send();
+  await settle(server);
+  assert.deepEqual((await graph).states?.map(({ id }) => id), [1]);
+  assert.deepEqual((await graphs).map(({ states }) => states?.[0]?.label), [undefined, "other"]);
+  assert.deepEqual(lines.flatMap(({ sent }) => sent?.op ?? []), ["open"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
 for (const code of [1000, 1002, 1007, 1008, 1012, 4001]) {
   test(`close code ${code} ends the session`, async () => {
     const server = new FakeServer(new Map([["answer", "never"]]));

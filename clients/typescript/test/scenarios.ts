@@ -100,6 +100,18 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
     });
   },
 
+  /** The live graph of two branches that hang and of what needs them, and the labels of the states of the tenant. */
+  async livegraph(options) {
+    return withSession(options, async (session) => {
+      const branches = options.prompts.map((prompt) => session.state({ program: "judges" }).text(prompt).gen("part"));
+      const last = session.state().text(...branches).gen("whole");
+      const graph = await session.graph();
+      last.catch(() => {});
+      const graphs = await session.graphs();
+      return { graph, labels: graphs.map(({ states = [] }) => states.map(({ label = "" }) => label)) };
+    });
+  },
+
   /** The embeddings of the prompts, at once and one alone. */
   async embed(options) {
     return withSession(options, async (session) => {

@@ -17,7 +17,7 @@ from support.session_peer import HANG, HangingGenerator, Listener, count_words, 
 
 from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
-from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
+from agentflow.protocol.events import Delta, ErrorInfo, GraphReply, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol.wire import VERSION, Events, Welcome
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
@@ -25,6 +25,40 @@ from agentflow.server.websocket.connection import ACK_BYTES, ACK_OPS
 from agentflow.server.websocket.sessions import Sessions, open_sessions
 
 pytestmark = pytest.mark.anyio
+
+
+async def graphs_of(peer: AsgiPeer, first_op: int, ticket: int, *, of_tenant: bool) -> GraphReply:
+    peer.put_ops(first_op, ops.GetGraph(ticket, of_tenant))
+    while True:
+        frame = await peer.frame()
+        assert isinstance(frame, Events)
+        for event in frame.events:
+            if isinstance(event, GraphReply):
+                assert event.ticket == ticket
+                return event
+
+
+async def test_a_client_sees_the_graphs_of_its_tenant() -> None:
+    async with (
+        bench() as server,
+        connected(server, binary=[True] * 2, tenant="ann", greets=True) as [first, second],
+        connected(server, tenant="bob", greets=True) as [other],
+    ):
+        for number, peer in enumerate((first, second, other)):
+            peer.put_ops(1, ops.Open(1, label=f"p{number}"), ops.Text(1, (HANG,)), gen(1, 2))
+            reply = await graphs_of(peer, 4, 1, of_tenant=False)
+            assert [state.label for state in reply.graph.states] == [f"p{number}"]
+            assert reply.others == ()
+        for number, peer in enumerate((first, second)):
+            reply = await graphs_of(peer, 5, 2, of_tenant=True)
+            assert [state.label for state in reply.graph.states] == [f"p{number}"]
+            assert [[state.label for state in graph.states] for graph in reply.others] == [[f"p{1 - number}"]]
+        assert (await graphs_of(other, 5, 2, of_tenant=True)).others == ()
+        second.bye()
+        await second.close_code()
+        for number in count(6):
+            if (await graphs_of(first, number, number, of_tenant=True)).others == ():
+                break  # the session that has ended is gone
 
 
 @pytest.mark.parametrize("binary", [True, False])

@@ -178,6 +178,12 @@ export class FakeServer {
       case "getstats":
         this.#answers.push({ event: "statsreply", ticket: op.ticket, stats: { model: "fake" } as never });
         break;
+      case "getgraph": {
+        const states = [...this.#states.keys()].map((id) => ({ id, program: id }));
+        const others = op.of_tenant ? { others: [{ states: [{ id: 1, program: 1, label: "other" }] }] } : {};
+        this.#answers.push({ event: "graphreply", ticket: op.ticket, graph: { states }, ...others });
+        break;
+      }
       default:
         if ("state" in op) assert.ok(this.#states.has(op.state), `${op.op} of the unknown state ${op.state}`);
     }
