@@ -289,6 +289,14 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     return tokens
 
 
+def stage_choice(rows: ChoiceRows, device: torch.device) -> ChoiceRows:
+    return rows
+
+
+def choose_tensor(logits: Tensor, staged: ChoiceRows) -> Tensor:
+    return torch.from_numpy(choose(logits, staged))
+
+
 # The measured parts of a forward pass, in the order of part_times.h. ``head``: single products, such as the
 # logits.
 PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head", "choice")

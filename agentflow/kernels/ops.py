@@ -166,6 +166,16 @@ class Kernels(Protocol):
 
         A row from which no token can be chosen gets ``NO_TOKEN`` or ``NOT_FINITE`` (``no_choice``)."""
 
+    def stage_choice(self, rows: ChoiceRows, device: torch.device) -> Any:
+        """Prepares ``choose_tensor`` on a device: queues one copy of the parameters on the current stream and
+        does not wait for it. Any time before ``choose_tensor`` will do, such as before the forward pass is
+        launched. On a CPU ``rows`` must not change until then."""
+
+    def choose_tensor(self, logits: Tensor, staged: Any) -> Tensor:
+        """Like ``choose``, but returns a tensor on the device of ``logits``: [S] int64. ``triton_ops`` queues
+        kernels on the current stream and does not wait for them, so the next step can read the tensor on the
+        device; the others wait. ``staged``: from the same implementation's ``stage_choice``."""
+
     def whole_forward(self, weights: DecoderWeights, head: LinearWeight) -> Forward | None:
         """Returns a forward pass of all layers in one call, or None if the implementation has none; then the
         functions above run one by one. ``head``: the weight with which ``exact_linear`` computes logits."""

@@ -231,6 +231,14 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     return tokens
 
 
+def stage_choice(rows: ChoiceRows, device: torch.device) -> ChoiceRows:
+    return rows
+
+
+def choose_tensor(logits: Tensor, staged: ChoiceRows) -> Tensor:
+    return torch.from_numpy(choose(logits, staged)).to(logits.device)
+
+
 def _checked(tokens: Tensor, highest: Tensor) -> Tensor:
     """Replaces the tokens of rows without a valid choice. ``tokens`` [S, 1], and ``highest`` [S, 1]: the
     highest logit of each row, NaN if one is. Returns [S]."""

@@ -3,6 +3,10 @@
 A row's choice depends on its logits, its parameters and one number derived from (seed, position), and not on
 other rows or earlier draws: a run that is resumed, replayed or batched differently generates the same tokens.
 Penalties, biases and forbidden tokens are applied in place to single logits, which are restored afterwards.
+
+On a GPU there are three steps, and none of them waits for the device: ``stage`` uploads the parameters,
+before or after the forward pass is launched; ``choose_tensors`` queues the computation of all results; and
+``ChosenTensors.output`` reads them from the caller's copy in host memory. ``choose_tokens`` is all three.
 """
 
 from __future__ import annotations
@@ -10,68 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens
+from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, LogitEdits, SampledRows
 from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.no_choice import NOT_FINITE
 from agentflow.kernels.ops import Kernels
-from agentflow.kernels.torch_ops import chosen_rows, to_host
+from agentflow.kernels.uploads import upload
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
-
-Place = tuple[Tensor, Tensor]
-"""The places of logits: their rows and their tokens."""
-
-
-@contextmanager
-def edited(logits: Tensor, edits: LogitEdits) -> Iterator[None]:
-    """Applies the edits to ``logits`` [S, vocabulary] inside the context, and restores the old values
-    afterwards. Few logits are edited, so keeping their values costs less than a copy."""
-
-    def on_device(values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(logits.device)
-
-    penalized = (on_device(edits.penalized_rows), on_device(edits.penalized_ids))
-    biased = (on_device(edits.biased_rows), on_device(edits.biased_ids))
-    forbidden = (on_device(edits.forbidden_rows), on_device(edits.forbidden_ids))
-    places = [place for place in (penalized, biased, forbidden) if len(place[0])]
-    # Read all values before changing any: a token may be in several places.
-    before = [logits[place] for place in places]
-    if len(edits.penalized_rows):
-        logits[penalized] = _penalized(
-            logits[penalized],
-            on_device(edits.penalized_counts),
-            on_device(edits.repetitions),
-            on_device(edits.frequencies),
-            on_device(edits.presences),
-        )
-    if len(edits.biased_rows):
-        logits[biased] += on_device(edits.biases)
-    if len(edits.forbidden_rows):
-        logits[forbidden] = -math.inf
-    try:
-        yield
-    finally:
-        for place, values in zip(places, before, strict=True):
-            logits[place] = values
-
-
-def _penalized(
-    values: Tensor, counts: Tensor, repetitions: Tensor, frequencies: Tensor, presences: Tensor
-) -> Tensor:
-    """Applies the penalties as defined in ``SamplingParams``, each step rounded to float32."""
-    values = torch.where(values > 0, values / repetitions, values * repetitions)
-    values = values - frequencies * counts
-    return values - presences * (counts > 0)
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 def wants_only_tokens(sampled: SampledRows) -> bool:
@@ -86,24 +42,108 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
     are applied before ``Kernels.choose``. A row that is not finite gets ``NOT_FINITE``, even if it has a
     target.
     """
-    rows = choice_rows(sampled)
-    if sampled.edits is None:
-        tokens = kernels.choose(logits, rows)
+    chosen = choose_tensors(logits, stage(sampled, kernels, logits.device), kernels)
+    return chosen.output(chosen.packed.cpu())
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """``SampledRows`` on a device, from ``stage``."""
+
+    choice: Any  # from ``Kernels.stage_choice``
+    needs_logprobs: bool
+    has_targets: bool
+    edits: _StagedEdits | None
+    scored: tuple[Tensor, Tensor] | None  # the row and the id of each token to score
+    wants_top: NDArray[np.bool_] | None  # [S] whether a row wants the likeliest tokens; None: no row does
+    top_rows: Tensor | None  # [K] the rows that want them; None: all rows do, or none
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTensors:
+    """The results of ``choose_tensors``, on the device of the logits.
+
+    ``packed`` has all of them as bytes, so that a caller copies them to the host together: for example to
+    pinned memory, without waiting, with an event that ``output`` waits for. ``token_ids`` can be read on the
+    device before that, such as by the next forward pass.
+    """
+
+    token_ids: Tensor  # [S] int64: tokens, or a number below 0 (``kernels.no_choice``)
+    packed: Tensor  # [any] uint8
+    _parts: tuple[tuple[str, tuple[int, ...], Any], ...]  # the field, shape and dtype of each result
+    _wants_top: NDArray[np.bool_] | None
+
+    def output(self, host: Tensor) -> BatchOutput:
+        """Returns the results. ``host``: a copy of ``packed`` in host memory, which can be used again
+        afterwards."""
+        memory = host.numpy().copy()
+        values: dict[str, Any] = {}
+        first = 0
+        for name, shape, dtype in self._parts:
+            end = first + math.prod(shape) * np.dtype(dtype).itemsize
+            values[name] = memory[first:end].view(dtype).reshape(shape)
+            first = end
+        if self._wants_top is not None:
+            values["top_ids"] = _spread(values["top_ids"], self._wants_top, -1)
+            values["top_logprobs"] = _spread(values["top_logprobs"], self._wants_top, 0)
+        return BatchOutput(**{"logprobs": None, **values})
+
+
+def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> StagedRows:
+    """Uploads the parameters of the rows; does not wait for the device. The arrays of ``sampled`` must not
+    change before ``choose_tensors``."""
+    wants_top = None if sampled.top_counts is None else sampled.top_counts > 0
+    top_rows = None
+    if wants_top is not None and not wants_top.all():
+        [top_rows] = upload([np.flatnonzero(wants_top)], device)
+    scored = None
+    if sampled.scored is not None:
+        rows, token_ids = upload([sampled.scored.rows, sampled.scored.token_ids], device)
+        scored = rows, token_ids
+    return StagedRows(
+        choice=kernels.stage_choice(choice_rows(sampled), device),
+        needs_logprobs=sampled.needs_logprobs,
+        has_targets=bool((sampled.target_ids >= 0).any()),
+        edits=None if sampled.edits is None else _staged_edits(sampled.edits, device),
+        scored=scored,
+        wants_top=wants_top,
+        top_rows=top_rows,
+    )
+
+
+def choose_tensors(logits: Tensor, staged: StagedRows, kernels: Kernels) -> ChosenTensors:
+    """Computes the results of ``choose_tokens`` on the device of ``logits``. With ``triton_ops`` it queues
+    kernels on the current stream and does not wait for them.
+
+    Args:
+        logits: [S, vocabulary] float32, contiguous; modified and restored.
+        staged: from ``stage``, with the same kernels.
+        kernels: choose the tokens.
+    """
+    if staged.edits is None:
+        tokens = kernels.choose_tensor(logits, staged.choice)
     else:
-        with edited(logits, sampled.edits):
-            tokens = kernels.choose(logits, rows)
-    if not sampled.needs_logprobs:
-        return BatchOutput(tokens, None)
+        with _edited(logits, staged.edits):
+            tokens = kernels.choose_tensor(logits, staged.choice)
+    if not staged.needs_logprobs:
+        return _packed({"token_ids": tokens}, None)
     totals = torch.cat([part.logsumexp(dim=-1) for part in torch.split(logits, _ROWS_AT_ONCE)])
-    tokens = np.where(np.isfinite(to_host(totals)), tokens, NOT_FINITE)
-    there = torch.from_numpy(tokens.clip(min=0)).to(logits.device)
-    own = logits.gather(1, there.unsqueeze(1))
-    logprobs = to_host(own.squeeze(1) - totals)
-    ranks = _ranks(logits, own) if (sampled.target_ids >= 0).any() else None
-    scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
-    if sampled.top_counts is None:
-        return BatchOutput(tokens, logprobs, scored_logprobs=scored, ranks=ranks)
-    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored, ranks=ranks)
+    tokens = torch.where(totals.isfinite(), tokens, NOT_FINITE)
+    own = logits.gather(1, tokens.clamp(min=0).unsqueeze(1))
+    results = {"token_ids": tokens}
+    if staged.has_targets:
+        results["ranks"] = _ranks(logits, own)
+    top = None
+    if staged.wants_top is not None:
+        top = _top(logits, totals, staged.top_rows)
+        results["top_ids"] = top[0]
+    results["logprobs"] = own.squeeze(1) - totals
+    if top is not None:
+        results["top_logprobs"] = top[1]
+    if staged.scored is not None:
+        rows, token_ids = staged.scored
+        results["scored_logprobs"] = logits[rows, token_ids] - totals[rows]
+    return _packed(results, staged.wants_top)
 
 
 def embedded(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:
@@ -128,10 +168,15 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
     )
 
 
-def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
-    rows = torch.from_numpy(scored.rows).to(logits.device)
-    token_ids = torch.from_numpy(scored.token_ids).to(logits.device)
-    return to_host(logits[rows, token_ids] - totals[rows])
+_DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
+
+
+def _packed(results: dict[str, Tensor], wants_top: NDArray[np.bool_] | None) -> ChosenTensors:
+    """Joins the results. Integers must come first, so that their bytes are aligned."""
+    parts = tuple((name, tuple(value.shape), _DTYPES[value.dtype]) for name, value in results.items())
+    packed = [value.reshape(-1).view(torch.uint8) for value in results.values()]
+    joined = packed[0] if len(packed) == 1 else torch.cat(packed)
+    return ChosenTensors(results["token_ids"], joined, parts, wants_top)
 
 
 # The rows of intermediate results that are as large as the logits, or twice as large: torch counts flags in 8
@@ -139,23 +184,89 @@ def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
 _ROWS_AT_ONCE = 16
 
 
-def _ranks(logits: Tensor, own: Tensor) -> IntArray:
+def _ranks(logits: Tensor, own: Tensor) -> Tensor:
     """Counts the logits of each row that are at least ``own`` [S, 1]."""
     parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(own, _ROWS_AT_ONCE), strict=True)
-    counts: IntArray = torch.cat([(part >= least).sum(dim=1) for part, least in parts]).cpu().numpy()
-    return counts
+    return torch.cat([(part >= least).sum(dim=1) for part, least in parts])
 
 
-def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
-    """Returns the likeliest tokens of the chosen rows and their log-probabilities; -1 and 0 in the other
-    rows. The number of tokens is constant, so that ties do not depend on the requests of other rows."""
-    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
-    found = chosen_rows(logits, chosen).topk(count, dim=-1)
-    ids = np.full((len(chosen), count), -1, dtype=np.int64)
-    logprobs = np.zeros((len(chosen), count), dtype=np.float32)
-    ids[chosen] = found.indices.cpu().numpy()
-    logprobs[chosen] = to_host(found.values - chosen_rows(totals, chosen).unsqueeze(1))
-    return ids, logprobs
+def _top(logits: Tensor, totals: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the likeliest tokens of some rows (None: of all) and their log-probabilities. The number of
+    tokens is constant, so that ties do not depend on the requests of other rows."""
+    if rows is not None:
+        logits, totals = logits.index_select(0, rows), totals.index_select(0, rows)
+    found = logits.topk(min(MAX_TOP_LOGPROBS, logits.shape[1]), dim=-1)
+    return found.indices, found.values - totals.unsqueeze(1)
+
+
+def _spread(values: NDArray[Any], chosen: NDArray[np.bool_], rest: int) -> NDArray[Any]:
+    """Returns an array with the given rows where ``chosen``, and ``rest`` in the other rows."""
+    spread = np.full((len(chosen), values.shape[1]), rest, dtype=values.dtype)
+    spread[chosen] = values
+    return spread
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedEdits:
+    """``LogitEdits`` on a device. The places of all three lists are joined, in the order of the lists."""
+
+    rows: Tensor
+    token_ids: Tensor
+    num_each: tuple[int, int, int]
+    penalties: tuple[Tensor, Tensor, Tensor, Tensor]  # counts, repetitions, frequencies, presences
+    biases: Tensor
+
+
+def _staged_edits(edits: LogitEdits, device: torch.device) -> _StagedEdits:
+    rows, token_ids, counts, repetitions, frequencies, presences, biases = upload(
+        [
+            np.concatenate((edits.penalized_rows, edits.biased_rows, edits.forbidden_rows)),
+            np.concatenate((edits.penalized_ids, edits.biased_ids, edits.forbidden_ids)),
+            edits.penalized_counts,
+            edits.repetitions,
+            edits.frequencies,
+            edits.presences,
+            edits.biases,
+        ],
+        device,
+    )
+    num_each = len(edits.penalized_rows), len(edits.biased_rows), len(edits.forbidden_rows)
+    return _StagedEdits(rows, token_ids, num_each, (counts, repetitions, frequencies, presences), biases)
+
+
+@contextmanager
+def _edited(logits: Tensor, edits: _StagedEdits) -> Iterator[None]:
+    """Applies the edits to ``logits`` [S, vocabulary] inside the context, and restores the old values
+    afterwards. Few logits are edited, so keeping their values costs less than a copy."""
+    flat = logits.view(-1)
+    places = edits.rows * logits.shape[1] + edits.token_ids
+    penalized, biased, forbidden = torch.split(places, list(edits.num_each))
+    # Read all values before changing any: a token may be in several places.
+    before = flat.index_select(0, places)
+    if len(penalized):
+        flat.index_copy_(0, penalized, _penalized(before[: len(penalized)], *edits.penalties))
+    if len(biased):
+        flat.index_add_(0, biased, edits.biases)
+    if len(forbidden):
+        flat.index_fill_(0, forbidden, -math.inf)
+    try:
+        yield
+    finally:
+        flat.index_copy_(0, places, before)
+
+
+def _penalized(
+    values: Tensor, counts: Tensor, repetitions: Tensor, frequencies: Tensor, presences: Tensor
+) -> Tensor:
+    """Applies the penalties as defined in ``SamplingParams``, each step rounded to float32."""
+    values = torch.where(values > 0, values / repetitions, values * repetitions)
+    values = values - frequencies * counts
+    return values - presences * (counts > 0)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> NDArray[np.float64]:

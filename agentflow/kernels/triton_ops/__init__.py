@@ -17,6 +17,7 @@ from torch import Tensor
 from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
 from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.torch_ops import choose as choose
+from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
 from agentflow.kernels.torch_ops import embed as embed
 from agentflow.kernels.torch_ops import exact_linear as exact_linear
 from agentflow.kernels.torch_ops import linear as linear
@@ -24,6 +25,7 @@ from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
+from agentflow.kernels.torch_ops import stage_choice as stage_choice
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
 from agentflow.kernels.triton_ops.paged_attention import attend
