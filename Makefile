@@ -4,11 +4,11 @@
 
 # PYTHON       the interpreter that .venv is made with (python3)
 # ARGS         options passed on to the command, such as ARGS="-k radix" for make test
-# JOBS         processes that run the tests (2; 0: this one)
+# JOBS         processes that run the tests (2, for make gpu-test 8; 0: this one)
 # TORCH        the torch to install (torch==2.13.0); a matching one in .venv is kept
 # TORCH_INDEX  an additional package index for torch, such as PyTorch's own for the CPU or a version of CUDA
 # CUDA         1 installs a CUDA build of torch without an NVIDIA GPU; 0 refuses one with a GPU
-# WHEELS       a folder of wheels that make gpu-check installs for its run
+# WHEELS       a folder of wheels that make gpu-check and make gpu-test install for their run
 # PEERS        the servers that make test-peers installs and starts (llamacpp vllm)
 # FUZZ_FRAMES  frames that make fuzz sends to the websocket (100000)
 # FUZZ_SEED    the seed of these frames (1)
@@ -43,7 +43,7 @@ ADAPTERS := langchain-agentflow dspy-agentflow
 EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
+.PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check gpu-test \
         ui test-clients test-peers test-frameworks test-npm-clients test-ui compose-check image-check docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -211,14 +211,28 @@ soak: $(VENV)/.installed-dev ## run good and bad clients on a real server for 10
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python -m benchmarks soak $(ARGS)
 
-# Works without a network: it uses the packages of PYTHON and the wheels of WHEELS. PYTHON defaults to the
+# These work without a network: they use the packages of PYTHON and the wheels of WHEELS. PYTHON defaults to the
 # one in .venv here, if there is one.
-gpu-check: PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
-gpu-check: ## compare the model on this machine's GPU with its CPU and with the GPU's limits
-	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+gpu-check gpu-test: PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+WITH_WHEELS = site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	if [ -n "$(WHEELS)" ]; then \
 	  $(PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(WHEELS)/*.whl || exit 1; \
-	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
+	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}"
+
+gpu-check: ## compare the model on this machine's GPU with its CPU and with the GPU's limits
+	@$(WITH_WHEELS) $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
+
+# The tests marked gpu come first. Those that need the default model need a network. Warnings depend on the
+# versions of the packages, which are not pinned here.
+GPU_TESTS := tests/engine tests/kernels
+GPU_MARKS := not full and not model
+gpu-test: JOBS := $(if $(filter file,$(origin JOBS)),8,$(JOBS))
+gpu-test: export AGENTFLOW_DEVICE := cuda
+gpu-test: ## run the tests of the engine and the kernels on this machine's GPU
+	@if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  echo "gpu-test: there is no CUDA GPU here, or no torch that finds it, so nothing was tested"; exit 0; \
+	fi; $(WITH_WHEELS) $(PYTHON) -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
+	  --durations 20 -W default -m '$(GPU_MARKS)' $(GPU_TESTS) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, pyright, spelling, and the directions of imports
 	$(BIN)/ruff check .

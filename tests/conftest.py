@@ -32,7 +32,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Without a GPU, Triton's interpreter runs the kernels that are for one.
-if not os.path.exists("/dev/nvidiactl"):
+if not os.path.exists("/dev/nvidiactl") and os.environ.get("AGENTFLOW_DEVICE") != "cuda":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests compute in the event loop, and would be warned of it.
 os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
@@ -56,11 +56,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
 
 @pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked ``trio_in_full`` is ``full`` where it runs on trio."""
+    """Marks tests with ``trio_in_full`` as ``full`` on trio, and those of the default model as ``model``. On
+    a GPU, the tests that use it come first."""
     for item in items:
+        if not {"model_folder", "model_url"}.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.model)
         on_trio = getattr(item, "callspec", None) is not None and "trio" in item.callspec.params.values()  # type: ignore[attr-defined]
         if on_trio and item.get_closest_marker("trio_in_full"):
             item.add_marker(pytest.mark.full)
+    if os.environ.get("AGENTFLOW_DEVICE") == "cuda":
+        items.sort(key=lambda item: item.get_closest_marker("gpu") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ pass computes, and how a token is chosen from each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -205,3 +206,23 @@ class BatchOutput:
             return []
         ids, logprobs = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
         return list(zip(ids, logprobs, strict=True))
+
+
+def joined(outputs: Sequence[BatchOutput]) -> BatchOutput:
+    """The results of a batch from the results of its parts, of which there is one at least."""
+    if len(outputs) == 1:
+        return outputs[0]
+    logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
+    top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
+    top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
+    scored = [output.scored_logprobs for output in outputs if output.scored_logprobs is not None]
+    # A part without targets has none.
+    ranks = [np.zeros(len(one.token_ids), np.int64) if one.ranks is None else one.ranks for one in outputs]
+    return BatchOutput(
+        np.concatenate([output.token_ids for output in outputs]),
+        np.concatenate(logprobs) if logprobs else None,
+        np.concatenate(top_ids) if top_ids else None,
+        np.concatenate(top_logprobs) if top_logprobs else None,
+        np.concatenate(scored) if scored else None,
+        ranks=np.concatenate(ranks) if any(output.ranks is not None for output in outputs) else None,
+    )

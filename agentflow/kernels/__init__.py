@@ -6,5 +6,5 @@ share), ``torch_ops`` with ``attention_plan`` (any device), ``native_ops`` with 
 ``native_library`` and the C++ sources in ``native/`` (x86 CPUs; ``__main__`` compiles them ahead of time),
 ``triton_ops`` (GPUs), ``masked_attention`` (sliding windows, capped scores and sinks, on every device),
 ``no_choice`` (numbers for rows without a token), ``uploads`` (arrays to a device in one transfer),
-``page_advice`` (large pages).
+``device_stream`` (the queue of a device's work), ``page_advice`` (large pages).
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.engine.device import DEVICE
 from support.engine.embedding_models import write_embedding_model
 from support.engine.random_model import write_random_model
 from support.server.http_clients import only_asyncio
@@ -18,7 +19,7 @@ from agentflow.engine.options import EngineOptions
 from agentflow.errors import EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 anyio_backend = pytest.fixture(only_asyncio)
 BAD = 200
 """The token whose embedding is not finite."""
@@ -34,7 +35,8 @@ def damage(folder: Path, embedding: str, value: float) -> Path:
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTFLOW_KERNELS", request.param)
+    if DEVICE == "cpu" or request.param == "torch":
+        monkeypatch.setenv("AGENTFLOW_KERNELS", request.param)
 
 
 @pytest.fixture(params=[math.nan, math.inf], ids=["nan", "infinite"])
@@ -44,7 +46,7 @@ async def client(
     folder = damage(
         write_random_model(tmp_path, tie_word_embeddings=False), "model.embed_tokens.weight", request.param
     )
-    async with open_engine(EngineOptions(str(folder), device="cpu", kv_tokens=1000, threads=1)) as client:
+    async with open_engine(EngineOptions(str(folder), device=DEVICE, kv_tokens=1000, threads=1)) as client:
         yield client
 
 
@@ -74,7 +76,7 @@ async def test_f38b_no_embedding_has_values_that_are_not_finite(
     tmp_path: Path, kind: str, pooling: str, embedding: str
 ) -> None:
     folder = damage(write_embedding_model(tmp_path, kind, pooling=pooling), embedding, math.nan)
-    options = EngineOptions(str(folder), device="cpu", kv_tokens=1000, threads=1, task="embed")
+    options = EngineOptions(str(folder), device=DEVICE, kv_tokens=1000, threads=1, task="embed")
     async with open_engine(options) as client:
         with pytest.raises(EngineFailed, match="not finite"):
             await client.embed([*GOOD, BAD])

@@ -223,7 +223,12 @@ HAS_GPU = torch.cuda.is_available()
 
 @pytest.mark.parametrize(
     "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here"))],
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here")]
+        ),
+    ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_logits_of_torch_are_exact(device: str, has_bias: bool) -> None:

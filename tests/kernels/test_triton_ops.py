@@ -35,6 +35,7 @@ from agentflow.kernels import triton_ops
 from agentflow.kernels.triton_ops import units
 from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 RELATIVE_ERROR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows
+from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, joined
 from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cpus
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.fused_decoder import LlamaModel
@@ -37,6 +38,7 @@ from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identit
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
+from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ChoiceRows, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 
@@ -77,8 +79,6 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}
-_MAX_LOGIT_ROWS = 256
-"""The most rows of logits in memory: 200 kB each for a vocabulary of 50,000."""
 _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
 _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
@@ -107,6 +107,8 @@ class TorchRunner:
         num_threads: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
         embedding: the runner makes embeddings from last tokens and generates nothing; only for native
             families.
+        stream: the queue of the device. None: of a GPU, the current one; on a CPU, there is none, and
+            batches do not run ahead.
 
     Raises:
         UnknownModel: there is no such folder.
@@ -126,6 +128,7 @@ class TorchRunner:
         quantize: str | None = None,
         num_threads: int | None = None,
         embedding: EmbeddingFolder | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         folder = Path(folder)
         torch_device = device_named(device)
@@ -184,6 +187,13 @@ class TorchRunner:
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
+        if stream is None and torch_device.type == "cuda":
+            stream = DeviceStream(torch_device)
+        # The others wait for the device during a forward pass: a batch that is launched behind one of theirs
+        # would only delay its results.
+        self._ahead: DeviceSteps | None = None
+        if stream is not None and embedding is None and isinstance(self._model, LlamaModel):
+            self._ahead = DeviceSteps(self._model, kernels, stream)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,
@@ -196,6 +206,7 @@ class TorchRunner:
             weights=described,
             identity=identity_of_values(folder, described, torch_dtype),
             architecture="" if isinstance(config, TransformersModel) else config.architecture,
+            launches_ahead=self._ahead is not None,
         )
 
     @property
@@ -203,25 +214,27 @@ class TorchRunner:
         """Whether a row's sums have the same order regardless of the rest of its batch."""
         return isinstance(self._model, LlamaModel) and self._model.keeps_order
 
-    def launch(self, batch: Batch) -> _Launched:
+    def launch(self, batch: Batch) -> _Launched | DeviceStep:
         with _failures_of_the_device():
             return self._launch(batch)
 
-    def collect(self, handle: _Launched) -> BatchOutput:
+    def collect(self, handle: _Launched | DeviceStep) -> BatchOutput:
         with _failures_of_the_device():
-            return self._collect(handle)
+            return handle.output() if isinstance(handle, DeviceStep) else self._collect(handle)
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> _Launched:
-        assert batch.pending is None
+    def _launch(self, batch: Batch) -> _Launched | DeviceStep:
         assert batch.media is None
         adapters = _adapter_rows(batch, self._adapters)
         given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters)
+        if self._ahead is not None:
+            return self._ahead.launch(batch, given)
+        assert batch.pending is None
         sampled, model = batch.sampled, self._model
         choice = None
         if (
             self._embedding_head is None
-            and len(sampled.rows) <= _MAX_LOGIT_ROWS
+            and len(sampled.rows) <= MAX_LOGIT_ROWS
             and wants_only_tokens(sampled)
         ):
             choice = choice_rows(sampled)
@@ -245,13 +258,11 @@ class TorchRunner:
             return embedded(sampled, self._embedding_head(hidden))
         if launched.choice is not None:
             return BatchOutput(self._kernels.choose(self._model.logits(hidden), launched.choice), None)
-        if len(hidden) <= _MAX_LOGIT_ROWS:
-            return self._choose(hidden, sampled)
-        outputs = []
-        for first in range(0, len(hidden), _MAX_LOGIT_ROWS):
-            end = first + _MAX_LOGIT_ROWS
-            outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
-        return _joined(outputs)
+        outputs: list[BatchOutput] = []
+        for part in parts_of(sampled):
+            logits = self._model.logits(hidden[len(outputs) * MAX_LOGIT_ROWS :][: len(part.rows)])
+            outputs.append(choose_tokens(logits, part, self._kernels))
+        return joined(outputs) if outputs else BatchOutput(sampled.target_ids.copy(), None)
 
     def read_adapter(self, folder: Path) -> ReadAdapter:
         config = self._config
@@ -295,12 +306,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees the memory. The runner must not be used afterwards."""
-        del self._model, self._kv_pool, self._adapters
-
-    def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
-        if not len(hidden):
-            return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
+        del self._model, self._ahead, self._kv_pool, self._adapters
 
 
 @contextmanager
@@ -381,20 +387,3 @@ def _kernels(device: torch.device) -> Kernels:
         return kernels_for(device)
     except ValueError as error:
         raise BadArgument(str(error), param="AGENTFLOW_KERNELS") from error
-
-
-def _joined(outputs: list[BatchOutput]) -> BatchOutput:
-    logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
-    top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
-    top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
-    scored = [output.scored_logprobs for output in outputs if output.scored_logprobs is not None]
-    # A part without targets has none.
-    ranks = [np.zeros(len(one.token_ids), np.int64) if one.ranks is None else one.ranks for one in outputs]
-    return BatchOutput(
-        np.concatenate([output.token_ids for output in outputs]),
-        np.concatenate(logprobs) if logprobs else None,
-        np.concatenate(top_ids) if top_ids else None,
-        np.concatenate(top_logprobs) if top_logprobs else None,
-        np.concatenate(scored) if scored else None,
-        ranks=np.concatenate(ranks) if any(output.ranks is not None for output in outputs) else None,
-    )

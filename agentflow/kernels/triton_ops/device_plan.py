@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut
+from agentflow.kernels.uploads import ALIGNMENT, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,12 @@ def wanted_units(num_kv_heads: int, device: torch.device) -> int:
 def _upload(units: Units, device: torch.device) -> DeviceUnits:
     """Copies all arrays to the device in one transfer."""
     names = [f.name for f in fields(units)]
-    arrays = [getattr(units, name) for name in names]
-    joined = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
-    parts = torch.split(joined, [array.size for array in arrays])
-    tensors = {n: part.view(array.shape) for n, part, array in zip(names, parts, arrays, strict=True)}
-    return DeviceUnits(**tensors, num_partials=units.num_partials)
+    tensors = upload([getattr(units, name) for name in names], device)
+    return DeviceUnits(**dict(zip(names, tensors, strict=True)), num_partials=units.num_partials)
+
+
+_ALIGNED = ALIGNMENT // 4
+"""The alignment of arrays, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +118,13 @@ class StaticPlans:
             "merged_bounds": most + 1,
             "slots": num_slots,  # last, because the rest of it need not be copied
         }
-        total = sum(sizes.values())
-        self._staged = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._buffer = torch.zeros(total, dtype=torch.int32, device=device)
-        firsts = np.cumsum([0, *sizes.values()]).tolist()
+        rounded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes.values()]
+        firsts = np.cumsum([0, *rounded]).tolist()
         self._places = {
             name: slice(first, first + size)
             for (name, size), first in zip(sizes.items(), firsts, strict=False)
         }
-        self._host = self._staged.numpy()
+        self._buffer = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
 
     def _capacity(self, num_rows: int) -> tuple[int, int]:
         """Returns the numbers of narrow and wide units of a form with this number of rows."""
@@ -135,9 +135,8 @@ class StaticPlans:
         return [Form(num, has_wide) for has_wide in (False, True) for num in self._num_rows]
 
     def update(self, plan: TritonPlan) -> Form | None:
-        """Writes the plan of a decode batch to the device. Returns its form; None if it does not fit. The
-        copy reads pinned memory that the next call overwrites, so a step must end before the next is
-        planned."""
+        """Writes the plan of a decode batch to the device, after the work before. Returns its form; None if
+        it does not fit."""
         num_rows = len(plan.query_lens)
         bucket = next((size for size in self._num_rows if size >= num_rows), None)
         if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
@@ -148,15 +147,18 @@ class StaticPlans:
             return None
         if len(units.slots) > self._places["slots"].stop - self._places["slots"].start:
             return None
-        host = self._host
+        used = self._places["slots"].start + len(units.slots)
+        # torch keeps the pinned memory until the copy has ended: the next plan is in other memory.
+        staged = torch.empty(used, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        host = staged.numpy()
+        host[self._places["ends"]] = 0
         for name in ("narrow", "wide", "rows", "at", "partial", "slots", "merged_rows", "merged_bounds"):
             values, place = getattr(units, name).reshape(-1), self._places[name]
             host[place.start : place.start + len(values)] = values
             if name != "slots":
                 fill = values[-1] if name == "merged_bounds" else 0
                 host[place.start + len(values) : place.stop] = fill
-        used = self._places["slots"].start + len(units.slots)
-        self._buffer[:used].copy_(self._staged[:used], non_blocking=True)
+        self._buffer[:used].copy_(staged, non_blocking=True)
         return Form(bucket, len(units.wide) > 0)
 
     def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:

@@ -16,6 +16,7 @@ from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.engine.device import DEVICE
 from support.engine.embedding_models import (
     VOCAB,
     expected_embeddings,
@@ -36,7 +37,7 @@ from agentflow.errors import BadArgument, BadModelFolder, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import EmbeddingOptions
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(120)]
 anyio_backend = pytest.fixture(only_asyncio)
 RNG = np.random.default_rng(3)
 LENGTHS = [1, 5, 17, 3, 60, 60, 33, 100, 2, 18, 40, 1]
@@ -68,7 +69,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @asynccontextmanager
 async def embedding_engine(folder: Path, **options: Any) -> AsyncIterator[EngineClient]:
-    chosen = {"model": str(folder), "task": "embed", "dtype": "float32", "kv_tokens": 2048, "device": "cpu"}
+    chosen = {"model": str(folder), "task": "embed", "dtype": "float32", "kv_tokens": 2048, "device": DEVICE}
     async with open_engine(EngineOptions(**(chosen | options))) as client:
         yield client
 
@@ -269,7 +270,7 @@ async def test_a_gguf_file_of_a_decoder_embeds_as_its_folder_does(tmp_path: Path
     file = write_embedding_gguf(folder, tmp_path / "model.gguf")
     texts = ["The quick brown fox", "a dog"]
     expected = expected_embeddings(folder, [expected_ids(folder, text) for text in texts], "lasttoken")
-    options = {"task": "embed", "dtype": "float32", "kv_tokens": 2048, "device": "cpu", "threads": 1}
+    options = {"task": "embed", "dtype": "float32", "kv_tokens": 2048, "device": DEVICE, "threads": 1}
     async with open_generator(model=str(file), **options) as generator:
         vectors, _ = await generator.embed_inputs(texts, EmbeddingOptions())
     assert np.abs(np.stack(vectors) - expected).max() < 1e-4

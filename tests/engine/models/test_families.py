@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.engine.device import DEVICE
 from support.engine.family_models import COMPOSED, MODELS, OTHERS, SIZES, saved_model
 from support.engine.runner_driver import Driver
 from support.faults import has_param
@@ -20,10 +21,12 @@ from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
 
+pytestmark = pytest.mark.gpu
+
 
 def assert_equal_to_transformers(model: transformers.PreTrainedModel, folder: Path) -> None:
     """Greedy tokens of three requests in one batch, prefilled in random chunks."""
-    runner = TorchRunner(folder, num_slots=400, device="cpu", dtype="float32")
+    runner = TorchRunner(folder, num_slots=400, device=DEVICE, dtype="float32")
     driver = Driver(runner)
     prompts = [torch.randint(10, 320, (n,)).tolist() for n in (3, 40, 17)]
     batch = [driver.add(prompt) for prompt in prompts]
@@ -62,7 +65,7 @@ def test_every_family_is_tested() -> None:
 def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) -> None:
     """Random texts in one batch, computed in random chunks; one of them begins with a cached prefix."""
     model = saved_model(name, tmp_path)
-    driver = Driver(TorchRunner(tmp_path, num_slots=600, device="cpu", dtype="float32"))
+    driver = Driver(TorchRunner(tmp_path, num_slots=600, device=DEVICE, dtype="float32"))
     texts = [torch.randint(10, 320, (n,)).tolist() for n in (130, 3, 90)]
     first = driver.add(texts[0])
     driver.step([(first, 70)], rows=np.arange(0))
@@ -163,7 +166,7 @@ def test_long_greedy_texts_equal_transformers(name: str, tmp_path: Path) -> None
     """Beside other requests, with a prompt that is prefilled in chunks, a prefix that is cached, and texts
     that become longer than each window."""
     model = saved_model(name, tmp_path)
-    driver = Driver(TorchRunner(tmp_path, num_slots=700, device="cpu", dtype="float32"))
+    driver = Driver(TorchRunner(tmp_path, num_slots=700, device=DEVICE, dtype="float32"))
     prompts = [torch.randint(10, 320, (n,)).tolist() for n in (40, 6, 11)]
     first = driver.add(prompts[0])
     driver.step([(first, 30)], rows=np.arange(0))
@@ -225,7 +228,7 @@ def test_weights_stored_in_another_type(stored: torch.dtype, tmp_path: Path) -> 
 
 def test_a_chunk_that_ends_before_the_prompt_gives_no_token(tmp_path: Path) -> None:
     saved_model("llama", tmp_path)
-    driver = Driver(TorchRunner(tmp_path, num_slots=100, device="cpu", dtype="bfloat16"))
+    driver = Driver(TorchRunner(tmp_path, num_slots=100, device=DEVICE, dtype="bfloat16"))
     sequence = driver.add(range(10, 40))
     output = driver.step([(sequence, 12)])
     assert (output.token_ids.tolist(), output.logprobs) == ([], None)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.adapters import merged_logits, write_adapter, write_plain_adapter
+from support.engine.device import DEVICE
 from support.engine.family_models import IN_BLOCKS, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver, Walker
@@ -24,7 +25,10 @@ from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import AdapterInfo
 from agentflow.errors import BadArgument, BadModelFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT's own
+]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # For each model three adapters, of which at least one leaves some projections as they are.
@@ -85,12 +89,13 @@ def errors_of(
     quantize: str | None = None,
     dtype: str = "float32",
     gguf: Path | None = None,
+    device: str = DEVICE,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The errors of log-probabilities, relative to the largest logit: of random texts, each with one of the
     adapters or none, computed in one batch. One of them goes on after a prefix that another with the same
     adapter has computed. ``gguf``: has the same values as ``model``, and is run instead."""
     errors: list[float] = []
-    runner = TorchRunner(gguf or model, num_slots=600, device="cpu", dtype=dtype, quantize=quantize)
+    runner = TorchRunner(gguf or model, num_slots=600, device=device, dtype=dtype, quantize=quantize)
     identities = [load(runner, folder).identity for folder in adapters]
     driver = Driver(runner)
     folders: list[Path | None] = [*adapters, None, adapters[0]]
@@ -127,7 +132,8 @@ def errors_of(
 def test_every_token_is_as_likely_as_with_merged_weights(
     name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    if DEVICE == "cpu":
+        monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     saved_model(name, tmp_path / "model")
     adapters = [
         write_adapter(tmp_path / "model", tmp_path / f"adapter{i}", seed=i, **one)
@@ -146,10 +152,13 @@ def test_an_adapter_on_quantised_weights(kind: str, quantize: str, tmp_path: Pat
     adapters = [
         write_adapter(tmp_path / "model", tmp_path / str(i), seed=i, target_modules=ALL) for i in range(3)
     ]
-    assert errors_of(tmp_path / "model", adapters, quantize=quantize).max() < 1e-4
-    of_bfloat16 = errors_of(tmp_path / "model", adapters, dtype="bfloat16").mean()
+    assert errors_of(tmp_path / "model", adapters, quantize=quantize, device="cpu").max() < 1e-4
+    of_bfloat16 = errors_of(tmp_path / "model", adapters, dtype="bfloat16", device="cpu").mean()
     assert of_bfloat16 < 0.02  # without the adapters it is 0.3
-    assert errors_of(tmp_path / "model", adapters, dtype="auto", gguf=gguf).mean() < 3 * of_bfloat16
+    assert (
+        errors_of(tmp_path / "model", adapters, dtype="auto", gguf=gguf, device="cpu").mean()
+        < 3 * of_bfloat16
+    )
 
 
 def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tmp_path: Path) -> None:
@@ -182,7 +191,7 @@ def with_header(header: bytes) -> bytes:
 def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     folder = tmp_path_factory.mktemp("llama")
     saved_model("llama", folder)
-    return TorchRunner(folder, num_slots=400, device="cpu", dtype="float32")
+    return TorchRunner(folder, num_slots=400, device=DEVICE, dtype="float32")
 
 
 def test_a_plain_adapter_is_accepted(runner: TorchRunner, tmp_path: Path) -> None:

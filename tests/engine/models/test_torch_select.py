@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.engine.device import DEVICE
 from support.engine.family_models import saved_model
 from support.engine.requests import request_of as new_request
 
@@ -21,6 +22,7 @@ from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
 
+pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-4
 
 choices_to_score = st.lists(
@@ -43,7 +45,7 @@ def reference(folder: Path, request: pytest.FixtureRequest) -> transformers.PreT
 
 @pytest.fixture(scope="module")
 def runner(folder: Path, reference: transformers.PreTrainedModel) -> Iterator[TorchRunner]:
-    made = TorchRunner(folder, num_slots=600, device="cpu", dtype="float32")
+    made = TorchRunner(folder, num_slots=600, device=DEVICE, dtype="float32")
     yield made
     made.close()
 
@@ -162,7 +164,7 @@ def test_a_certain_token_has_a_log_probability_of_zero(folder, reference, tmp_pa
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1000
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    sure = TorchRunner(tmp_path, num_slots=100, device="cpu", dtype="float32")
+    sure = TorchRunner(tmp_path, num_slots=100, device=DEVICE, dtype="float32")
     prompt = [20, 30, 40]
     with torch.inference_mode():
         likeliest = [int(reference(torch.tensor([prompt])).logits[0, -1].argmax())]

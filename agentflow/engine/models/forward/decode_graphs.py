@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.inputs import AdapterRows, AttentionBatch, ForwardInput
@@ -31,22 +32,33 @@ CAPTURE_S = 20.0
 class DeviceInput:
     """A ``ForwardInput`` with its arrays on the device."""
 
-    token_ids: Tensor
-    positions: Tensor
-    write_slots: Tensor
+    arrays: Tensor  # [3, T]: token ids, positions and slots to write
     rows: Tensor
+    has_all_rows: bool  # ``rows`` are all rows, in order
     kv_layers: tuple[Tensor, ...]
     plan: Any
     adapters: Sequence[AdapterRows]
 
+    @property
+    def token_ids(self) -> Tensor:
+        return self.arrays[0]
 
-def on_device(given: ForwardInput, device: torch.device) -> DeviceInput:
-    """Copies the arrays of a forward pass to the device."""
-    token_ids, positions, write_slots, rows = (
-        torch.from_numpy(array).to(device)
-        for array in (given.token_ids, given.positions, given.write_slots, given.rows)
+
+def arrays_of(given: ForwardInput) -> dict[str, NDArray[Any]]:
+    """Returns the arrays that ``on_device`` needs on the device."""
+    return {
+        "arrays": np.stack((given.token_ids, given.positions, given.write_slots)),
+        "rows": given.rows,
+    }
+
+
+def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput:
+    """Returns the input with its arrays on the device. ``arrived``: there, those of ``arrays_of``."""
+    num_rows = len(given.rows)
+    has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
+    return DeviceInput(
+        arrived["arrays"], arrived["rows"], has_all_rows, given.kv_layers, given.plan, given.adapters
     )
-    return DeviceInput(token_ids, positions, write_slots, rows, given.kv_layers, given.plan, given.adapters)
 
 
 class DecodeGraphs:
@@ -67,6 +79,7 @@ class DecodeGraphs:
         self._plans: Any = None
         self._kv_layers: tuple[Tensor, ...] = ()
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._num_rows = 0  # the columns of ``_arrays`` from here on are padding
 
     def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
         """Captures graphs for at most ``CAPTURE_S`` seconds, before requests wait for them. Graphs of other
@@ -74,7 +87,6 @@ class DecodeGraphs:
         self._use_pool(kv_layers)
         if self._plans is None:
             return
-        self._arrays.copy_(torch.from_numpy(_PADDING).expand(self._arrays.shape))
         one = np.ones(1, dtype=np.int64)
         batch = AttentionBatch(np.zeros((1, 1), dtype=np.int32), 0 * one, one, one, None)
         plan = self._kernels.plan_attention(batch, kv_layers[0].dtype, kv_layers[0].device)
@@ -85,27 +97,25 @@ class DecodeGraphs:
             self._captured[form] = self._capture(form, kv_layers, plan)
         logger.info("captured %d graphs in %.1f s", len(self._captured), time.perf_counter() - began)
 
-    def run(self, given: ForwardInput) -> Tensor | None:
+    def run(self, given: DeviceInput) -> Tensor | None:
         """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
-        graph; then the caller launches the kernels."""
-        num = len(given.token_ids)
+        graph; then the caller launches the kernels. The result is overwritten by the next call."""
+        num = given.arrays.shape[1]
         if given.adapters or not num or num > NUM_ROWS[-1] or num != len(given.plan.query_lens):
             return None
         self._use_pool(given.kv_layers)
         form = None if self._plans is None else self._plans.update(given.plan)
         if form is None:
             return None
-        self._host[:, num : form.num_rows] = _PADDING
-        self._host[0, :num], self._host[1, :num] = given.token_ids, given.positions
-        self._host[2, :num] = given.write_slots
-        self._arrays[:, : form.num_rows].copy_(self._staged[:, : form.num_rows], non_blocking=True)
+        self._arrays[:, :num].copy_(given.arrays)
+        if num < self._num_rows:
+            self._arrays[:, num : self._num_rows].copy_(self._padding[:, num : self._num_rows])
+        self._num_rows = num
         if form not in self._captured:
             self._captured[form] = self._capture(form, given.kv_layers, given.plan)
         graph, hidden = self._captured[form]
         graph.replay()
-        if len(given.rows) == num and given.rows[0] == 0 and (np.diff(given.rows) == 1).all():
-            return hidden[:num]
-        return hidden.index_select(0, torch.from_numpy(given.rows).to(hidden.device))
+        return hidden[:num] if given.has_all_rows else hidden.index_select(0, given.rows)
 
     def _use_pool(self, kv_layers: tuple[Tensor, ...]) -> None:
         """Makes the tensors that the graphs read, unless they exist for this KV pool already."""
@@ -115,10 +125,10 @@ class DecodeGraphs:
         self._captured.clear()
         self._plans = self._kernels.static_plans(NUM_ROWS, num_slots, *self._heads, device)
         self._kv_layers = kv_layers
-        shape = 3, NUM_ROWS[-1]
-        self._staged = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
-        self._host = self._staged.numpy()
-        self._arrays = torch.zeros(shape, dtype=torch.int64, device=device)
+        padding = torch.from_numpy(_PADDING).expand(3, NUM_ROWS[-1])
+        self._padding = padding.contiguous().to(device)
+        self._arrays = self._padding.clone()
+        self._num_rows = 0
         self._all_rows = torch.arange(NUM_ROWS[-1], device=device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -127,9 +137,7 @@ class DecodeGraphs:
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         num = form.num_rows
         plan = self._plans.capture_with(form, plan)
-        token_ids, positions, write_slots = self._arrays[:, :num]
-        rows = self._all_rows[:num]
-        inputs = DeviceInput(token_ids, positions, write_slots, rows, kv_layers, plan, ())
+        inputs = DeviceInput(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ())
         # Compiles kernels and creates handles. This computes the batch, which the replay then computes again.
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.forward.adapted_products import Products
-from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, on_device
+from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, arrays_of, on_device
 from agentflow.engine.models.rope import rope_angles
+from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import (
     DecoderWeights,
     ForwardInput,
@@ -65,24 +66,29 @@ class LlamaModel:
         ``given.rows``: [S, hidden_size]."""
         if self.whole_forward is not None:
             return self.whole_forward.start_hidden(given)()
+        stream = DeviceStream(self._decoder.final_norm.device)
+        return self.launch(on_device(given, stream.upload(arrays_of(given))))
+
+    def launch(self, given: DeviceInput) -> Tensor:
+        """The same kernel by kernel, with the arrays on the device: launches kernels and does not wait for
+        them. The result is overwritten by the next call."""
         hidden = None if self._graphs is None else self._graphs.run(given)
-        return (
-            hidden if hidden is not None else self._forward(on_device(given, self._decoder.final_norm.device))
-        )
+        return self._forward(given) if hidden is None else hidden
 
     def _forward(self, given: DeviceInput) -> Tensor:
         """The forward pass, kernel by kernel."""
-        token_ids, rows = given.token_ids, given.rows
+        token_ids, positions, write_slots = given.arrays
+        rows = given.rows
         kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
         products = Products(kernels, given.adapters)
         residual = kernels.embed(token_ids, decoder.embedding, decoder.final_norm.dtype)
-        cos, sin = rope_angles(given.positions, decoder.frequencies, residual.dtype)
+        cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
         last = len(decoder.layers) - 1
         for i, layer in enumerate(decoder.layers):
             kv_layer = given.kv_layers[i]
             qkv = products.linear(normed, layer.qkv, i, "qkv")
-            queries = self._queries(layer, qkv, cos, sin, kv_layer, given.write_slots)
+            queries = self._queries(layer, qkv, cos, sin, kv_layer, write_slots)
             if i == last and not len(rows):
                 return normed[:0]  # a chunk of a prompt: only its KV is needed
             attended = kernels.attention(queries, kv_layer, given.plan, self.config.head_dim**-0.5)

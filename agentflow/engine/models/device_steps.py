@@ -1,0 +1,114 @@
+"""Batches on a GPU, launched without waiting for it and collected by one mark in its queue.
+
+A batch may continue the batch before it, which still runs: the tokens that the earlier one chooses are then
+taken on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.batch import Batch, BatchOutput, SampledRows, joined
+from agentflow.engine.models.forward.decode_graphs import DeviceInput, arrays_of, on_device
+from agentflow.engine.models.forward.fused_decoder import LlamaModel
+from agentflow.engine.models.sampler import ChosenTensors, StagedRows, choose_tensors, stage
+from agentflow.kernels.device_stream import DeviceStream, Mark
+from agentflow.kernels.inputs import ForwardInput
+from agentflow.kernels.ops import Kernels
+
+MAX_LOGIT_ROWS = 256
+"""The most rows of logits in memory: 200 kB each for a vocabulary of 50,000."""
+
+
+def parts_of(sampled: SampledRows) -> list[SampledRows]:
+    """Divides sampled rows into parts of at most ``MAX_LOGIT_ROWS``."""
+    if 0 < len(sampled.rows) <= MAX_LOGIT_ROWS:
+        return [sampled]
+    firsts = range(0, len(sampled.rows), MAX_LOGIT_ROWS)
+    return [sampled.part(first, first + MAX_LOGIT_ROWS) for first in firsts]
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A batch that was launched. ``chosen`` and ``copies`` have one item for each of ``parts_of``."""
+
+    sampled: SampledRows
+    chosen: list[ChosenTensors] = field(default_factory=list)  # on the device
+    copies: list[Tensor] = field(default_factory=list)  # the results on the host, after the mark
+    mark: Mark | None = None  # behind all work of the batch
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each sampled row, on the device."""
+        if len(self.chosen) == 1:
+            return self.chosen[0].token_ids
+        return torch.cat([part.token_ids for part in self.chosen])
+
+    def output(self) -> BatchOutput:
+        """Waits for the batch. Returns its results."""
+        assert self.mark is not None
+        self.mark.synchronize()
+        outputs = [part.output(copy) for part, copy in zip(self.chosen, self.copies, strict=True)]
+        return joined(outputs) if outputs else BatchOutput(self.sampled.target_ids.copy(), None)
+
+
+class DeviceSteps:
+    """Launches batches of a model on a device, in order.
+
+    Args:
+        model: the model.
+        kernels: its kernels.
+        stream: the queue of the device.
+    """
+
+    def __init__(self, model: LlamaModel, kernels: Kernels, stream: DeviceStream) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._stream = stream
+        self._before: DeviceStep | None = None  # the batch that was launched last
+
+    def launch(self, batch: Batch, given: ForwardInput) -> DeviceStep:
+        """Puts a batch into the device's queue. ``given``: its input for the model. All arrays are read when
+        this returns."""
+        before, self._before = self._before, None  # none, if this launch fails
+        arrays = arrays_of(given)
+        if batch.pending is not None:
+            arrays |= {"places": batch.pending.places, "outputs": batch.pending.outputs}
+        arrived = self._stream.upload(arrays)
+        staged = [stage(part, self._kernels, self._stream.device) for part in parts_of(batch.sampled)]
+        pending: tuple[Tensor, DeviceStep, Tensor] | None = None
+        if batch.pending is not None:
+            assert before is not None
+            pending = arrived["places"], before, arrived["outputs"]
+        step = DeviceStep(batch.sampled)
+        self._stream.run(partial(self._compute, step, on_device(given, arrived), staged, pending))
+        step.mark = self._stream.mark()
+        self._before = step
+        return step
+
+    def _compute(
+        self,
+        step: DeviceStep,
+        given: DeviceInput,
+        staged: Sequence[StagedRows],
+        pending: tuple[Tensor, DeviceStep, Tensor] | None,
+    ) -> None:
+        """``pending``: the places of tokens in the batch, the batch that chooses them, and their rows
+        there."""
+        if pending is not None:
+            places, before, outputs = pending
+            # A row of the earlier batch may have no token. Its request then fails, and what is computed for
+            # it here does not count.
+            given.token_ids.index_copy_(0, places, before.tokens.index_select(0, outputs).clamp_(min=0))
+        hidden = self._model.launch(given)
+        for number, part in enumerate(staged):
+            first = number * MAX_LOGIT_ROWS
+            logits = self._model.logits(hidden[first : first + MAX_LOGIT_ROWS])
+            chosen = choose_tensors(logits, part, self._kernels)
+            step.chosen.append(chosen)
+            step.copies.append(self._stream.download(chosen.packed))

@@ -1,0 +1,292 @@
+"""The real engine on a small random model that launches ahead: on a GPU with ``AGENTFLOW_DEVICE=cuda``,
+elsewhere on a queue that does its work as late as a GPU may. Every request has the results that it has alone
+on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.device import DEVICE, QueuedStream
+from support.engine.random_model import VOCAB, write_random_model
+
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.engine import Engine
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.messages import Finished
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.sampling import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+NUM_SLOTS = 1200
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+PATTERNS = [
+    r'\{"name": "[a-z]{1,6}", "quick": (true|false), "n": \[[0-9](, [0-9]){0,3}\]\}',
+    r"(The quick brown (fox|dog) jumps over (the lazy dog|a question)\. ){1,3}",
+    r"[a-f ]+",
+    r"(yes|no|I do not know)",
+]
+
+
+class AheadRunner(TorchRunner):
+    """Launches ahead. Where a queue stands in for a GPU, the arrays of a batch are overwritten after its
+    launch, and slots that are free then, behind the batches in flight. ``engine`` uses it."""
+
+    engine: Engine | None = None
+
+    def __init__(self, folder: Path, stream: QueuedStream | None) -> None:
+        super().__init__(folder, num_slots=NUM_SLOTS, device=DEVICE, dtype="float32", stream=stream)
+        self.all_info = self.info
+        self.num_ahead = 0  # launches with a batch in flight
+        self._num_in_flight = 0
+        self._stand_in = stream
+
+    def launch(self, batch: Batch) -> Any:
+        self.num_ahead += self._num_in_flight > 0
+        self._num_in_flight += 1
+        if self._stand_in is None:
+            return super().launch(batch)
+        assert self.engine is not None
+        free = torch.from_numpy(np.flatnonzero(self.engine.scheduler.memory.slots._is_free))
+        for layer in self.kv_layers:
+            self._stand_in.run(lambda layer=layer: layer.index_fill_(0, free, torch.nan))  # type: ignore[misc]
+        names = ("token_ids", "positions", "write_slots", "req_to_token", "req_rows", "query_lens", "kv_lens")
+        copies = {name: getattr(batch, name).copy() for name in names}
+        handle = super().launch(replace(batch, **copies))
+        for array in copies.values():
+            array.fill(2**30)
+        return handle
+
+    def collect(self, handle: Any) -> BatchOutput:
+        self._num_in_flight -= 1
+        return super().collect(handle)
+
+    def close(self) -> None:
+        """Keeps the model for the next engine."""
+
+
+class AloneRunner(TorchRunner):
+    """The reference: one request at a time."""
+
+    def close(self) -> None:
+        """Keeps the model for the next engine."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model, on both devices."""
+
+    ahead: AheadRunner
+    alone: AloneRunner
+    tokenizer: Tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = write_random_model(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTFLOW_KERNELS", "torch")
+        alone = AloneRunner(folder, num_slots=NUM_SLOTS, device="cpu", dtype="float32")
+        if DEVICE != "cpu":
+            patch.delenv("AGENTFLOW_KERNELS")
+        ahead = AheadRunner(folder, QueuedStream() if DEVICE == "cpu" else None)
+    yield Model(ahead, alone, Tokenizer.from_folder(folder))
+    TorchRunner.close(ahead)
+    TorchRunner.close(alone)
+
+
+class EnoughText(Exception):
+    """A caller has read enough and aborts its request."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request. ``aborts_after``: the deltas of text that its caller reads."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = GREEDY
+    pattern: str | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
+    aborts_after: int | None = None
+
+    async def run(self, client: EngineClient, *, aborts: bool) -> Finished | None:
+        """Returns the end of the request; None if it was aborted."""
+        if self.choices:
+            return await client.score_choices([*self.prompt], self.choices)
+        num_deltas = 0
+
+        def on_text(_: str) -> None:
+            nonlocal num_deltas
+            num_deltas += 1
+            if aborts and self.aborts_after is not None and num_deltas > self.aborts_after:
+                raise EnoughText
+
+        constraint = None
+        if self.pattern is not None:
+            constraint = CompiledConstraint(self.pattern, "dfa", _DFAS[self.pattern])
+        try:
+            return await client.generate(
+                [*self.prompt], self.params, seed=5, on_text=on_text, constraint=constraint
+            )
+        except EnoughText:
+            return None
+
+
+_DFAS = {pattern: build_dfa(parse_regex(pattern)).to_bytes() for pattern in PATTERNS}
+_PREFIX = np.random.default_rng(1).integers(10, VOCAB, 60).tolist()
+token_ids = st.integers(10, VOCAB - 1)
+prompts = st.one_of(
+    st.lists(token_ids, min_size=1, max_size=30).map(tuple),
+    st.builds(lambda shared, own: (*_PREFIX[:shared], own), st.integers(0, 60), token_ids),
+)
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 30),
+    min_tokens=st.sampled_from([0, 0, 4]),
+    temperature=st.sampled_from([0.0, 0.0, 0.8]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    top_k=st.sampled_from([0, 0, 10]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    logit_bias=st.sampled_from([(), (), ((20, 5.0), (30, -100.0))]),
+    stop=st.sampled_from([(), (), ("a",), ("e", "the")]),
+    ignore_eos=st.booleans(),
+    logprobs=st.booleans(),
+    top_logprobs=st.sampled_from([0, 0, 0, 3]),
+)
+aborts_after = st.one_of(st.none(), st.none(), st.integers(0, 10))
+jobs = st.one_of(
+    st.builds(Job, prompts, params, aborts_after=aborts_after),
+    st.builds(Job, prompts, params, aborts_after=aborts_after),
+    st.builds(Job, prompts, params, st.sampled_from(PATTERNS), aborts_after=aborts_after),
+    st.builds(
+        Job,
+        prompts,
+        choices=st.lists(st.lists(token_ids, min_size=1, max_size=6).map(tuple), min_size=1, max_size=5).map(
+            tuple
+        ),
+    ),
+)
+
+
+def run_all(
+    model: Model,
+    work: Sequence[Job],
+    config: SchedulerConfig,
+    *,
+    num_slots: int = NUM_SLOTS,
+    ahead: bool = True,
+) -> int:
+    """Runs all jobs together, and each alone, and compares their ends. Returns the number of preemptions."""
+    ends: dict[int, Finished | None] = {}
+    expected: list[Finished | None] = []
+    num_preemptions = 0
+
+    async def one(client: EngineClient, number: int) -> None:
+        ends[number] = await work[number].run(client, aborts=True)
+
+    async def main() -> None:
+        nonlocal num_preemptions
+        async with running_engine(
+            lambda: (model.alone, model.tokenizer, SchedulerConfig(use_cache=False))
+        ) as client:
+            for job in work:
+                expected.append(await job.run(client, aborts=False))
+        runner = model.ahead
+        runner.info = replace(runner.all_info, num_slots=num_slots, launches_ahead=ahead)
+        async with running_engine(lambda: (runner, model.tokenizer, config)) as client:
+            runner.engine = client.engine
+            async with anyio.create_task_group() as group:
+                for number in range(len(work)):
+                    group.start_soon(one, client, number)
+            num_preemptions = (await client.stats()).preemptions
+            client.engine.scheduler.check_idle()
+
+    anyio.run(main)
+    for number in range(len(work)):
+        check_end(ends[number], expected[number])
+    return num_preemptions
+
+
+def check_end(end: Finished | None, expected: Finished | None) -> None:
+    if end is None:
+        return
+    assert expected is not None
+    assert (end.token_ids, end.text, end.finish_reason) == (
+        expected.token_ids,
+        expected.text,
+        expected.finish_reason,
+    )
+    assert end.forced == expected.forced
+    np.testing.assert_allclose(_numbers(end.logprobs), _numbers(expected.logprobs), rtol=1e-3, atol=1e-4)
+    assert [[token for token, _ in top or []] for top in end.top_logprobs] == [
+        [token for token, _ in top or []] for top in expected.top_logprobs
+    ]
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [np.nan if value is None else value for value in values]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_f42e_greedy_requests_have_the_tokens_of_the_cpu(model: Model, ahead: bool) -> None:
+    """Prompts of several lengths, in one batch and in chunks, some with a common prefix."""
+    rng = np.random.default_rng(0)
+    work = [Job((*_PREFIX[: 20 * (i % 4)], *rng.integers(10, VOCAB, 3 + 17 * i).tolist())) for i in range(8)]
+    before = model.ahead.num_ahead
+    run_all(model, work, SchedulerConfig(token_budget=64), ahead=ahead)
+    assert (model.ahead.num_ahead > before + 30) == ahead
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.8, "top_k": 20},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"logit_bias": ((20, 5.0), (30, -100.0))},
+        {"stop": ("a", "e")},
+        {"min_tokens": 6, "ignore_eos": False},
+    ],
+    ids=str,
+)
+def test_f42e_a_feature_beside_greedy_requests(
+    model: Model, changed: dict[str, Any], pattern: str | None
+) -> None:
+    special = Job((11, 12, 13), SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **changed}), pattern)
+    run_all(model, [Job((40,)), special, Job((41, 42)), special], SchedulerConfig())
+
+
+@given(
+    work=st.lists(jobs, min_size=1, max_size=8),
+    num_slots=st.integers(110, 300),
+    max_running=st.integers(1, 6),
+    token_budget=st.integers(4, 80),
+)
+def test_f42e_any_requests_have_the_results_that_they_have_alone(
+    model: Model, work: list[Job], num_slots: int, max_running: int, token_budget: int
+) -> None:
+    """With few slots, requests are preempted; some are aborted while a batch with them runs."""
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
+    run_all(model, work, config, num_slots=num_slots)
+
+
+def test_f42e_preempted_requests_have_the_results_that_they_have_alone(model: Model) -> None:
+    work = [Job((20 + number,) * 8) for number in range(6)]
+    assert run_all(model, work, SchedulerConfig(), num_slots=110) > 0
