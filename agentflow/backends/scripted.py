@@ -50,6 +50,7 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, Stats, Usage
+from agentflow.protocol.images import Image, PlacedImage
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
@@ -125,6 +126,9 @@ queues. A state runs its ops in order and stops at the first that fails, so the 
 that runs."""
 
 
+_IMAGE = "<image>"
+
+
 @dataclass
 class ScriptedContext:
     """A state as text, with turns as ``<role>…</role>``."""
@@ -139,13 +143,14 @@ class ScriptedContext:
     calls_at: int | None = None  # where its tool calls begin
     calls: tuple[ToolCall, ...] = ()  # its tool calls
     answered: tuple[str | None, str | None] = (None, None)  # the id of the call that it answers, and the tool
+    images: tuple[tuple[int, Image], ...] = ()  # of the open turn, with their places in its text
     num_calls: int = 0
 
     def begin(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
         """Begins a turn. ``answered``: the id of the call that it answers, and the tool."""
         self.open_roles.append(role)
         self.text += f"<{role}>"
-        self.turn_at, self.calls_at, self.calls = len(self.text), None, ()
+        self.turn_at, self.calls_at, self.calls, self.images = len(self.text), None, (), ()
         self.answered = answered
 
     def end(self) -> None:
@@ -155,8 +160,21 @@ class ScriptedContext:
 
     def open_message(self) -> Message:
         """The open turn."""
-        content = self.text[self.turn_at : self.calls_at]
-        return Message(self.open_roles[-1], content, self.calls, *self.answered)
+        written = self.text[self.turn_at : self.calls_at]
+        pieces, done = [], 0
+        for at, _ in self.images:
+            pieces.append(written[done:at])
+            done = at + len(_IMAGE)
+        content = "".join([*pieces, written[done:]])
+        images = [
+            PlacedImage(at - number * len(_IMAGE), image) for number, (at, image) in enumerate(self.images)
+        ]
+        return Message(self.open_roles[-1], content, self.calls, *self.answered, tuple(images))
+
+    def image(self, image: Image) -> None:
+        """Writes ``<image>``."""
+        self.images += ((len(self.text) - self.turn_at, image),)
+        self.text += _IMAGE
 
     def call(self, call: ToolCall) -> None:
         """Writes a tool call."""
@@ -228,9 +246,9 @@ class ScriptedGenerator:
             raise BadArgument("there is no open turn to end")
         context.end()
 
-    def image(self, context: ScriptedContext, source: str) -> None:
+    def image(self, context: ScriptedContext, image: Image) -> None:
         """Writes ``<image>``."""
-        context.text += "<image>"
+        context.image(image)
 
     async def generate(
         self,
@@ -261,7 +279,11 @@ class ScriptedGenerator:
         await self.offer_tools(context, conversation.tools, conversation.choice)
         for number, message in enumerate(messages):
             context.begin(message.role)
-            context.text += message.content
+            for part in message.parts:
+                if isinstance(part, Image):
+                    context.image(part)
+                else:
+                    context.text += part
             for call in calls_of(message.tool_calls):
                 context.call(call)
             if message.role != "assistant" or number < len(messages) - 1:
@@ -443,7 +465,7 @@ class ScriptedGenerator:
         call = ScriptedCall(context.text)
         call.name, call.kind, call.sent = sent.name, kind, sent
         turn = [context.open_message()] if context.open_roles else []
-        messages = (*context.messages, *[message for message in turn if message.content])
+        messages = (*context.messages, *[message for message in turn if message.content or message.images])
         call.messages = [message.as_dict() for message in messages]
         call.tools, call.choices, call.questions = context.tools, choices, questions
         call.params, call.constraint = params or SamplingParams(), constraint

@@ -278,6 +278,11 @@ class SeveralConnection:
             case ops.GetGraph():  # of the default place
                 yield self._place(""), op
                 self._asked_graphs.add(op.ticket)
+            case ops.Upload() | ops.Release():
+                for place in self._places.values():
+                    models = place.connection.models.values() if place.error is None else ()
+                    if any(model.images for model in models):
+                        yield place, op
             case ops.Watch() | ops.Unwatch() | ops.Peek():
                 yield self._default, op
             case _ if (state := self._states.get(getattr(op, "state", 0))) is not None:

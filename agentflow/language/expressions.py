@@ -8,7 +8,7 @@ conversations, and sums of these.
 
 from __future__ import annotations
 
-import base64
+import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, spec_of
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.images import Image, image_at, image_file
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import GenParams
@@ -125,12 +126,12 @@ class RoleExpression(Expression):
 
 
 class ImageExpression(Expression):
-    """An image. ``source``: a ``data:`` or ``https:`` URL."""
+    """An image."""
 
-    __slots__ = ("source",)
+    __slots__ = ("image",)
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, image: Image) -> None:
+        self.image = image
 
 
 class ConversationExpression(Expression):
@@ -238,37 +239,68 @@ def tuple_of(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tu
         ) from None
 
 
-_IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
+def image(source: Any) -> ImageExpression:
+    """An image in a turn of the user, or in the result of a tool.
 
+    Args:
+        source: The path of a file, its bytes, an image of Pillow, an array of numpy (height × width, or
+            height × width × 3 or 4, of bytes), or a URL. ``data:`` URLs contain a file; what is behind an
+            ``https:`` URL is read by the model's provider.
 
-def image(source: str | bytes | os.PathLike[str]) -> ImageExpression:
-    """An image: a URL (``https:`` or ``data:``), the bytes of a file, or the path of a file.
+    Raises:
+        BadArgument: The file cannot be read, is no PNG, JPEG, GIF or WebP, or is larger than 20 MB.
 
-    Appending it raises ``NotSupported`` if the backend's model has no vision.
+    Appending it raises ``NotSupported`` if the backend's model has no vision. A session sends the bytes of an
+    image once, however many states have it.
 
     >>> s += af.user(af.image("chart.png"), "What does the chart show?")
     """
-    if isinstance(source, str) and source.startswith(("https:", "data:image/")):
-        return ImageExpression(source)
-    if isinstance(source, str) and source.startswith(("http:", "data:")):
-        raise BadArgument(f"image: a URL must begin with https: or data:image/, unlike {source[:40]!r}")
-    if isinstance(source, bytes):
-        return ImageExpression(_data_url(source))
-    if not isinstance(source, str | os.PathLike):
-        raise BadArgument(f"image: give a URL, a file's path or its bytes, not {source!r:.80}")
+    if isinstance(source, str) and source.startswith(("https:", "http:", "data:")):
+        return ImageExpression(image_at(source))
+    if isinstance(source, bytes | bytearray | memoryview):
+        return ImageExpression(image_file(bytes(source)))
+    if isinstance(source, str | os.PathLike):
+        return ImageExpression(image_file(_read(source)))
+    if callable(getattr(source, "save", None)) and hasattr(source, "mode"):
+        return ImageExpression(image_file(_encoded(source)))
+    if hasattr(source, "__array_interface__"):
+        return ImageExpression(image_file(_encoded(_from_array(source))))
+    raise BadArgument(
+        f"image: give a file's path or bytes, a picture of Pillow or numpy, or a URL, not {source!r:.80}"
+    )
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
     try:
-        data = Path(source).read_bytes()
+        return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise BadArgument(f"image: {os.fspath(source)!r:.200} cannot be read: {why}") from None
-    return ImageExpression(_data_url(data))
+        raise BadArgument(f"image: {os.fspath(path)!r:.200} cannot be read: {why}") from None
 
 
-def _data_url(data: bytes) -> str:
-    for kind, start in _IMAGE_STARTS.items():
-        if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
-            return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
-    raise BadArgument(f"image: {data[:12]!r}… begins no known image: PNG, JPEG, GIF and WebP are supported")
+def _encoded(picture: Any) -> bytes:
+    """A picture of Pillow as a file: without loss, unless it was read from a JPEG."""
+    written = io.BytesIO()
+    try:
+        picture.save(written, "JPEG" if getattr(picture, "format", None) == "JPEG" else "PNG")
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"image: {picture!r:.80} cannot be written as a file: {error}") from None
+    return written.getvalue()
+
+
+def _from_array(array: Any) -> Any:
+    try:
+        from PIL import Image as pillow
+    except ModuleNotFoundError:
+        raise BadArgument("image: an array needs Pillow: pip install pillow") from None
+    if getattr(array, "dtype", None) != "uint8":
+        raise BadArgument(
+            f"image: an array of bytes (uint8) is needed, not of {getattr(array, 'dtype', '?')}"
+        )
+    try:
+        return pillow.fromarray(array)
+    except (TypeError, ValueError) as error:
+        raise BadArgument(f"image: an array of shape {array.shape} is no picture: {error}") from None
 
 
 _MODES = ("auto", "required", "none")

@@ -33,6 +33,7 @@ from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.observing.blocking import LoopWatch, threshold_s
 from agentflow.language.observing.runs import Runs
 from agentflow.language.observing.spans import SessionSpan, spans_of_session
+from agentflow.language.uploads import REFERRING, Uploads
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
 from agentflow.protocol.events import (
@@ -136,6 +137,7 @@ class Link:
         self.deadline = math.inf
         """When the limits of the session end all states, on the event loop's clock."""
         self._tokens_left: int | None = None
+        self._uploads = Uploads()
         self._links = [self]
         """The links that share the limits of the session."""
         self._ended_stats: list[Stats] = []
@@ -330,11 +332,15 @@ class Link:
             return
         self.check_alive()
         assert self._connection is not None
+        refers = False
         for op in recorded:
             check_sendable(op, self._models)
             self._models.follow(op)
+            refers = refers or type(op) in REFERRING
         if self._first_id:
             recorded = [op for op in recorded if not self._is_of_lost(op)]
+        if refers:
+            recorded = [*self._uploads.before(recorded), *recorded]
         self._connection.send(recorded)
 
     def _is_of_lost(self, op: ops.Op) -> bool:
@@ -431,6 +437,7 @@ class Link:
     def _begin_again(self) -> None:
         """The backend has lost all states and the limits of the session, and can be used again."""
         self.states.clear()
+        self._uploads.clear()
         self._first_id = self.next_id()
         if self._connection is None:
             return

@@ -3,10 +3,9 @@
 Reading order: ``ops`` has the operations of programs, ``events`` the answers of backends, and ``backend`` the
 interface between them. ``op_table`` lists the properties of each op. ``sampling``, ``constraint``,
 ``transform`` (with ``text_parts``) and ``chat`` are the parameters of generations, and ``decisions`` the
-questions of a decide. ``wire`` has the frames of the websocket protocol, ``batches`` is between maps and the
-batches of vendors, and ``record`` is the base of records that programs show as JSON. Input of clients has
-limits: ``json_bounds`` checks JSON before it is decoded, ``sized`` measures kept objects, ``client_pattern``
-    bounds
-regular expressions, and ``stop_pattern`` searches for them in growing text. ``schema_walk`` walks through
-JSON schemas.
+questions of a decide. ``images`` has the images of a conversation. ``wire`` has the frames of the websocket
+protocol, ``batches`` is between maps and the batches of vendors, and ``record`` is the base of records that
+programs show as JSON. Input of clients has limits: ``json_bounds`` checks JSON before it is decoded,
+``sized`` measures kept objects, ``client_pattern`` bounds regular expressions, and ``stop_pattern`` searches
+for them in growing text. ``schema_walk`` walks through JSON schemas.
 """

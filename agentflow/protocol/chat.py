@@ -21,9 +21,12 @@ from typing import Any, Final, Literal, Self, TypeAlias
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
+from agentflow.protocol.images import Image, PlacedImage, parts_of
 from agentflow.protocol.schema_walk import subschemas
 
 ROLES: Final = ("system", "user", "assistant", "tool")
+IMAGE_ROLES: Final = ("user", "tool")
+"""The roles whose turns may have images."""
 
 
 class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,7 +60,8 @@ class CalledTool(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
     message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``. ``reasoning``:
-    the assistant's reasoning before the content; chat templates show it where the model needs it."""
+    the assistant's reasoning before the content; chat templates show it where the model needs it. ``images``:
+    of a ``user`` or ``tool`` message, in the order of their places in the content."""
 
     role: str
     content: str
@@ -66,6 +70,12 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    images: tuple[PlacedImage, ...] = ()
+
+    @property
+    def parts(self) -> list[str | Image]:
+        """The content cut at its images."""
+        return parts_of(self.content, self.images)
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,6 +100,24 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
 
+    @property
+    def images(self) -> list[Image]:
+        """The images of all messages, in order."""
+        return [placed.image for message in self.messages for placed in message.images]
+
+    def with_images(self, images: Iterable[Image]) -> Self:
+        """The conversation with others in the place of its images, given in order."""
+        given = iter(images)
+        messages = [
+            msgspec.structs.replace(
+                message, images=tuple([PlacedImage(placed.at, next(given)) for placed in message.images])
+            )
+            if message.images
+            else message
+            for message in self.messages
+        ]
+        return msgspec.structs.replace(self, messages=tuple(messages))
+
     def check(self) -> Self:
         """Returns itself. Raises ``BadArgument``, whose ``param`` is ``messages``, ``tools`` or ``choice``,
         for an unknown role or tool, tool calls outside of an assistant's message, or two tools of one
@@ -105,6 +133,13 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
                     f"conversation: a {message.role} message cannot have tool calls, only an assistant's can",
                     param="messages",
                 )
+            if message.images and message.role not in IMAGE_ROLES:
+                raise BadArgument(
+                    f"conversation: a {message.role} message cannot have images", param="messages"
+                )
+            places = [0, *[placed.at for placed in message.images], len(message.content)]
+            if places != sorted(places):
+                raise BadArgument("conversation: an image is outside its text", param="messages")
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)

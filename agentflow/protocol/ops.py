@@ -106,8 +106,26 @@ class Text(_Op, frozen=True):
     parts: Parts
 
 
+class Upload(_Op, frozen=True):
+    """Sends bytes of an image to the session, once for all of its states: ``data`` begins at byte ``at`` of
+    its ``size`` bytes. ``source``: as in ``Image``. An upload fails no state; an ``Image`` without a whole
+    upload does."""
+
+    source: str
+    size: int
+    at: int
+    data: bytes
+
+
+class Release(_Op, frozen=True):
+    """No later op refers to an uploaded image."""
+
+    source: str
+
+
 class Image(_Op, frozen=True):
-    """Appends an image. ``source``: a ``data:`` or ``https:`` URL."""
+    """Appends an image. ``source``: ``sha256:`` and the digest of an uploaded file in hexadecimal digits, or
+    an ``https:`` URL, which the model's provider fetches."""
 
     state: int
     source: str
@@ -382,6 +400,8 @@ Op = (
     Open
     | SubmitGraph
     | Text
+    | Upload
+    | Release
     | Image
     | Converse
     | Tools

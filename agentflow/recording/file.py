@@ -26,7 +26,7 @@ from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply
-from agentflow.protocol.ops import GetGraph, GetStats, Op, Want
+from agentflow.protocol.ops import GetGraph, GetStats, Op, Upload, Want
 from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
 
@@ -188,7 +188,11 @@ class _RecordedConnection:
         at_s = self._writer.now_s()
         try:  # first, so that an op that cannot be written does not run
             dropped = (GetGraph, Want) if self._has_stats else (GetGraph, Want, GetStats)
-            lines = [_encode(Entry(at_s, sent=op)) for op in ops if not isinstance(op, dropped)]
+            lines = [
+                _encode(Entry(at_s, sent=self._writer.without_bytes(op)))
+                for op in ops
+                if not isinstance(op, dropped)
+            ]
         except UnicodeEncodeError as error:
             raise BadArgument(
                 f"an op cannot be recorded: a text holds half a surrogate pair: {error}"
@@ -247,6 +251,24 @@ class _Writer:
     def now_s(self) -> float:
         """Seconds since the start."""
         return round(self._clock() - self._started_s, 6)
+
+    def without_bytes(self, op: Op) -> Op:
+        """The op as the recording has it: the bytes of images are in a folder beside the file, by digest."""
+        if not isinstance(op, Upload):
+            return op
+        if self._part is None and not self._has_failed and os.path.isfile(self._target):
+            folder = images_folder(self._target)
+            file = folder / op.source.replace(":", "-")
+            try:
+                folder.mkdir(exist_ok=True)
+                num_written = file.stat().st_size if file.exists() else 0
+                if num_written != op.size and num_written >= op.at:  # otherwise an earlier session wrote it
+                    with open(file, "r+b" if op.at else "wb") as written:
+                        written.seek(op.at)
+                        written.write(op.data)
+            except OSError as error:
+                logger.error("the recording %s lacks an image: %s", self._path, error)
+        return msgspec.structs.replace(op, data=b"")
 
     def begin(self, seed: int, models: Mapping[str, Capabilities]) -> None:
         """Writes the header, gives the file its name, and starts the clock."""
@@ -324,6 +346,11 @@ class _Writer:
         if not self._has_failed:
             logger.error("the recording %s ends here: %s", self._path, error)
         self._has_failed = True
+
+
+def images_folder(path: str | PathLike[str]) -> Path:
+    """The folder with the images of a recording, named by their digests."""
+    return Path(f"{os.fspath(path)}.images")
 
 
 def _path_of(path: str | PathLike[str], where: str) -> Path:

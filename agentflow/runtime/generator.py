@@ -26,6 +26,7 @@ from agentflow.protocol.events import (
     Usage,
     WatchedRequest,
 )
+from agentflow.protocol.images import Image
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.programs.place import Place
@@ -190,8 +191,8 @@ class Generator(Embedder, Protocol[ContextT]):
     def end_role(self, context: ContextT) -> None:
         """Closes the turn."""
 
-    def image(self, context: ContextT, source: str) -> None:
-        """Appends an image, given as a URL."""
+    def image(self, context: ContextT, image: Image) -> None:
+        """Appends an image."""
 
     async def converse(self, context: ContextT, conversation: Conversation) -> None:
         """Begins the context with a conversation. Called only if ``capabilities.conversations``."""

@@ -70,6 +70,7 @@ from agentflow.runtime.generator import (
     Upcoming,
     UpcomingGen,
 )
+from agentflow.runtime.image_store import ImageStore
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
@@ -158,6 +159,7 @@ class Interpreter(Generic[ContextT]):
             self.events, self._memory, kick=self._kick, later=self._later, max_states=max_states
         )
         self._variables: dict[int, VariableRecord] = {}
+        self._images = ImageStore(self._memory)
         self._graph = ProgramGraph(program=program)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
         self._tenant_graphs[self._graph] = None
@@ -220,6 +222,10 @@ class Interpreter(Generic[ContextT]):
                 self._graph.submit(op)  # its place is reported with that of its first op
             case ops.SubmitGraph():
                 yield from self._start_graph(op)
+            case ops.Upload():
+                yield from self._images.upload(op)
+            case ops.Release():
+                self._images.release(op.source)
             case ops.GetStats():
                 self._stats.ask(op.ticket)
             case ops.GetGraph():
@@ -300,6 +306,7 @@ class Interpreter(Generic[ContextT]):
         finally:
             self._tenant_graphs.pop(self._graph, None)
             self._variables.clear()
+            self._images.close()
             self._memory.close()
             self._memory_of_rejected.close()
 
@@ -317,6 +324,7 @@ class Interpreter(Generic[ContextT]):
             sources = tuple([self._variables[var_id] for var_id in references(op)])
         except KeyError as error:
             raise ProtocolError(f"there is no variable {error.args[0]}") from None
+        images = self._images.images_of(op)
         children: tuple[StateRecord[ContextT], ...] = ()
         match op:
             case _ if isinstance(op, ops.Declaring):
@@ -345,7 +353,7 @@ class Interpreter(Generic[ContextT]):
             case _:
                 pass
         number = state.next_number() if OPS[type(op)].is_numbered else None
-        state.pending.append(PendingOp(op, reservation, number, sources, children))
+        state.pending.append(PendingOp(op, reservation, number, sources, children, images))
         if sources or type(op) in FOLLOWED:
             self._graph.submit(op, time.monotonic())
             self._report_places_later()
@@ -711,7 +719,10 @@ class _OpExecution(Generic[ContextT]):
 
                 await self._resolve(op.parts, pending.sources, fill, partial(_fill_ahead, generator, context))
             case ops.Converse():
-                await self._converse(state, generator, context, op.conversation)
+                conversation = op.conversation
+                if pending.images:
+                    conversation = conversation.with_images(pending.images)
+                await self._converse(state, generator, context, conversation)
             case ops.Tools():
                 state.reserve_text("", _num_chars_of(op.tools))
                 await generator.offer_tools(context, op.tools, op.choice)
@@ -759,7 +770,7 @@ class _OpExecution(Generic[ContextT]):
             case ops.Fork():
                 await self._fork(state, generator, context, op.model, pending.children)
             case ops.Image():
-                generator.image(context, op.source)
+                generator.image(context, pending.images[0])
             case ops.Hint():
                 hint = StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s, op.speculate)
                 generator.hint(context, hint)

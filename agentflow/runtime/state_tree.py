@@ -48,6 +48,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
+from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.ops import MAX_BRANCHES, check_number
 from agentflow.runtime.generator import ContextT, Generator
@@ -314,13 +315,14 @@ class VariableRecord:
 class PendingOp(Generic[ContextT]):
     """An op in its state's stream. ``number``: its number among the state's ops, None if it has none.
     ``sources``: the variables that its text refers to, in order; they outlive their states here.
-    ``children``: the states that it forks. ``reservation``: its own memory."""
+    ``children``: the states that it forks. ``images``: that it refers to. ``reservation``: its own memory."""
 
     op: ops.Op | ops.Rejected
     reservation: Reservation
     number: int | None = None
     sources: tuple[VariableRecord, ...] = ()
     children: tuple[StateRecord[ContextT], ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 class StateRecord(Generic[ContextT]):

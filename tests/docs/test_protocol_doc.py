@@ -25,6 +25,7 @@ from agentflow.protocol.chat import (
     read_reply,
 )
 from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.images import Image, PlacedImage
 from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.runtime import generator, interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits
@@ -45,6 +46,8 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     constraint.Constraint,
     Conversation,
     Message,
+    PlacedImage,
+    Image,
     CalledTool,
     ToolSpec,
     ToolChoice,

@@ -202,9 +202,8 @@ async def test_hints_are_sent_and_change_no_result(server):
 
 
 IMAGES = [
-    (3, "image: give a URL, a file's path or its bytes, not 3"),
-    (None, "give a URL"),
-    (bytearray(PNG), "give a URL"),
+    (3, "image: give a file's path or bytes, a picture of Pillow or numpy, or a URL, not 3"),
+    (None, "give a file"),
     (b"", "begins no known image"),
     (b"no image at all", "b'no image at .*begins no known image"),
     (b"RIFF0000WAVE", "begins no known image"),
@@ -212,8 +211,13 @@ IMAGES = [
     ("a\0b", "cannot be read: embedded null"),
     ("x" * 100_000, "cannot be read: File name too long"),
     ("/", "cannot be read: Is a directory"),
-    ("http://example.com/a.png", "a URL must begin with https: or data:image/, unlike 'http://example"),
-    ("data:text/plain,a", "a URL must begin with https: or data:image/"),
+    (
+        "http://example.com/a.png",
+        "a URL must begin with https:, or with data:image/…;base64, unlike 'http://ex",
+    ),
+    ("data:text/plain,a", "a URL must begin with https:"),
+    ("data:image/png;base64,%%", "no valid base64"),
+    (PNG + bytes(20_000_000), "more than 20,000,000"),
 ]
 
 
@@ -233,9 +237,11 @@ def test_images_are_read_from_bytes_files_and_urls(tmp_path):
     ):
         path = tmp_path / kind
         path.write_bytes(data)
-        source = af.image(data).source
-        assert source.startswith(f"data:image/{kind};base64,")
-        assert af.image(path).source == af.image(str(path)).source == af.image(source).source == source
+        image = af.image(data).image
+        assert image.url.startswith(f"data:image/{kind};base64,")
+        assert (image.media_type, image.data) == (f"image/{kind}", data)
+        others = [path, str(path), image.url, bytearray(data), memoryview(data)]
+        assert all(af.image(other).image is image for other in others)
 
 
 async def test_an_image_is_rejected_before_it_is_sent_to_a_backend_without_vision():

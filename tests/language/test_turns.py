@@ -187,14 +187,26 @@ async def test_messages_of_a_failed_state_raise_its_failure():
             await s.messages()
 
 
-async def test_messages_with_an_image_are_rejected():
+async def test_messages_show_images_in_turns_and_are_read_again():
+    url = "https://example.com/a.png"
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
         s += af.image("https://example.com/outside.png")
-        s += af.user("look")
-        assert await s.messages() == [{"role": "user", "content": "look"}]
-        s += af.user(af.image("https://example.com/a.png"))
-        with pytest.raises(af.errors.NotSupported, match="holds an image"):
-            await s.messages()
+        s += af.user("look: ", af.image(url), "and tell")
+        messages = await s.messages()
+        assert messages == [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "look: "},
+                    {"type": "image_url", "image_url": {"url": url}},
+                    {"type": "text", "text": "and tell"},
+                ],
+            }
+        ]
+        async with flow.state() as again:
+            again += af.conversation(messages)
+            assert await again.text() == "<user>look: <image>and tell</user><assistant>"
+            assert (await again.messages())[:1] == messages
 
 
 async def test_turns_over_the_wire(server):
@@ -250,7 +262,7 @@ async def test_a_generation_whose_turn_is_unclear_is_rejected(expression):
             "text",
             "\n",
             s.set("note", "a"),
-            af.image("data:image/png;base64,"),
+            af.image("https://example.com/a.png"),
             af.assistant("a"),
         ):
             num_ops = len(observed.ops)

@@ -46,6 +46,8 @@ def test_every_field_that_may_hold_numbers_has_one_of_the_known_names() -> None:
         for field in msgspec.structs.fields(op):
             if field.type in (int, tuple[int, ...]) and (op, field.name) not in (
                 (ops.SubmitGraph, "outputs"),
+                (ops.Upload, "size"),
+                (ops.Upload, "at"),
                 (ops.Watch, "max_nodes"),
                 (ops.Peek, "node"),
             ):
@@ -78,6 +80,7 @@ def test_a_graph_is_expanded_with_the_numbers_of_the_session_and_all_its_states_
 @pytest.mark.parametrize("op", [op for op in OPS if not OPS[op].in_graph], ids=lambda op: op.__name__)
 def test_an_op_that_may_not_stand_in_a_graph_is_rejected(op: type[ops.Op]) -> None:
     given = {ops.Await: (1, 1), ops.SubmitGraph: (1, ()), ops.Unwatch: (), ops.Peek: (1, 1)}
+    given |= {ops.Upload: ("sha256:", 1, 0, b"a"), ops.Release: ("sha256:",)}
     with pytest.raises(ProtocolError):
         [*expanded(ops.SubmitGraph(1, (ops.Open(1), op(*given.get(op, (1,))))))]
 

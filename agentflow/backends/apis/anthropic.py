@@ -154,5 +154,4 @@ class Anthropic(ApiBackend):
             sampling=(*(found.sampling or ()), "stop_regex"),
             constraints=enforced,
             select="choices" in enforced,
-            images=False,  # the generator sends none yet
         )

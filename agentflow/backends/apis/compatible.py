@@ -25,6 +25,7 @@ class OpenAICompatible(ApiBackend):
             server's models says. With a model and a flavour, the server is asked nothing, also not for the
             length of the model's context.
         embed_model: The model for ``flow.embed``. It may be the only model of the server.
+        images: Whether the model accepts images, which the list of models does not say.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.
         speculate: As for ``af.OpenAI``.
@@ -49,6 +50,7 @@ class OpenAICompatible(ApiBackend):
         *,
         flavour: FlavourName | None = None,
         embed_model: str | None = None,
+        images: bool = False,
         api_key: str | None = None,
         on_unsupported: OnUnsupported = "error",
         speculate: bool | None = None,
@@ -82,6 +84,7 @@ class OpenAICompatible(ApiBackend):
         self.url = self._settings.server
         self.model = model
         self.flavour = flavour
+        self._accepts_images = images
 
     def __repr__(self) -> str:
         shown = f"{self.url!r}" if self.model is None else f"{self.url!r}, {self.model!r}"
@@ -97,5 +100,6 @@ class OpenAICompatible(ApiBackend):
         """Opens the pool of connections, and asks for the model if none was given. ``BadArgument`` if the
         server has several. For the session."""
         flavour = None if self.flavour is None else FLAVOURS[self.flavour]
-        async with connected(self._settings, flavour, deliver) as connection:
+        images = self._accepts_images
+        async with connected(self._settings, flavour, deliver, accepts_images=images) as connection:
             yield connection

@@ -21,12 +21,14 @@ from agentflow.backends.apis.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import (
     FREE_CHOICE,
+    IMAGE_ROLES,
     CalledTool,
     Conversation,
     Message,
     ToolChoice,
     ToolSpec,
 )
+from agentflow.protocol.images import Image, PlacedImage
 from agentflow.runtime.generator import Upcoming
 
 Encode = Callable[[Message], bytes]
@@ -111,6 +113,7 @@ class ApiContext:
     is_implied: bool = False  # no role op opened it
     answered: tuple[str | None, str | None] = (None, None)  # the call that it answers, and the tool
     parts: list[str] = field(default_factory=list)  # its text, or the plain text
+    images: tuple[PlacedImage, ...] = ()  # in its text
     calls: tuple[CalledTool, ...] = ()  # its tool calls
     has_generated: bool = False  # a model wrote some of it
     reasoning: str | None = None  # before its text
@@ -130,6 +133,11 @@ class ApiContext:
         return self.last is None and self.role is None
 
     @property
+    def has_images(self) -> bool:
+        """Whether a message has an image."""
+        return bool(self.images) or any(node.message.images for node in chain(self.last))
+
+    @property
     def open_text(self) -> str:
         """The text of the open turn, or the plain text."""
         if len(self.parts) > 1:
@@ -141,6 +149,14 @@ class ApiContext:
         if text:
             self.parts.append(text)
             self.native = None
+
+    def image(self, image: Image) -> None:
+        """Appends an image. ``NotSupported`` outside turns of the user and of tools."""
+        if self.role not in IMAGE_ROLES:
+            where = "outside a turn" if self.role is None else f"in a turn of the {self.role}"
+            raise NotSupported(f"a model behind an API takes no image {where}: put it into af.user(…)")
+        self.images += (PlacedImage(len(self.open_text), image),)
+        self.native = None
 
     def begin_role(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
         """Opens a turn. ``NotSupported`` after plain text."""
@@ -164,20 +180,26 @@ class ApiContext:
     ) -> None:
         self.role, self.answered, self.is_implied = role, answered, is_implied
         self.parts, self.calls, self.has_generated, self.reasoning = [], (), False, None
-        self.native = None
+        self.native, self.images = None, ()
 
     def end_role(self) -> None:
         """Ends the open turn. ``BadArgument`` if there is none."""
         if self.role is None:
             raise BadArgument("there is no open turn to end")
         self.last = MessageNode(self.last, self.open_message(), self.native)
-        self.role, self.is_implied, self.parts, self.calls = None, False, [], ()
+        self.role, self.is_implied, self.parts, self.calls, self.images = None, False, [], (), ()
 
     def open_message(self) -> Message:
         """The open turn so far."""
         assert self.role is not None
         return Message(
-            self.role, self.open_text, self.has_generated, self.calls, *self.answered, self.reasoning
+            self.role,
+            self.open_text,
+            self.has_generated,
+            self.calls,
+            *self.answered,
+            self.reasoning,
+            self.images,
         )
 
     def open_answer(self) -> None:
@@ -225,7 +247,7 @@ class ApiContext:
     def messages(self, *, with_open: bool = True) -> list[MessageNode]:
         """The turns that have ended, and the open one if it has content, as ``model`` reads them."""
         nodes = chain(self.last)
-        if with_open and self.role is not None and (self.open_text or self.calls):
+        if with_open and self.role is not None and (self.open_text or self.calls or self.images):
             nodes.append(MessageNode(self.last, self.open_message(), self.native))
         return [node.read_by(self.model) for node in nodes]
 
@@ -288,11 +310,23 @@ class ApiContext:
 
 def _shown(message: Message) -> str:
     calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
-    return f"<{message.role}>{message.content}{''.join(calls)}"
+    texts = ["<image>" if isinstance(part, Image) else part for part in message.parts]
+    return f"<{message.role}>{''.join(texts)}{''.join(calls)}"
+
+
+IMAGE_TOKENS = 1_000
+"""About the tokens of an image of a megapixel, with which the providers count their prices."""
 
 
 def _num_bytes(message: Message) -> int:
-    return len(message.content.encode(errors="surrogatepass"))
+    """The size of a message, in which an image counts by its tokens."""
+    num_bytes = len(message.content.encode(errors="surrogatepass"))
+    return num_bytes + len(message.images) * IMAGE_TOKENS * CHARS_PER_TOKEN
+
+
+def num_chars_of(message: Message) -> int:
+    """The characters of a message, in which an image counts by its tokens."""
+    return len(message.content) + len(message.images) * IMAGE_TOKENS * CHARS_PER_TOKEN
 
 
 def prefix_key(*parts: bytes) -> str:

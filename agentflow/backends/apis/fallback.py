@@ -32,6 +32,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats, summed
+from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -292,9 +293,9 @@ class FallbackGenerator:
         """Closes the turn."""
         self._first.end_role(context)
 
-    def image(self, context: ApiContext, source: str) -> None:
+    def image(self, context: ApiContext, image: Image) -> None:
         """As ``ApiGenerator.image``."""
-        self._first.image(context, source)
+        self._first.image(context, image)
 
     async def converse(self, context: ApiContext, conversation: Conversation) -> None:
         """Begins the context with a conversation."""

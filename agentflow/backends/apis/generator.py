@@ -24,7 +24,7 @@ from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of
 from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
-from agentflow.backends.apis.conversation import ApiContext, prefix_key
+from agentflow.backends.apis.conversation import ApiContext, num_chars_of, prefix_key
 from agentflow.backends.apis.embeddings import ApiEmbedder
 from agentflow.backends.apis.hedging import Lane, Race
 from agentflow.backends.apis.http.circuit import Circuit
@@ -53,6 +53,7 @@ from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
 from agentflow.protocol.events import Capabilities, Stats, Usage
+from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -163,9 +164,10 @@ class ApiGenerator:
         self.leave_ahead(context)
         context.end_role()
 
-    def image(self, context: ApiContext, source: str) -> None:
-        """``NotSupported``."""
+    def image(self, context: ApiContext, image: Image) -> None:
+        """Appends an image. ``NotSupported`` if the model has no vision."""
         self.capabilities.require_images()
+        context.image(image)
 
     async def converse(self, context: ApiContext, conversation: Conversation) -> None:
         """Begins the context with a conversation."""
@@ -235,7 +237,7 @@ class ApiGenerator:
         """Asks the endpoint for decisions if there is one, and otherwise decides each question by itself: by
         the log-probabilities of letters, or by an answer that the model writes."""
         context.check_decidable()
-        if self._decisions_api is not False:
+        if self._decisions_api is not False and not context.has_images:
             try:
                 decided = await self._decided_by_endpoint(context, questions)
                 self._decisions_api = True  # from now on, its errors are those of the request
@@ -568,7 +570,7 @@ class ApiGenerator:
     def _estimated_prompt(self, context: ApiContext) -> int:
         """The tokens of a prompt that was not sent."""
         nodes = context.messages()
-        return sum([len(node.message.content) for node in nodes]) // CHARS_PER_TOKEN
+        return sum([num_chars_of(node.message) for node in nodes]) // CHARS_PER_TOKEN
 
     def leave_ahead(self, context: ApiContext) -> None:
         """The context takes nothing more from the call that went on, which ends with its last user."""

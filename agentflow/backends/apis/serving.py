@@ -218,11 +218,16 @@ async def transport_of(settings: ApiSettings, errors: ErrorMapping) -> AsyncIter
 
 @asynccontextmanager
 async def connected(
-    settings: ApiSettings, flavour: Flavour | None, deliver: Deliver, facts: ModelFacts | None = None
+    settings: ApiSettings,
+    flavour: Flavour | None,
+    deliver: Deliver,
+    facts: ModelFacts | None = None,
+    *,
+    accepts_images: bool = False,
 ) -> AsyncIterator[Connection]:
     """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
-    is None, and the table of models for the ``facts``. ``UnknownModel`` if no model was given and the server
-    has none, or several."""
+    is None, and the table of models for the ``facts``. ``accepts_images``: the model does, whatever the table
+    says. ``UnknownModel`` if no model was given and the server has none, or several."""
     model, embed_model = settings.model, settings.embed_model
     context, found = None, None
     if model is None or flavour is None:
@@ -238,6 +243,8 @@ async def connected(
     facts = facts or model_facts(flavour.name, model)
     if context is not None:
         facts = msgspec.structs.replace(facts, context=context)
+    if accepts_images:
+        facts = msgspec.structs.replace(facts, images=True)
     if not facts.chat:
         raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
     params = {place: name for name, place in flavour.params.items()}
@@ -431,6 +438,7 @@ def flavoured_capabilities(
         seeds="seed" in sampling,
         max_context=facts.context,
         constraints=tuple(dict.fromkeys((*enforced, *CHECKED_KINDS))) if is_checked else enforced,
+        images=facts.images,
         token_ids=False,
         conversations=True,
         sampling=tuple(sampling),

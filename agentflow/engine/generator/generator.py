@@ -65,6 +65,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_rep
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
+from agentflow.protocol.images import Image
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
@@ -243,7 +244,7 @@ class EngineGenerator:
         """Closes the turn."""
         context.end_role()
 
-    def image(self, context: EngineContext, source: str) -> None:
+    def image(self, context: EngineContext, image: Image) -> None:
         """Raises ``NotSupported``: the engine's models have no vision, and ``capabilities`` says so."""
         self.capabilities.require_images()
 

@@ -17,6 +17,7 @@ import msgspec
 from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_svg
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
+from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import ROOT, opened, references, spec_of
 from agentflow.protocol.transform import apply_transforms
 
@@ -43,7 +44,7 @@ class Graph:
     """``arguments``: maps the names of the texts that ``flow.submit`` provides to variables. ``result``: the
     program's return value, with an ``Output`` for each value. ``places``: maps each variable to its place,
     from which the seed of a gen without a seed is derived. ``value_types``: the types of variables whose
-    value is not text.
+    value is not text. ``images``: the files that the ops refer to.
 
     >>> graph = judge.trace(dimensions=("clarity", "evidence")).optimised()
     >>> graph
@@ -58,6 +59,7 @@ class Graph:
     result: Any = None
     places: Mapping[int, str] = field(default_factory=dict)
     value_types: Mapping[int, ValueType] = field(default_factory=dict)
+    images: tuple[Image, ...] = field(default=(), repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<Graph {self.name} of {len(self.ops)} ops, arguments: {', '.join(self.arguments) or 'none'}>"

@@ -27,9 +27,11 @@ from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import Reference, Variable, target_of
 from agentflow.language.typed.values import TEXT
+from agentflow.language.uploads import images_in
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
+from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import ROOT, StateModels, check_sendable, numbers, spec_of
 from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
@@ -68,6 +70,7 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
         arguments=arguments,
         result=_as_output(result, function.__name__),
         places=run.places,
+        images=tuple(link.images),
         value_types={variable.id: variable.value_type for state in run.states for variable in state.shown},
     )
 
@@ -91,6 +94,7 @@ class _TraceLink(Link):
         super().__init__(seed=0)
         self._models = _AnyModels()
         self.collected: list[ops.Op] = []
+        self.images: list[Image] = []
         self.cancelled_at: ProgramLine | None = None
 
     @property
@@ -107,6 +111,7 @@ class _TraceLink(Link):
         for op in recorded:
             check_sendable(op, self._models)
             self._models.follow(op)
+            self.images += images_in(op)
         self.collected += recorded
         if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in recorded):
             self.cancelled_at = calling_line()

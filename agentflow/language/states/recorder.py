@@ -45,6 +45,7 @@ from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import Question
+from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import num_done_with
 from agentflow.protocol.transform import apply_transforms
 
@@ -112,7 +113,7 @@ class Recorder:
                 case TurnEnds():
                     self.put(ops.End(self._state.id))
                 case ImageExpression():
-                    self.put(ops.Image(self._state.id, entry.source))
+                    self.put(ops.Image(self._state.id, entry.image.source))
                 case str() | Reference():
                     self._text.append(self._part(entry))
                 case _:
@@ -153,9 +154,9 @@ class Recorder:
             case ConversationExpression():
                 self._converse(item.conversation)
             case ImageExpression():
-                MARKERS.reject([item.source], "image: its source")
+                MARKERS.reject([item.image.source], "image: its URL")
                 self._append_entry(item)
-                self.put(ops.Image(self._state.id, item.source))
+                self.put(ops.Image(self._state.id, item.image.source))
             case _:
                 raise not_appendable(item)
 
@@ -256,13 +257,18 @@ class Recorder:
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
             MARKERS.reject([message.content, *arguments], "conversation: a message")
-            self._entries += [TurnBegins(message.role, message.tool_call_id, message.name), message.content]
+            parts = [
+                ImageExpression(part) if isinstance(part, Image) else part for part in message.parts or [""]
+            ]
+            self._entries += [TurnBegins(message.role, message.tool_call_id, message.name), *parts]
             self._entries += [ToolCalls(calls_of(message.tool_calls))] if message.tool_calls else []
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
         self._place = TurnPlace("assistant", closes_with_reply=True)
         self._offer = Offer(conversation.tools, conversation.choice)
+        if images := conversation.images:
+            conversation = conversation.with_images([image.reference() for image in images])
         self.put(ops.Converse(self._state.id, conversation))
 
     def _generate(self, item: GenExpression[Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, get_args, overload
 
-from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
+from agentflow.errors import BadArgument, Cancelled, ForeignState, UnknownVariable
 from agentflow.language.display.html import as_html
 from agentflow.language.display.terminal import as_text
 from agentflow.language.expressions import (
@@ -41,6 +41,7 @@ from agentflow.language.typed.replies import Message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
+from agentflow.protocol.images import placed_in
 from agentflow.protocol.ops import MAX_BRANCHES, Objective, ReadWhat, Role
 from agentflow.protocol.sampling import is_whole
 
@@ -251,15 +252,12 @@ class State:
     async def messages(self) -> list[dict[str, Any]]:
         """The conversation so far in the format of chat APIs, ``{"role": ..., "content": ...}``, which
         ``af.conversation`` accepts. The tool calls of a reply are the ``tool_calls`` of its turn. Waits for
-        unfinished text. Leaves out text outside turns. ``NotSupported`` if a turn holds an image.
+        unfinished text. Leaves out text outside turns. A turn with images has a list of parts as its content.
 
         >>> (await s.messages())[0]
         {'role': 'user', 'content': 'What do plants do?'}
         """
-        turns = self._node.transcript.turns()
-        if any(isinstance(part, ImageExpression) for turn in turns for part in turn.content):
-            raise NotSupported("messages() gives texts, and this conversation holds an image")
-        return [(await _message_of(turn)).as_dict() for turn in turns]
+        return [(await _message_of(turn)).as_dict() for turn in self._node.transcript.turns()]
 
     def hint(
         self,
@@ -751,9 +749,13 @@ def _at(line: ProgramLine | None) -> str:
 
 
 async def _message_of(turn: TurnContent) -> Message:
-    begin, content = turn.begin, "".join([await _text_of(part) for part in turn.content])
+    begin = turn.begin
+    parts = [
+        part.image if isinstance(part, ImageExpression) else await _text_of(part) for part in turn.content
+    ]
+    content, images = placed_in(parts)
     calls = [call for calls in turn.calls for call in await _tool_calls(calls.source)]
-    return Message(begin.role, content, tuple(calls), begin.tool_call_id, begin.name)
+    return Message(begin.role, content, tuple(calls), begin.tool_call_id, begin.name, images)
 
 
 async def _tool_calls(source: tuple[ToolCall, ...] | Expression) -> tuple[ToolCall, ...]:

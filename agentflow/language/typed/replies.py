@@ -14,12 +14,14 @@ from agentflow.errors import BadArgument
 from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.tools import DescribedTool, ToolCall, plain_call
 from agentflow.protocol import chat
+from agentflow.protocol.images import Image, PlacedImage, image_at, parts_of, placed_in
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. ``tool_calls``: of an assistant's message. ``tool_call_id``: the call that
-    a ``tool`` message answers, of the tool ``name``.
+    a ``tool`` message answers, of the tool ``name``. ``images``: with their places in the content, as in
+    messages that ``s.messages()`` gives and ``af.conversation`` reads.
 
     >>> question = af.Message("user", "What do plants do?")
     >>> async with flow.state() as s:
@@ -31,6 +33,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The message in the format of OpenAI's API, which ``af.conversation`` accepts too.
@@ -39,6 +42,13 @@ class Message:
         {'role': 'tool', 'content': '12 degrees', 'tool_call_id': 'call_1'}
         """
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.images:
+            shown["content"] = [
+                {"type": "image_url", "image_url": {"url": part.url}}
+                if isinstance(part, Image)
+                else {"type": "text", "text": part}
+                for part in parts_of(self.content, self.images)
+            ]
         if self.tool_calls:
             shown["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
@@ -106,7 +116,8 @@ def calls_of(received: tuple[chat.CalledTool, ...]) -> tuple[ToolCall, ...]:
 
 def message_of(sent: chat.Message) -> Message:
     """The message as programs see it."""
-    return Message(sent.role, sent.content, calls_of(sent.tool_calls), sent.tool_call_id, sent.name)
+    calls = calls_of(sent.tool_calls)
+    return Message(sent.role, sent.content, calls, sent.tool_call_id, sent.name, sent.images)
 
 
 def sent_message(message: Message) -> chat.Message:
@@ -117,7 +128,15 @@ def sent_message(message: Message) -> chat.Message:
                 f"conversation: {call!r:.200} is not a tool call: give an af.ToolCall", param="messages"
             )
     calls = tuple([chat.CalledTool(call.id, call.name, call.text) for call in message.tool_calls])
-    return chat.Message(message.role, message.content, False, calls, message.tool_call_id, message.name)
+    return chat.Message(
+        message.role,
+        message.content,
+        False,
+        calls,
+        message.tool_call_id,
+        message.name,
+        images=message.images,
+    )
 
 
 class _Function(msgspec.Struct):
@@ -130,14 +149,19 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
+class _Url(msgspec.Struct):
+    url: str
+
+
 class _Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: _Url | str | None = None  # a string: as OpenAI's responses have it
 
 
 class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message in the format of OpenAI's API, text only. ``reasoning_content``: as DeepSeek's API has it."""
+    """A message in the format of OpenAI's API. ``reasoning_content``: as DeepSeek's API has it."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -148,17 +172,21 @@ class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
     @property
-    def text(self) -> str:
-        """The content, whose parts are joined without a separator. ``ValueError`` for a part without text."""
+    def parts(self) -> list[str | Image]:
+        """The parts of the content. ``ValueError`` for a part that is neither a text nor an image."""
         if isinstance(self.content, str):
-            return self.content
-        texts = []
+            return [self.content]
+        parts: list[str | Image] = []
         for part in self.content or ():
+            if part.type in ("image_url", "input_image") and part.image_url is not None:
+                url = part.image_url
+                parts.append(image_at(url if isinstance(url, str) else url.url))
+                continue
             text = part.refusal if part.type == "refusal" else part.text
             if text is None:
-                raise ValueError(f"a part of the content is {part.type!r}, and only texts are taken")
-            texts.append(text)
-        return "".join(texts) or self.refusal or ""
+                raise ValueError(f"a part of the content is {part.type!r}: texts and images are taken")
+            parts.append(text)
+        return parts if any(parts) else [self.refusal or ""]
 
 
 def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
@@ -171,7 +199,7 @@ def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
         said = {key: value for key, value in message.items() if value is not None and value != []}
     try:
         given = msgspec.convert(said, _OpenAIMessage)
-        text = given.text
+        text, images = placed_in(given.parts)
     except ValueError as error:  # also for a lone surrogate in a name
         raise BadArgument(
             f"conversation: {message!r:.200} is not a message: {error}", param="messages"
@@ -185,4 +213,5 @@ def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
         given.tool_call_id,
         given.name,
         given.reasoning_content,
+        images,
     )

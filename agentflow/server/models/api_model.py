@@ -39,6 +39,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Stats, Usage
+from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -248,9 +249,9 @@ class TenantGenerator:
         """Closes the turn."""
         self._inner.end_role(context)
 
-    def image(self, context: Any, source: str) -> None:
+    def image(self, context: Any, image: Image) -> None:
         """Appends an image."""
-        self._inner.image(context, source)
+        self._inner.image(context, image)
 
     async def converse(self, context: Any, conversation: Conversation) -> None:
         """Begins the context with a conversation."""

@@ -171,6 +171,8 @@ class _Types:
                 return "boolean"
             case inspect.StrType():
                 return "string"
+            case inspect.BytesType():
+                return "string"  # base64
             case inspect.NoneType():
                 return "null"
             case inspect.AnyType():

@@ -20,6 +20,8 @@ export type Op =
   | OpenOp
   | SubmitGraphOp
   | TextOp
+  | UploadOp
+  | ReleaseOp
   | ImageOp
   | ConverseOp
   | ToolsOp
@@ -191,11 +193,40 @@ export interface Ref {
  */
 export type Transform = [name: "date" | "enum" | "first_line" | "items" | "json" | "lower" | "number" | "regex" | "strip" | "upper" | "xml" | "yaml", argument?: string];
 
-/** Appends an image. Rejected if `capabilities.images` is false. */
+/**
+ * Sends bytes of an image, once for all states of the session. The parts of an image come in order,
+ * without gaps; an image has 20,000,000 bytes at most, and at most 16 are uploaded in part at the same
+ * time. The session's memory counts the size of the image from its first part on. An upload fails no
+ * state: a wrong digest, a file that is no PNG, JPEG, GIF or WebP, and a lack of memory are the errors
+ * of the ops that use the image.
+ */
+export interface UploadOp {
+  op: "upload";
+  /** `sha256:` and the digest of the whole file in 64 hexadecimal digits. */
+  source: string;
+  /** Of the whole file, in bytes. */
+  size: number;
+  /** The byte of the file with which `data` begins. */
+  at: number;
+  /** In JSON: base64. */
+  data: string;
+}
+
+/** No later op refers to this image. Ops that refer to it already keep it. */
+export interface ReleaseOp {
+  op: "release";
+  /** As in `upload`. */
+  source: string;
+}
+
+/**
+ * Appends an image, in a turn of the user or of a tool. Rejected if `capabilities.images` is false, and
+ * with `bad_argument` if the image was not uploaded.
+ */
 export interface ImageOp {
   op: "image";
   state: number;
-  /** A `data:` or `https:` URL. */
+  /** The `source` of an upload, or an `https:` URL, which the model's provider fetches. */
   source: string;
 }
 
@@ -236,6 +267,8 @@ export interface Message {
   name?: string | null;
   /** Of an assistant's turn: the reasoning before it; the chat template decides where it is shown. */
   reasoning?: string | null;
+  /** Of a turn of the user or of a tool: its images, in order; by default `[]`. */
+  images?: PlacedImage[];
 }
 
 /** Part of a message and of a reply. */
@@ -246,6 +279,23 @@ export interface CalledTool {
   name: string;
   /** A JSON object, as text. */
   arguments: string;
+}
+
+/** Part of a message: an image in its content. */
+export interface PlacedImage {
+  /** It stands before this character of the content. */
+  at: number;
+  image: Image;
+}
+
+/** Part of a message. */
+export interface Image {
+  /** As in the op `image`. */
+  source: string;
+  /** Not read from clients; by default `""`. */
+  media_type?: string;
+  /** Not read from clients; by default `""`. */
+  data?: string;
 }
 
 /** Part of a conversation: a tool. */

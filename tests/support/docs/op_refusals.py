@@ -160,7 +160,7 @@ def constrained(kind: str, source: str) -> dict[str, Any]:
 
 SET = {"op": "set", "state": 1, "var": 3, "name": "text", "parts": ["no JSON"]}
 IN_JSON = {"op": "ref", "var": 3, "transforms": [["json", "score"]]}
-IMAGE = {"op": "image", "state": 1, "source": "data:image/png;base64,AA=="}
+IMAGE = {"op": "image", "state": 1, "source": "https://example.com/a.png"}
 USER = {"op": "begin", "state": 1, "role": "user"}
 FORK = {"op": "fork", "state": 1, "children": [11, 12]}
 TASK_GROUP = {"op": "taskgroup", "state": 1, "children": [11, 12]}

@@ -26,6 +26,7 @@ from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
+from agentflow.protocol.images import Image
 
 DONE = b"[DONE]"
 Stop: TypeAlias = int | str | msgspec.UnsetType | None
@@ -160,7 +161,7 @@ class ChatCompletions:
         return {}
 
     def _encode_message(self, message: Message) -> bytes:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
             fields["content"] = message.content or None
             fields["tool_calls"] = [
@@ -176,6 +177,22 @@ class ChatCompletions:
         if message.reasoning and self._flavour.takes_reasoning:
             fields["reasoning_content"] = message.reasoning
         return _encode(fields)
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    if not message.images:
+        return message.content
+    if message.role == "tool":
+        raise NotSupported(
+            "the chat API takes no images in results of tools: append it in a turn of the user, or use "
+            'af.OpenAI(…, api="responses")'
+        )
+    return [
+        {"type": "image_url", "image_url": {"url": part.url}}
+        if isinstance(part, Image)
+        else {"type": "text", "text": part}
+        for part in message.parts
+    ]
 
 
 def stream_options(flavour: Flavour) -> dict[str, bool]:

@@ -31,6 +31,7 @@ from agentflow.backends.apis.strict_schema import StrictSchema, Unwrap, enum_sch
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.images import Image
 
 DEFAULT_MAX_TOKENS: Final = 4096
 """The limit of a model whose own limit is unknown."""
@@ -356,14 +357,28 @@ def _system_part(node: MessageNode) -> Part:
     return Part(_encode({"type": "text", "text": node.message.content}), b"}", is_head=True)
 
 
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    """The texts and images of a message, without blank texts."""
+    blocks: list[dict[str, Any]] = []
+    for part in message.parts:
+        if not isinstance(part, Image):
+            blocks += [{"type": "text", "text": part}] if part.strip() else []
+        elif part.is_file:
+            source = {"type": "base64", "media_type": part.media_type, "data": part.base64}
+            blocks.append({"type": "image", "source": source})
+        else:
+            blocks.append({"type": "image", "source": {"type": "url", "url": part.source}})
+    return blocks
+
+
 def _encoded(message: Message) -> bytes:
     """A message as the API takes it, of a tool the block with its result. Empty if it has no content: the API
     refuses blocks without text."""
     if message.role == "tool":
         result = {"type": "tool_result", "tool_use_id": message.tool_call_id or ""}
+        if message.images:
+            return _encode(result | {"content": _blocks(message)})
         return _encode(result | ({"content": message.content} if message.content else {}))
-    blocks: list[dict[str, Any]] = []
-    if message.content.strip():
-        blocks.append({"type": "text", "text": message.content})
+    blocks = _blocks(message)
     blocks += [call_block(call) for call in message.tool_calls]
     return _encode({"role": message.role, "content": blocks}) if blocks else b""

@@ -23,6 +23,7 @@ from agentflow.backends.apis.responses.responses_stream import ResponsesReader, 
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
+from agentflow.protocol.images import Image
 
 RESPONSES: Final = replace(
     OPENAI, params={"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
@@ -132,13 +133,24 @@ def _tool(tool: ToolSpec) -> dict[str, Any]:
     }
 
 
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if not message.images:
+        return message.content
+    return [
+        {"type": "input_image", "image_url": part.url, "detail": "auto"}
+        if isinstance(part, Image)
+        else {"type": "input_text", "text": part}
+        for part in message.parts
+    ]
+
+
 def _items(message: Message) -> bytes:
     """The items of a message, separated by commas. None if it has no content."""
     if message.role == "tool":
-        result = {"call_id": message.tool_call_id or "", "output": message.content}
+        result = {"call_id": message.tool_call_id or "", "output": _content(message)}
         return _encode({"type": "function_call_output", **result})
     items: list[dict[str, Any]] = []
     if message.content or message.role != "assistant":
-        items.append({"role": message.role, "content": message.content})
+        items.append({"role": message.role, "content": _content(message)})
     items += [call_item(call) for call in message.tool_calls]
     return b",".join(map(_encode, items))

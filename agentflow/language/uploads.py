@@ -1,0 +1,72 @@
+"""The images that a session has sent to its backend: each once, before the first op that refers to it.
+
+An image is released when no part of the program uses it any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Final
+from weakref import finalize
+
+from agentflow.protocol import ops
+from agentflow.protocol.images import UPLOAD_BYTES, Image, known_file
+
+REFERRING: Final = frozenset({ops.Image, ops.Converse, ops.SubmitGraph})
+"""The ops that may refer to images."""
+
+
+def images_in(op: ops.Op) -> Iterator[Image]:
+    """The files that the op refers to."""
+    sources: Iterable[str] = ()
+    match op:
+        case ops.Image():
+            sources = (op.source,)
+        case ops.Converse():
+            sources = [image.source for image in op.conversation.images]
+        case ops.SubmitGraph():
+            for part in op.ops:
+                yield from images_in(part)
+    for source in sources:
+        if (image := known_file(source)) is not None:
+            yield image
+
+
+class Uploads:
+    """The images that one backend has."""
+
+    def __init__(self) -> None:
+        self._sent: set[str] = set()
+        # Of images that nothing uses. The garbage collector may add to it at any time, in any thread.
+        self._unused: deque[str] = deque()
+
+    def before(self, sent: Iterable[ops.Op]) -> list[ops.Op]:
+        """The ops to send before ``sent``: uploads of new images, and releases of unused ones. The caller
+        must send them."""
+        found: list[ops.Op] = []
+        while self._unused:
+            source = self._unused.popleft()
+            if source in self._sent and known_file(source) is None:  # not loaded again meanwhile
+                self._sent.remove(source)
+                found.append(ops.Release(source))
+        for op in sent:
+            for image in images_in(op) if type(op) in REFERRING else ():
+                if image.source not in self._sent:
+                    self._sent.add(image.source)
+                    finalize(image, self._unused.append, image.source).atexit = False
+                    found += parts_of_upload(image)
+        return found
+
+    def clear(self) -> None:
+        """The backend has lost all images."""
+        self._sent.clear()
+
+
+def parts_of_upload(image: Image) -> list[ops.Op]:
+    """The ops that send an image."""
+    size = len(image.data)
+    return [
+        ops.Upload(image.source, size, at, image.data[at : at + UPLOAD_BYTES])
+        for at in range(0, size, UPLOAD_BYTES)
+    ]

@@ -1,0 +1,119 @@
+"""The images of a session: uploaded once, and used by any number of ops.
+
+The memory of an image counts until nothing uses it: the store forgets it with ``Release``, and the contexts
+that contain it are freed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from weakref import finalize
+
+from agentflow.errors import AgentflowError, BadArgument
+from agentflow.protocol import ops
+from agentflow.protocol.images import DIGEST, Image, media_type_of
+from agentflow.protocol.op_table import OPS
+from agentflow.runtime.limits import MemoryBudget, Reservation
+
+_MAX_ERRORS = 256
+"""The failed uploads whose errors are kept."""
+_MAX_PARTIAL = 16
+"""The uploads that may be unfinished at the same time."""
+_SLICE = 1_000_000
+"""Bytes that are hashed in one step: about a millisecond."""
+
+
+class _Upload:
+    """An upload that is not complete."""
+
+    def __init__(self, op: ops.Upload, memory: MemoryBudget) -> None:
+        self.size = op.size
+        self.data = bytearray()
+        self.digest = hashlib.sha256()
+        self.reservation = Reservation(memory, op.size)
+
+
+class ImageStore:
+    """The uploaded images of one session.
+
+    Args:
+        memory: Counts the bytes of the images.
+    """
+
+    def __init__(self, memory: MemoryBudget) -> None:
+        self._memory = memory
+        self._images: dict[str, Image] = {}
+        self._partial: dict[str, _Upload] = {}
+        self._errors: dict[str, AgentflowError] = {}
+
+    def upload(self, op: ops.Upload) -> Iterator[None]:
+        """Takes a part of an image, in steps. An error is that of the ops that use the image."""
+        try:
+            OPS[ops.Upload].check(op)
+            yield from self._take(op)
+        except AgentflowError as error:
+            self._partial.pop(op.source, None)
+            while len(self._errors) >= _MAX_ERRORS:
+                del self._errors[next(iter(self._errors))]
+            # Its traceback would keep the bytes.
+            self._errors[op.source[:100]] = error.with_traceback(None)
+
+    def _take(self, op: ops.Upload) -> Iterator[None]:
+        if op.source in self._images:
+            return
+        if not op.at:
+            if len(self._partial) >= _MAX_PARTIAL:
+                raise BadArgument(f"upload: {_MAX_PARTIAL} images are uploaded in part: complete one first")
+            self._partial[op.source] = _Upload(op, self._memory)
+        upload = self._partial.get(op.source)
+        if upload is None or len(upload.data) != op.at or upload.size != op.size:
+            raise BadArgument("upload: the parts of an image must come in order")
+        for first in range(0, len(op.data), _SLICE):
+            upload.digest.update(memoryview(op.data)[first : first + _SLICE])
+            yield
+        is_whole = len(op.data) == op.size
+        if not is_whole:
+            upload.data += op.data
+        if op.at + len(op.data) < op.size:
+            return
+        del self._partial[op.source]
+        if DIGEST + upload.digest.hexdigest() != op.source:
+            raise BadArgument("upload: the bytes of the image have another digest")
+        data = op.data if is_whole else bytes(upload.data)
+        image = Image(op.source, media_type_of(data), data)
+        finalize(image, _forget, upload.reservation)
+        self._errors.pop(op.source, None)
+        self._images[op.source] = image
+
+    def release(self, source: str) -> None:
+        """Forgets an image that no later op refers to."""
+        self._images.pop(source, None)
+        self._partial.pop(source, None)
+
+    def images_of(self, op: ops.Op) -> tuple[Image, ...]:
+        """The images that the op refers to. ``BadArgument`` if one was not uploaded, or its error."""
+        match op:
+            case ops.Image():
+                OPS[ops.Image].check(op)
+                return (self._image(op.source),)
+            case ops.Converse(conversation=conversation):
+                return tuple([self._image(image.source) for image in conversation.images])
+        return ()
+
+    def _image(self, source: str) -> Image:
+        image = self._images.get(source)
+        if image is not None:
+            return image
+        if source.startswith(DIGEST):
+            raise self._errors.get(source) or BadArgument(f"image: {source[:100]!r} was not uploaded")
+        return Image(source)
+
+    def close(self) -> None:
+        """Forgets all images."""
+        self._images.clear()
+        self._partial.clear()
+
+
+def _forget(reservation: Reservation) -> None:
+    """The image is gone, and with this call its reservation."""

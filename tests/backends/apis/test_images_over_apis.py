@@ -1,0 +1,156 @@
+"""Images of a program in the requests of each API. The requests are checked against the vendors' types."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from anthropic.types.message_create_params import MessageCreateParamsStreaming
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from pydantic import TypeAdapter
+from support.apis import anthropic_answers, openai_answers, responses_answers
+from support.apis.fake_server import FakeServer, fake_server
+
+import agentflow as af
+from agentflow.backends.apis.anthropic import Anthropic
+from agentflow.backends.apis.openai import OpenAI
+
+pytestmark = pytest.mark.anyio
+
+DATA = b"\x89PNG\r\n\x1a\n rest"
+ENCODED = base64.b64encode(DATA).decode()
+URL = "https://example.org/x.png"
+TYPES: dict[str, Any] = {
+    "chat": CompletionCreateParamsStreaming,
+    "responses": ResponseCreateParamsStreaming,
+    "messages": MessageCreateParamsStreaming,
+}
+ANSWERS = {
+    "chat": openai_answers.text_stream("A", " cat"),
+    "responses": responses_answers.text_stream("A", " cat"),
+    "messages": anthropic_answers.text_stream("A", " cat"),
+}
+
+
+@asynccontextmanager
+async def opened(api: str, num_answers: int = 1) -> AsyncIterator[tuple[af.Session, FakeServer]]:
+    """A session over one of the APIs."""
+    async with fake_server([ANSWERS[api]] * num_answers) as server:
+        backend: Any
+        if api == "messages":
+            backend = Anthropic("claude-opus-4-5", base_url=server.url, api_key="sk-1", max_retries=0)
+        else:
+            backend = OpenAI("gpt-4o", base_url=f"{server.url}/v1", api_key="sk-1", api=api, max_retries=0)
+        async with af.session(backend=backend) as flow:
+            yield flow, server
+        for request in server.received:
+            types = TypeAdapter(TYPES[api])
+            types.dump_json(types.validate_python(request.json))
+
+
+CONTENT = {
+    "chat": [
+        {"type": "text", "text": "Compare "},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{ENCODED}"}},
+        {"type": "text", "text": " with "},
+        {"type": "image_url", "image_url": {"url": URL}},
+    ],
+    "responses": [
+        {"type": "input_text", "text": "Compare "},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{ENCODED}", "detail": "auto"},
+        {"type": "input_text", "text": " with "},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+    ],
+    "messages": [
+        {"type": "text", "text": "Compare "},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ENCODED}},
+        {"type": "text", "text": " with "},
+        {"type": "image", "source": {"type": "url", "url": URL}},
+    ],
+}
+
+
+def without_marks(value: Any) -> Any:
+    """Without the marks of Anthropic's cache."""
+    return json.loads(json.dumps(value).replace(', "cache_control": {"type": "ephemeral"}', ""))
+
+
+@pytest.mark.parametrize("api", TYPES)
+async def test_an_image_stands_where_the_program_put_it(api: str) -> None:
+    async with opened(api) as (flow, server), flow.state() as s:
+        s += af.user("Compare ", af.image(DATA), " with ", af.image(URL)) + af.assistant(af.gen("x"))
+        assert await s["x"] == "A cat"
+        assert "Compare <image> with <image>" in await s.text()
+    sent = server.last.json["input" if api == "responses" else "messages"][0]
+    assert without_marks(sent) == {"role": "user", "content": CONTENT[api]}
+
+
+@pytest.mark.parametrize("api", TYPES)
+async def test_a_turn_may_be_an_image_alone(api: str) -> None:
+    async with opened(api, 2) as (flow, server), flow.state() as s:
+        s += af.user(af.image(URL)) + af.assistant(af.gen("x"))
+        await s["x"]
+        s += af.user("And now?") + af.assistant(af.gen("y"))
+        await s["y"]
+    first, second = [each.json["input" if api == "responses" else "messages"] for each in server.received]
+    assert without_marks(first)[0] == without_marks(second)[0]
+    assert len(first[0]["content"]) == 1
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_the_result_of_a_tool_may_have_an_image(api: str) -> None:
+    async with opened(api) as (flow, server), flow.state() as s:
+        call = {"id": "call_1", "type": "function", "function": {"name": "screenshot", "arguments": "{}"}}
+        s += af.conversation(
+            [
+                {"role": "user", "content": "What is on the screen?"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {
+                    "role": "tool",
+                    "tool_call_id": "call_1",
+                    "content": [
+                        {"type": "text", "text": "The screen: "},
+                        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{ENCODED}"}},
+                    ],
+                },
+            ]
+        ) + af.gen("x")
+        assert await s["x"] == "A cat"
+    if api == "responses":
+        found = server.last.json["input"][-1]["output"]
+    else:
+        found = server.last.json["messages"][-1]["content"][0]["content"]
+    assert without_marks(found)[1:] == CONTENT[api][1:2]
+
+
+async def test_the_chat_api_takes_no_image_in_the_result_of_a_tool() -> None:
+    async with opened("chat") as (flow, server), flow.state() as s:
+        s += af.user("Look.") + af.tool_result("The screen: ", af.image(DATA)) + af.assistant(af.gen("x"))
+        with pytest.raises(af.errors.NotSupported):
+            await s["x"]
+    assert not server.received
+
+
+async def test_only_the_user_and_tools_show_images() -> None:
+    for turn in (af.system, af.assistant):
+        async with opened("chat") as (flow, _), flow.state() as s:
+            s += turn(af.image(DATA))
+            with pytest.raises(af.errors.NotSupported):
+                await s
+    async with opened("chat") as (flow, _), flow.state() as s:
+        s += af.image(DATA)
+        with pytest.raises(af.errors.NotSupported):
+            await s
+
+
+async def test_a_model_without_vision_takes_no_image() -> None:
+    async with fake_server([]) as server:
+        backend = OpenAI("gpt-3.5-turbo", base_url=f"{server.url}/v1", api_key="sk-1")
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            with pytest.raises(af.errors.NotSupported):
+                s += af.user(af.image(DATA))

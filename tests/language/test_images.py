@@ -1,0 +1,165 @@
+"""Images of a program: what it may give, and what reaches the backend."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.observed_backends import Observed
+
+import agentflow as af
+from agentflow.protocol import ops
+from agentflow.protocol.images import MAX_IMAGE_BYTES, UPLOAD_BYTES, image_file, known_file
+
+pytestmark = pytest.mark.anyio
+
+
+def png(name: str, num_bytes: int = 0) -> bytes:
+    """Bytes that begin as a PNG does, different for each name."""
+    return b"\x89PNG\r\n\x1a\n" + name.encode() + bytes(num_bytes)
+
+
+def digest(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+async def test_a_session_sends_the_bytes_of_an_image_once(server):
+    data = png("once")
+    observed = Observed(af.Remote(server.url))
+    async with af.session(backend=observed) as flow:
+        for _ in range(2):
+            async with flow.state() as s:
+                s += af.user("look: ", af.image(data)) + af.assistant(af.gen("x"))
+                async with s.fork(3) as branches:
+                    for branch in branches:
+                        branch += af.user(af.image(data)) + af.assistant(af.gen("y"))
+                assert await s["x"]
+                await branches
+    assert observed.of(ops.Upload) == [ops.Upload(digest(data), len(data), 0, data)]
+    assert {op.source for op in observed.of(ops.Image)} == {digest(data)}
+    assert len(observed.of(ops.Image)) == 8
+
+
+async def test_a_large_image_is_sent_in_parts(server):
+    data = png("large", 2 * UPLOAD_BYTES)
+    calls = []
+    observed = Observed(af.Remote(server.url))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        s += af.user(af.image(data)) + af.assistant(af.gen("x"))
+        assert await s["x"]
+        calls = await s.messages()
+    sent = observed.of(ops.Upload)
+    assert [op.at for op in sent] == [0, UPLOAD_BYTES, 2 * UPLOAD_BYTES]
+    assert b"".join(op.data for op in sent) == data
+    assert calls[0]["content"] == [{"type": "image_url", "image_url": {"url": image_file(data).url}}]
+
+
+async def test_an_image_is_released_when_nothing_uses_it():
+    first, second = png("first"), png("second")
+    observed = Observed(af.Scripted("a"))
+    async with af.session(backend=observed) as flow:
+        async with flow.state() as s:
+            s += af.user(af.image(first))
+            await s
+        del s
+        gc.collect()
+        assert known_file(digest(first)) is None
+        async with flow.state() as s:
+            s += af.user(af.image(second))
+            await s
+            assert observed.of(ops.Release) == [ops.Release(digest(first))]
+            s += af.user(af.image(first))  # sent again
+            await s
+    assert [op.source for op in observed.of(ops.Upload)] == [digest(one) for one in (first, second, first)]
+
+
+async def test_a_script_sees_the_images_of_its_prompt():
+    data = png("seen")
+    backend = af.Scripted("a cat")
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("What is ", af.image(data), f" and {af.image('https://example.org/x.png')}?")
+        s += af.assistant(af.gen("x"))
+        assert await s["x"] == "a cat"
+        assert await s.text() == "<user>What is <image> and <image>?</user><assistant>a cat</assistant>"
+    assert backend.calls[0].messages == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What is "},
+                {"type": "image_url", "image_url": {"url": image_file(data).url}},
+                {"type": "text", "text": " and "},
+                {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}},
+                {"type": "text", "text": "?"},
+            ],
+        }
+    ]
+
+
+async def test_pictures_and_arrays_become_files():
+    pillow = pytest.importorskip("PIL.Image")
+    pixels = np.arange(4 * 3 * 3, dtype=np.uint8).reshape(4, 3, 3)
+    picture = pillow.fromarray(pixels)
+    from_array, from_picture = af.image(pixels).image, af.image(picture).image
+    assert from_array is from_picture
+    assert from_array.media_type == "image/png"
+    with pytest.raises(af.errors.BadArgument, match="uint8"):
+        af.image(pixels.astype(np.float32))
+    with pytest.raises(af.errors.BadArgument, match="no picture"):
+        af.image(np.zeros((2, 2, 7), dtype=np.uint8))
+
+
+async def test_a_graph_keeps_its_images():
+    data = png("traced")
+
+    @af.program
+    async def describe(s: af.State, question: str) -> str:
+        s += af.user(af.image(data), question) + af.assistant(af.gen("x"))
+        return await s["x"]
+
+    graph = describe.trace()
+    gc.collect()
+    observed = Observed(af.Scripted(lambda call: str(call.messages[0]["content"][0]["image_url"]["url"])))
+    async with af.session(backend=observed) as flow:
+        for question in ("What?", "Who?"):
+            assert await flow.submit(graph, {"question": question}) == image_file(data).url
+    assert len(observed.of(ops.Upload)) == 1
+
+
+async def test_several_models_have_the_images_of_the_session():
+    data = png("several")
+    small, large = af.Scripted("a draft"), af.Scripted("a verdict")
+    async with af.session(models={"small": small, "large": large}) as flow, flow.state() as s:
+        s += af.user(af.image(data)) + af.assistant(af.gen("draft"))
+        judge = s.copy(model="large")
+        judge += af.user("Judge.") + af.assistant(af.gen("verdict"))
+        assert await judge["verdict"] == "a verdict"
+    assert large.calls[0].messages[0] == small.calls[0].messages[0]
+
+
+async def test_a_recording_has_each_image_once_beside_it(tmp_path: Path):
+    data = png("recorded", UPLOAD_BYTES)
+
+    async def use(flow: af.OpenSession) -> str:
+        async with flow.state() as s, s.fork(2) as branches:
+            for branch in branches:
+                branch += af.user(af.image(data)) + af.assistant(af.gen("x"))
+            return "".join([await branch["x"] for branch in branches])
+
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=af.Scripted(lambda call: "seen"), record=path) as flow:
+        assert await use(flow) == "seenseen"
+    assert path.stat().st_size < 20_000
+    kept = list((tmp_path / "run.jsonl.images").iterdir())
+    assert [file.name for file in kept] == [digest(data).replace(":", "-")]
+    assert kept[0].read_bytes() == data
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await use(flow) == "seenseen"
+
+
+def test_a_file_of_the_largest_size_is_taken():
+    assert af.image(png("", MAX_IMAGE_BYTES - 8)).image.data
+    with pytest.raises(af.errors.BadArgument, match="more than"):
+        af.image(png("", MAX_IMAGE_BYTES - 7))

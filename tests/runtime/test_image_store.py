@@ -1,0 +1,131 @@
+"""The images that a client uploads, and clients that break the rules of uploads."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.errors import AgentflowError, BadArgument, Overloaded
+from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation, Message
+from agentflow.protocol.images import MAX_IMAGE_BYTES, Image, PlacedImage
+from agentflow.runtime.image_store import ImageStore
+from agentflow.runtime.limits import MemoryBudget
+
+FILES = [b"\x89PNG\r\n" + bytes([number]) * (8 + number) for number in range(3)]
+
+
+def source_of(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def upload(store: ImageStore, op: ops.Upload) -> None:
+    for _ in store.upload(op):
+        pass
+
+
+def used(store: ImageStore, source: str) -> Image:
+    (image,) = store.images_of(ops.Image(1, source))
+    return image
+
+
+parts = st.tuples(st.sampled_from(range(3)), st.integers(0, 12), st.integers(0, 12))
+commands = st.lists(
+    st.one_of(
+        st.tuples(st.just("part"), parts),
+        st.tuples(st.just("release"), st.sampled_from(range(3))),
+    ),
+    max_size=30,
+)
+
+
+@given(commands)
+def test_an_image_is_there_after_all_its_parts_in_order_and_until_its_release(given_commands) -> None:
+    memory = MemoryBudget()
+    store = ImageStore(memory)
+    whole: set[int] = set()
+    received: dict[int, int] = {}  # the bytes of unfinished uploads
+    for kind, argument in given_commands:
+        if kind == "release":
+            store.release(source_of(FILES[argument]))
+            whole.discard(argument)
+            received.pop(argument, None)
+            continue
+        number, at, length = argument
+        data = FILES[number][at : at + length]
+        upload(store, ops.Upload(source_of(FILES[number]), len(FILES[number]), at, data))
+        if number in whole:
+            continue
+        if at and at != received.get(number, -1):
+            received.pop(number, None)
+        else:
+            received[number] = at + len(data)
+            if received[number] == len(FILES[number]):
+                whole.add(number)
+                del received[number]
+    for number, data in enumerate(FILES):
+        if number in whole:
+            assert used(store, source_of(data)).data == data
+        else:
+            with pytest.raises(AgentflowError):
+                used(store, source_of(data))
+    gc.collect()
+    assert memory.num_bytes == sum(len(FILES[number]) for number in [*whole, *received])
+    store.close()
+    gc.collect()
+    assert memory.num_bytes == 0
+
+
+def test_an_image_counts_until_nothing_uses_it() -> None:
+    memory = MemoryBudget()
+    store, data = ImageStore(memory), FILES[0] + b"counted"
+    upload(store, ops.Upload(source_of(data), len(data), 0, data))
+    image = used(store, source_of(data))
+    store.release(source_of(data))
+    assert memory.num_bytes == len(data)
+    del image
+    assert memory.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (ops.Upload(source_of(FILES[0]), len(FILES[0]), 0, FILES[0][:-1] + b"x"), BadArgument),
+        (ops.Upload(source_of(b"text"), 4, 0, b"text"), BadArgument),
+        (ops.Upload(source_of(FILES[0]), MAX_IMAGE_BYTES + 1, 0, FILES[0]), BadArgument),
+        (ops.Upload(source_of(FILES[0]), 3, 0, FILES[0]), BadArgument),
+        (ops.Upload(source_of(FILES[0]), len(FILES[0]), -1, b""), BadArgument),
+        (ops.Upload(source_of(FILES[0]), 2_000, 0, FILES[0]), Overloaded),
+    ],
+)
+def test_a_wrong_upload_is_the_error_of_the_ops_that_use_it(op: ops.Upload, expected: type) -> None:
+    memory = MemoryBudget(1_000)
+    store = ImageStore(memory)
+    upload(store, op)
+    with pytest.raises(expected):
+        used(store, op.source)
+    assert memory.num_bytes == 0
+    whole = FILES[0]  # and then it can be sent rightly
+    upload(store, ops.Upload(source_of(whole), len(whole), 0, whole))
+    assert used(store, source_of(whole)).data == whole
+
+
+def test_few_uploads_may_be_unfinished() -> None:
+    memory = MemoryBudget()
+    store = ImageStore(memory)
+    for number in range(1_000):
+        upload(store, ops.Upload(source_of(b"%d" % number), 1_000, 0, b"a"))
+    assert memory.num_bytes <= 16_000
+
+
+def test_the_bytes_in_a_conversation_are_the_uploaded_ones() -> None:
+    store = ImageStore(MemoryBudget())
+    upload(store, ops.Upload(source_of(FILES[1]), len(FILES[1]), 0, FILES[1]))
+    claimed = Image(source_of(FILES[1]), "image/gif", b"other bytes")
+    message = Message("user", "ab", images=(PlacedImage(1, claimed),))
+    (image,) = store.images_of(ops.Converse(1, Conversation((message,))))
+    assert (image.data, image.media_type) == (FILES[1], "image/png")
