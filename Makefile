@@ -67,7 +67,7 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 
 # Tests marked as slow and broad run in test-full only, those in a browser in test-ui, those on Node.js in
 # test-clients, those of the stack in compose-check, those of other projects' servers in test-peers.
-MARKS := -m 'not full and not ui and not clients and not stack and not peers'
+MARKS := -m 'not full and not ui and not clients and not stack and not peers and not gpu'
 
 ADAPTER_MARKS := -m 'not full'
 
@@ -77,7 +77,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadf
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS := -m 'not ui and not clients and not stack and not peers'
+test-full: MARKS := -m 'not ui and not clients and not stack and not peers and not gpu'
 test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export FULL_KERNELS := 1

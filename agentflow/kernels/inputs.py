@@ -33,11 +33,13 @@ class BlockMatrix:
 
 @dataclass(slots=True, frozen=True)
 class QuantisedPanels:
-    """Adjacent panels of the native kernels, in one format."""
+    """Adjacent panels of the native kernels, or adjacent outputs on a GPU, in one format."""
 
-    format: str  # one of ``native_structures.PANEL_FORMATS``
+    format: str  # one of ``native_structures.PANEL_FORMATS``, or of those in ``triton_ops.quantised``
     panels: Tensor
-    num_panels: int
+    num_panels: int  # on a GPU, the outputs
+    scales: Tensor | None = None  # only on a GPU, where the panels have codes alone
+    counters: Tensor | None = None  # only on a GPU: of the parts of products that are done, zero between them
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +57,8 @@ class LinearWeight:
     def nbytes(self) -> int:
         """The memory of this weight, in bytes; an opaque tensor does not report its size."""
         tensors = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
-        tensors += [part.panels for part in self.quantised]
+        for part in self.quantised:
+            tensors += [each for each in (part.panels, part.scales, part.counters) if each is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

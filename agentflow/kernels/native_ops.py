@@ -124,7 +124,11 @@ def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> 
 
 
 def pack_blocks(
-    parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False
+    parts: Sequence[BlockMatrix],
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
+    device: torch.device | None = None,
 ) -> LinearWeight | None:
     if not _are_packable(parts, gated):
         return None

@@ -78,11 +78,16 @@ class Kernels(Protocol):
         with ``gated`` for ``gated_linear``. The caller should then drop the weight."""
 
     def pack_blocks(
-        self, parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False
+        self,
+        parts: Sequence[BlockMatrix],
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        device: torch.device | None = None,
     ) -> LinearWeight | None:
         """Lays out matrices with the same input as one stacked weight for all products, without dequantising
         them. Returns None if this implementation cannot, which may happen if the types differ. ``bias``: in
-        the model's dtype."""
+        the model's dtype. ``device``: of the weight; None: the CPU."""
 
     def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
         """Lays out ``weight`` [vocabulary, hidden_size] for ``embed``. ``head``: the weight from

@@ -50,7 +50,13 @@ def pack_linear(
 BLOCK_TYPES = ()
 
 
-def pack_blocks(parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False) -> None:
+def pack_blocks(
+    parts: Sequence[BlockMatrix],
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
+    device: torch.device | None = None,
+) -> None:
     return None
 
 

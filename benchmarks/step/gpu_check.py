@@ -194,6 +194,76 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
             report.results.append(median_of(f"gpu.{name}_over_torch", gains, "ratio", note=note))
     if device.type == "cuda":
         _measure_sharing(report, device, config)
+    measure_quantised(report, device, config, read_s)
+
+
+def measure_quantised(report: Any, device: Any, config: Any, read_bytes_s: float) -> None:
+    """Compares the products of a layer with quantised weights with the bandwidth of the memory, and with
+    products in bfloat16; in graphs on a GPU, so that only kernels count."""
+    import numpy as np
+    import torch
+
+    from agentflow.kernels import torch_ops
+    from agentflow.kernels.inputs import BlockMatrix
+    from agentflow.kernels.ops import kernels_for
+    from benchmarks.report import median_of
+
+    kernels = kernels_for(device)
+    if not kernels.BLOCK_TYPES:
+        return
+    is_gpu, rng = device.type == "cuda", np.random.default_rng(0)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
+    shapes = [
+        (heads + 2 * config.num_kv_heads * config.head_dim, hidden),
+        (hidden, heads),
+        (2 * inner, hidden),
+        (hidden, inner),
+    ]
+
+    def layer_us(weights: list[Any], linear: Any, num_rows: int) -> list[float]:
+        inputs = [torch.randn(num_rows, one.shape[1], device=device).bfloat16() for one in weights]
+
+        def run() -> None:
+            for x, weight in zip(inputs, weights, strict=True):
+                linear(x, weight)
+
+        run()
+        if not is_gpu:
+            return [1e3 * ms for ms in _timed_ms(run, device, 3)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                run()
+        return [1e3 * ms / 20 for ms in _timed_ms(graph.replay, device, 5)]
+
+    dense = [
+        torch_ops.pack_linear(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
+        for shape in shapes
+    ]
+    counts = (1, 16, 64)
+    plain = {num: statistics.median(layer_us(dense, torch_ops.linear, num)) for num in counts}
+    del dense
+    for name, block_type, block_bytes in (("int8", "Q8_0", 34), ("int4", "Q4_1", 20)):
+        weights = []
+        for num_out, num_in in shapes:
+            blocks = rng.integers(0, 256, (num_out, num_in // 32, block_bytes), dtype=np.uint8)
+            blocks[..., :4].view(np.float16)[:] = 1e-2
+            if name == "int8":
+                blocks[..., 2:4] = 1
+            matrix = BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
+            packed = kernels.pack_blocks([matrix], None, device=device)
+            assert packed is not None
+            weights.append(packed)
+        num_bytes = sum(weight.nbytes for weight in weights)
+        for num in counts:
+            took = layer_us(weights, kernels.linear, num)
+            shares = [num_bytes / read_bytes_s * 1e6 / us for us in took]
+            note = f"{num} rows, {num_bytes / 1e6:.0f} MB: {statistics.median(took):.0f} us a layer"
+            report.results.append(median_of(f"gpu.{name}_{num}_of_limit", shares, "ratio", note=note))
+            gains = [plain[num] / us for us in took]
+            note = f"bfloat16: {plain[num]:.0f} us a layer"
+            report.results.append(median_of(f"gpu.{name}_{num}_over_bf16", gains, "ratio", note=note))
 
 
 def _measure_sharing(report: Any, device: Any, config: Any) -> None:

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ _PANEL_ITEM_BYTES = {
     "Q6_K": 28 / 32,
 }
 """Bytes of a weight in the native kernels, by its type in a GGUF file. Other quantised types become int8."""
+_GPU_ITEM_BYTES = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), 20 / 32),
+    **dict.fromkeys(("Q5_1", "Q5_K", "Q6_K"), 36 / 32),
+}
+"""The same in the kernels for GPUs. Other quantised types take as much as int8."""
 _DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -91,8 +97,9 @@ def memory_need(
     weight_bytes = num_parameters * item_bytes
     if quantize is not None:
         weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
-    if dtype == "auto" and not on_gpu and (panels := _panel_bytes(folder, config, quantize)):
-        weight_bytes = min(weight_bytes, panels)
+    if dtype == "auto" and (not on_gpu or find_spec("triton")):
+        panels = _panel_bytes(folder, config, quantize, _GPU_ITEM_BYTES if on_gpu else _PANEL_ITEM_BYTES)
+        weight_bytes = min(weight_bytes, panels or weight_bytes)
     weight_bytes += sum(adapter_bytes(adapter, item_bytes) for adapter in adapters)
     size = text_config(config).get("vocab_size")
     vocabulary = size if isinstance(size, int) else 0
@@ -103,13 +110,16 @@ def memory_need(
         return MemoryNeed(name, weight_bytes, kv_bytes, kv_tokens, vocabulary)
 
 
-def _panel_bytes(folder: Path, config: Mapping[str, Any], quantize: str | None) -> int:
-    """About the memory of a model's quantised weights in the native kernels. 0 if they are not quantised."""
+def _panel_bytes(
+    folder: Path, config: Mapping[str, Any], quantize: str | None, item_bytes: Mapping[str, float]
+) -> int:
+    """About the memory of a model's quantised weights in the kernels. 0 if they are not quantised.
+    ``item_bytes``: of a weight, by its type."""
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (file := find_gguf(folder)) is not None:
         dense = 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
-        sizes = dict.fromkeys(_DENSE_TYPES, dense) | _PANEL_ITEM_BYTES
+        sizes = dict.fromkeys(_DENSE_TYPES, dense) | dict(item_bytes)
         int8 = _QUANTIZED_ITEM_BYTES["int8"]
         tensors = open_gguf(file).tensors.values()
         return int(sum(math.prod(one.shape) * sizes.get(one.type_name, int8) for one in tensors))

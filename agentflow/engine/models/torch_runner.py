@@ -141,7 +141,8 @@ class TorchRunner:
             )
         if quantize is not None and not kernels.BLOCK_TYPES:
             raise BadArgument(
-                "quantize needs the native kernels, which run on x86-64 CPUs with Linux", param="quantize"
+                "quantize needs the native kernels, for x86-64 CPUs with Linux, or a GPU with triton",
+                param="quantize",
             )
         weights = WeightFormat(torch_dtype, dtype == "auto", _QUANTIZED[quantize] if quantize else None)
         config: DecoderConfig | TransformersModel

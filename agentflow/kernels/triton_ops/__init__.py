@@ -3,8 +3,8 @@ for tests.
 
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
 ``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
-``interpreted`` has the products and the rounding that all kernels share. Linear layers and the choice of
-tokens are torch's.
+``quantised`` multiplies with weights in blocks; ``interpreted`` has the products and the rounding that all
+kernels share. Products with dense weights and the choice of tokens are torch's.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
-from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.torch_ops import choose as choose
 from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
-from agentflow.kernels.torch_ops import embed as embed
-from agentflow.kernels.torch_ops import exact_linear as exact_linear
-from agentflow.kernels.torch_ops import linear as linear
 from agentflow.kernels.torch_ops import low_rank as low_rank
-from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
 from agentflow.kernels.torch_ops import stage_choice as stage_choice
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
 from agentflow.kernels.triton_ops.paged_attention import attend
+from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES as BLOCK_TYPES
+from agentflow.kernels.triton_ops.quantised import dequantised_rows, multiply
+from agentflow.kernels.triton_ops.quantised import pack_blocks as pack_blocks
 from agentflow.kernels.triton_ops.row_ops import add_rms_norm as add_rms_norm
 from agentflow.kernels.triton_ops.row_ops import rms_norm as rms_norm
 from agentflow.kernels.triton_ops.row_ops import rope_and_write as rope_and_write
@@ -44,6 +43,25 @@ def check(device: torch.device) -> None:
     x = torch.tensor([[0.0, 2.0]], device=device)
     if silu_and_multiply(x).item() != 0.0:
         raise RuntimeError("a kernel computes another result than it should")
+
+
+def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    if weight.transposed is not None:
+        return torch_ops.embed(token_ids, weight, dtype)
+    [part] = weight.quantised
+    return dequantised_rows(part, weight.shape[1], token_ids, dtype)
+
+
+def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    if weight.transposed is not None:
+        return torch_ops.linear(x, weight, added)
+    return multiply(x, weight, x.dtype, added)
+
+
+def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    if weight.transposed is not None:
+        return torch_ops.exact_linear(x, weight)
+    return multiply(x, weight, torch.float32)
 
 
 def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:

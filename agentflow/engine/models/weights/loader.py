@@ -87,7 +87,7 @@ def load_model(
                 path,
             )
             config = replace(config, tie_word_embeddings=False)
-        loader = _Loader(checkpoint, config, names, kernels, weights)
+        loader = _Loader(checkpoint, config, names, kernels, weights, device)
         model = loader.llama() if config.is_llama_shaped and is_standard else loader.decoder()
         loader.check_quantising(path)
         checkpoint.refuse_leftovers(
@@ -127,12 +127,14 @@ class _Loader:
         names: WeightNames,
         kernels: Kernels,
         weights: WeightFormat,
+        device: torch.device,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._names = names
         self._kernels = kernels
         self._weights = weights
+        self._device = device
         self.block_types: set[str] = set()
         self.is_as_stored = True
         self._num_kept = self._num_rounded = self._num_unfit = 0
@@ -250,12 +252,12 @@ class _Loader:
             if stored is None:
                 return None
             blocks.append(stored)
-        packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
+        packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
         if packed is None:  # several types, or a type that the kernels cannot multiply
             dense = self._dense(parts, num_inputs, is_transposed=is_transposed)
             self.is_as_stored = False
             blocks = [quantised(dense, "Q8_0")]
-            packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
+            packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
         self._checkpoint.release_blocks(parts)
         self.block_types.update(block.type for block in blocks)
         return packed
@@ -402,7 +404,7 @@ class _Loader:
             blocks, quantise = None, "Q8_0"
         if blocks is not None:
             matrices: list[BlockMatrix | Tensor] = [
-                BlockMatrix(block.type, block.rows[order.numpy()], block.shape) for block in blocks
+                BlockMatrix(block.type, block.rows[order.cpu().numpy()], block.shape) for block in blocks
             ]
         else:
             stack = checkpoint.take(name, count, num_in, num_out)
@@ -424,7 +426,7 @@ class _Loader:
         if isinstance(matrix, Tensor):
             return kernels.pack_linear(matrix, bias)
         self.block_types.add(matrix.type)
-        packed = kernels.pack_blocks([matrix], bias)
+        packed = kernels.pack_blocks([matrix], bias, device=self._device)
         assert packed is not None  # kernels that accept blocks accept those of 5 and 8 bits
         return packed
 

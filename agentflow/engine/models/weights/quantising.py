@@ -23,7 +23,7 @@ def quantised(weight: Tensor, block_type: str) -> BlockMatrix:
     step = max(1, _SLICE // num_in)
     slices = torch.split(weight, step)
     blocks = [convert(part.float().view(-1, BLOCK_SIZE)).view(len(part), -1) for part in slices]
-    rows: NDArray[np.uint8] = torch.cat(blocks).numpy()
+    rows: NDArray[np.uint8] = torch.cat(blocks).cpu().numpy()
     return BlockMatrix(block_type, rows, (num_out, num_in))
 
 

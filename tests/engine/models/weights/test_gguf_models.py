@@ -61,15 +61,15 @@ def save_model(name: str, folder: Path) -> None:
 
 
 def logprobs(
-    path: Path, dtype: str = "float32", quantize: str | None = None
+    path: Path, dtype: str = "float32", quantize: str | None = None, num_tokens: int = 120
 ) -> tuple[NDArray[np.float32], TorchRunner]:
     """Of random tokens after each of a random text."""
     runner = TorchRunner(path, num_slots=200, device="cpu", dtype=dtype, quantize=quantize)
-    tokens = np.random.default_rng(1).integers(10, 320, 120)
+    tokens = np.random.default_rng(1).integers(10, 320, num_tokens)
     driver = Driver(runner)
     walker = driver.add(tokens.tolist())
-    targets = np.arange(100, 219)
-    output = driver.step([(walker, 119)], rows=np.arange(119), target_ids=targets, needs_logprobs=True)
+    rows = np.arange(num_tokens - 1)
+    output = driver.step([(walker, len(rows))], rows=rows, target_ids=rows + 100, needs_logprobs=True)
     assert output.logprobs is not None
     return output.logprobs, runner
 
@@ -130,6 +130,23 @@ def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tm
     assert dense.info.weights == "bfloat16 weights"
 
 
+@pytest.mark.parametrize(("source", "tolerance"), [("gguf", 0.25), ("safetensors", 1e-3)])
+def test_the_kernels_for_gpus_multiply_quantised_weights(
+    source: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, and rounded from a model in float32."""
+    pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
+    save_model("llama_tied", tmp_path)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
+    options = (file, "auto", None) if source == "gguf" else (tmp_path, "float32", "int8")
+    expected, native = logprobs(*options, num_tokens=6)
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
+    found, runner = logprobs(*options, num_tokens=6)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+    assert runner.info.weights == native.info.weights
+    assert "Q8_0" in runner.info.weights
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "MXFP4", "F16"])
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_f42k_the_weights_take_what_was_estimated(name: str, kind: str, tmp_path: Path) -> None:
@@ -139,6 +156,20 @@ def test_f42k_the_weights_take_what_was_estimated(name: str, kind: str, tmp_path
     _, runner = logprobs(file, "auto")
     assert need.weight_bytes == pytest.approx(runner.info.weight_bytes, rel=0.05)
     assert need.vocabulary == 8192
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_the_weights_take_what_was_estimated_on_a_gpu(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outputs of these small matrices are padded."""
+    pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
+    saved_model("llama_tied", tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
+    need = memory_need("", file, "auto", None, on_gpu=True)
+    runner = TorchRunner(file, num_slots=200, device="cpu")
+    assert need.weight_bytes == pytest.approx(runner.info.weight_bytes, rel=0.1)
 
 
 def test_f42g_quantising_what_is_quantised_is_refused(tmp_path: Path) -> None:
