@@ -328,7 +328,9 @@ class Engine:
             for request_id in messages:
                 request = self._requests[request_id]
                 if request.origin.state == placed.state:
-                    request.origin = request.origin.at(placed.program, placed.task_group, placed.objective)
+                    request.origin = request.origin.at(
+                        placed.program, placed.task_group, placed.objective, placed.tpot_s
+                    )
         self.scheduler.place(
             placed.state,
             placed.program,
@@ -336,6 +338,7 @@ class Engine:
             placed.objective,
             placed.steps,
             placed.returns_s,
+            placed.tpot_s,
         )
 
     def _grammar_built(self, built: BuiltGrammar) -> None:

@@ -126,6 +126,7 @@ def _config(options: EngineOptions, device: str, *, is_paged: bool) -> Scheduler
         token_budget=options.token_budget or (CPU_TOKEN_BUDGET if device == "cpu" else GPU_TOKEN_BUDGET),
         policy=options.policy,
         use_cache=options.cache,
+        tpot_target_ms=options.tpot_target_ms,
     )
 
 

@@ -44,6 +44,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     objective: Objective
     steps: int | None = 0
     returns_s: float | None = None
+    tpot_s: float | None = None
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -57,6 +57,13 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         ),
     ] = None
     max_running: Annotated[Count, doc("requests in one batch")] = MAX_RUNNING
+    tpot_target_ms: Annotated[
+        Count | None,
+        doc(
+            "time per output token that requests somebody waits for keep, in milliseconds: it limits prompts "
+            "and further requests in each forward pass"
+        ),
+    ] = None
     threads: Annotated[Count | None, doc("CPU threads (not set: torch's default, within the CPU quota)")] = (
         None
     )

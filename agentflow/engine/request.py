@@ -81,10 +81,12 @@ class Request:
     num_preemptions: int = 0
     status: Status = Status.WAITING
     was_admitted: bool = False
-    is_held_back: bool = False  # it does not fit into memory in this step
+    is_held_back: bool = False  # it does not fit into memory, or into the time of steps, in this step
     # In steps before this one, others may start before it although it waits for memory. None: it has not been
     # first in the queue.
     passed_until: int | None = None
+    # How many tokens the engine had computed when it was held back for the time of steps. None: never.
+    held_back_from: int | None = None
 
     # Its progress:
     num_computed: int = 0  # tokens with KV, including tokens of batches in flight

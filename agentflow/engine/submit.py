@@ -55,10 +55,13 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     changed: str = ""
     # It computes known tokens of a state that waits. Other requests do not wait for it.
     is_ahead: bool = False
+    tpot_s: float | None = None  # the time of each further token that its reader asks for; None: any
 
-    def at(self, program: int, task_group: int, objective: Objective) -> Origin:
+    def at(self, program: int, task_group: int, objective: Objective, tpot_s: float | None = None) -> Origin:
         """The same at another place in the program."""
-        return msgspec.structs.replace(self, program=program, task_group=task_group, objective=objective)
+        return msgspec.structs.replace(
+            self, program=program, task_group=task_group, objective=objective, tpot_s=tpot_s
+        )
 
     def check(self) -> None:
         """Raises ``BadArgument`` for a priority or a weight that is out of range."""

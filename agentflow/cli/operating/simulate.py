@@ -55,6 +55,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of one request (%(default)s)",
     )
+    add(
+        "--tpot-target-ms",
+        type=count,
+        metavar="MS",
+        help="time per output token that requests of the objective latency keep (default: none)",
+    )
     add("--no-cache", action="store_true", help="disable the prefix cache")
     add(
         "--cost",
@@ -78,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
                 max_running=options.max_running,
                 token_budget=options.token_budget,
                 use_cache=not options.no_cache,
+                tpot_target_ms=options.tpot_target_ms,
             ),
             kv_tokens=options.kv_tokens,
             max_context=options.max_context,

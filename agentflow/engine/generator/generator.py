@@ -654,6 +654,7 @@ class EngineGenerator:
                     origin.objective,
                     place.steps,
                     place.returns_s,
+                    place.tpot_s,
                 )
             )
 

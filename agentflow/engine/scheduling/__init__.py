@@ -5,5 +5,6 @@ cache) and ``admission`` (memory for outputs). Then ``policies`` (the interface,
 ``fair_policy`` (the default, with its proofs) and ``waiting_tree`` below them. Then the step's arrays:
 ``row`` (the record of one request in a batch), ``batch_builder``, ``select`` (choices that are scored
 together), ``sampling_table``, and ``in_flight`` (the results). ``step_limits`` learns how large a step may
-be; ``defaults`` has the sizes of batches.
+be, and ``pace`` how long one may take beside requests that somebody reads; ``defaults`` has the sizes of
+batches.
 """

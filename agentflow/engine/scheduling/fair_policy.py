@@ -459,10 +459,10 @@ class TenantQueue:
         overdue = self.arrivals.overdue()
         if overdue is None:
             return None
+        if not is_blocked(overdue, self.match_of(overdue)):
+            return overdue
         if overdue.is_held_back:
             self.may_begin = False  # no other may pass it
-        elif not is_blocked(overdue, self.match_of(overdue)):
-            return overdue
         return None
 
     def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:

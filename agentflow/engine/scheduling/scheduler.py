@@ -4,8 +4,9 @@ Continuous batching (Yu et al., "Orca", 2022) with chunked prefill. Each step sc
 request that decodes (``_decode``), then fills the rest of its token budget with chunks of prompts
 (``_prefill``). The policy picks the prompt of each chunk: a running one, or a waiting one, which is admitted
 then (``_admit``). A step is limited in tokens and, once the cost of steps is known, in seconds: beside
-decoding for latency, prompts stretch it to at most ``MAX_STRETCH`` times its duration without them, and they
-take at most ``PROMPT_STEP_S`` of it (``LONE_PROMPT_STEP_S`` if there is only one request).
+decoding for latency, prompts stretch it to at most ``MAX_STRETCH`` times its duration without them, or to a
+bound that is given (``pace``), and they take at most ``PROMPT_STEP_S`` of it (``LONE_PROMPT_STEP_S`` if there
+is only one request).
 
 Running requests and the radix cache share the KV pool. If slots are missing, unlocked cache is evicted. If
 that is not enough, the running request that is cheapest to redo is *preempted*: its slots become free, its
@@ -31,6 +32,7 @@ from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLIC
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes, divided
 from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
@@ -74,6 +76,8 @@ class SchedulerConfig:
     policy: str = DEFAULT_POLICY  # its name
     use_cache: bool = True  # False: every prompt is computed as a whole
     whole_prompts: bool = False  # a prompt is computed in one pass, even if it is longer than the budget
+    # The time per output token that requests of the objective ``latency`` keep, as in ``Pace``; None: none.
+    tpot_target_ms: int | None = None
 
 
 class RequestFault(Exception):
@@ -138,6 +142,8 @@ class Scheduler:
             clock=clock,
         )
         self.cost = StepCost()
+        target_s = None if config.tpot_target_ms is None else config.tpot_target_ms / 1e3
+        self._pace = Pace(self.cost, target_s, config.token_budget)
         self._sampling = SamplingTable(config.max_running)
         self._counters = Counters()
         self._reserve = OutputReserve()
@@ -163,6 +169,7 @@ class Scheduler:
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.arrival = next(self._arrivals)
         self.waiting.add(request)
+        self._pace.waits(request)
         if request.origin.state:
             self._of_state.setdefault(request.origin.state, []).append(request)
             if not request.origin.is_ahead:
@@ -226,14 +233,15 @@ class Scheduler:
         """Schedules one token of each request that decodes, and with it the tokens that a grammar has forced
         since, as far as the budget allows. Preempts requests first if slots are missing."""
         while True:
+            ready = [r for r in self.running.values() if r not in self._prefills]
+            bound_s = self._pace.bound_s(ready)
             if self._in_flight:
-                decoding = [r for r in self.running.values() if self._can_decode_ahead(r)]
-            else:
-                decoding = [r for r in self.running.values() if r not in self._prefills]
+                ready = [r for r in self.running.values() if self._can_decode_ahead(r)]
+            decoding, left_out = self._pace.in_turn(ready, bound_s)
             # However many requests decode, a prompt gets at least one token.
             budget = int(min(self.config.token_budget, self._pass_size.limit))
             limit = max(budget, len(decoding) + 1)
-            draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding))
+            draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding), bound_s=bound_s)
             for request in decoding:
                 if request.num_to_compute > 1:
                     draft.add(request, min(request.num_to_compute - 1, draft.num_free - 1))
@@ -243,6 +251,7 @@ class Scheduler:
             if self._in_flight:
                 return Draft(0)
             self._preempt_one(missing)
+        self._pace.planned(left_out)
         draft.num_decode = draft.num_tokens
         for request, num_tokens in draft.tokens.items():
             self._planned = request
@@ -263,7 +272,8 @@ class Scheduler:
     def _prefill(self, draft: Draft) -> None:
         """Fills the draft with chunks of prompts, in the order of the policy. Admits waiting requests as
         their turn comes. One that does not fit into memory is held back, and others may pass it that do not
-        delay it (see ``admission``)."""
+        delay it (see ``admission``); so is one that would break a bound on the time of steps (see
+        ``pace``)."""
         while self._held_back:
             self._held_back.pop().is_held_back = False
         prompts = [*self._prefills]
@@ -276,6 +286,7 @@ class Scheduler:
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
         admission: Admission | None = None
         self.waiting.start_step()
+        self._pace.start_step()
         while draft.num_free > 0:
             self._planned = None
             request = self.waiting.next(prompts, self._is_blocked if may_admit else None)
@@ -286,9 +297,13 @@ class Scheduler:
                 if admission is None:
                     budget, step = self.config.token_budget, self.memory.num_steps
                     admission = Admission(self._reserve, self.running.values(), budget, step)
+                    self._pace.start_admission(self.running.values())
+                if not self._pace.may_start(request):
+                    self._hold_back(request)
+                    may_admit = self._pace.hold_back(request, self.memory.num_computed)
+                    continue
                 if not self._admit(request, admission):
-                    request.is_held_back = True
-                    self._held_back.append(request)
+                    self._hold_back(request)
                     may_admit = admission.is_open
                     continue
                 may_admit = self.memory.has_free_row
@@ -302,6 +317,10 @@ class Scheduler:
                 self._charge(request, start + num_tokens, num_tokens)
             if not num_tokens or not draft.num_left(request):
                 prompts.remove(request)
+
+    def _hold_back(self, request: Request) -> None:
+        request.is_held_back = True
+        self._held_back.append(request)
 
     def _admit(self, request: Request, admission: Admission) -> bool:
         """Starts a waiting request if it fits into memory next to the running ones."""
@@ -321,6 +340,8 @@ class Scheduler:
         if not fits:
             return False
         self.waiting.admit(request)
+        self._pace.left(request)
+        self._pace.started(request)
         admission.admitted(request)
         self.running[request.id] = request
         request.status = Status.RUNNING
@@ -439,6 +460,7 @@ class Scheduler:
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._pace.left(request)
             if not request.origin.is_ahead:
                 self.memory.liveness.left(request.origin.state)
         request.status = Status.FINISHED
@@ -456,6 +478,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.passed_until = self.memory.num_steps
         self.waiting.restore(request)
+        self._pace.waits(request)
         self._counters.preemptions += 1
         self._reserve.preempted()
 
@@ -490,14 +513,17 @@ class Scheduler:
         objective: Objective,
         steps: int | None = 0,
         returns_s: float | None = None,
+        tpot_s: float | None = None,
     ) -> None:
         """The program changed the place of a state, as in ``Placed``. The requests of the state that wait or
         run have this place now, and its tokens are kept by the time when it continues."""
         self.memory.liveness.place(state, steps, returns_s)
         for request in self._of_state.get(state, ()):
-            origin = request.origin.at(program, task_group, objective)
+            origin = request.origin.at(program, task_group, objective, tpot_s)
             if origin != request.origin:
                 self.waiting.place(request, origin)
+                if request.status is Status.WAITING:
+                    self._pace.waits(request)
 
     def close_state(self, state: Hashable) -> None:
         """A program state was closed: its cached tokens become ordinary cache."""
@@ -517,11 +543,12 @@ class Scheduler:
             return math.inf
         if len(self.running) + len(self.waiting) == 1:
             return LONE_PROMPT_STEP_S
-        if not any(request.origin.objective == "latency" for request in draft.tokens):
-            return PROMPT_STEP_S
         num_read = sum(request.num_computed for request in draft.tokens)
         decode_s = self.cost.decode_s(draft.num_tokens, len(draft.tokens), num_read)
-        return min(PROMPT_STEP_S, max(MIN_STEP_S, MAX_STRETCH * decode_s) - decode_s)
+        limit_s = draft.bound_s
+        if self.config.tpot_target_ms is None and any(is_urgent(request) for request in draft.tokens):
+            limit_s = min(limit_s, max(MIN_STEP_S, MAX_STRETCH * decode_s))
+        return min(PROMPT_STEP_S, limit_s - decode_s)
 
     def _chunk_size(self, request: Request, draft: Draft, chunk: int) -> int:
         """How many tokens of the request the draft has room, slots and time for, at most ``chunk``. Takes
@@ -554,6 +581,9 @@ class Scheduler:
         tokens that it needs next. It then waits for them, as they enter the cache chunk by chunk, instead of
         computing them a second time."""
         if request.is_held_back:
+            return True
+        if self._pace.is_closed(request):
+            self._hold_back(request)
             return True
         if not self.config.use_cache or not len(self._prefills):
             return False
@@ -594,6 +624,7 @@ class Draft:
     num_tokens: int = 0  # scheduled of all requests
     num_decode: int = 0  # scheduled by ``_decode``
     spare_s: float = math.inf  # seconds that prompts may still add
+    bound_s: float = math.inf  # the longest time of the step that requests allow
 
     @classmethod
     def of(cls, work: Sequence[Work]) -> Draft:

@@ -55,6 +55,10 @@ class StepCost:
             self._base_s + self._token_s * num_tokens + self._logits_s * num_sampled + self._read_s * num_read
         )
 
+    def row_s(self, num_read: int) -> float:
+        """Seconds that one more request adds to a step that decodes."""
+        return self._token_s + self._logits_s + self._read_s * num_read
+
     def chunk_s(self, num_tokens: int, context: int, *, is_first: bool) -> float:
         """Seconds that a chunk of a prompt adds to a step, after ``context`` earlier tokens. ``is_first``:
         the step's first chunk of this request, which also reads its context."""

@@ -657,12 +657,13 @@ async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(generator.generate, context, GenParams(max_tokens=3), lambda text: None)
             await engine.gate.held()
-            generator.hint(context, StateHint(place=Place(program=5)))
+            generator.hint(context, StateHint(place=Place(program=5, tpot_s=0.5)))
             generator.hint(context, StateHint("throughput"))
             engine.gate.allow(1)
             await engine.gate.held()
             [running] = engine.client.engine.scheduler.running.values()
             assert (running.origin.program, running.origin.objective) == (5, "throughput")
+            assert running.origin.tpot_s == 0.5
             engine.gate.open()
         for one in (context, copy):
             generator.free(one)

@@ -87,8 +87,9 @@ def test_a_request_that_is_sent_again_has_its_last_place():
     journal.place(Placed(5, 1, 3, "latency"))
     journal.process_died()
     journal.add(Submit(3, [3], None, origin=origins[2]))
-    journal.place(Placed(5, 7, 8, "throughput"))
-    placed = msgspec.structs.replace(origins[0], program=7, task_group=8, objective="throughput")
+    journal.place(Placed(5, 7, 8, "throughput", tpot_s=0.5))
+    place = {"program": 7, "task_group": 8, "objective": "throughput", "tpot_s": 0.5}
+    placed = msgspec.structs.replace(origins[0], **place)
     assert [one.origin for one in journal.release()] == [placed, placed, origins[2]]
 
 

@@ -1,0 +1,198 @@
+"""Capacity by objective: how long a step may take beside requests that somebody reads, and which work fits
+into it.
+
+The time per output token (TPOT) of a request is the time of a step. Each request of the objective ``latency``
+has a *bound* on it: the engine's target (``SchedulerConfig.tpot_target_ms``) or its reader's
+(``Origin.tpot_s``), whichever is less. A step that decodes such requests, the *urgent* ones, is planned to
+take PLANNED_PART of the lowest bound among them, by the learned cost of steps. Without urgent requests or
+bounds, nothing of this applies.
+
+- *Decoding* takes at most DECODE_PART of the step: all urgent requests, then as many others as fit. The
+  others take turns: those that were left out of a step come first in the next one, and a step has at least
+  one.
+- *Prompts* take the rest of the step, in the order of the policy. A step with a prompt computes at least
+  ``MIN_CHUNK`` tokens of one (``scheduler``).
+- *Admission*: a request of the objective ``throughput`` starts beside urgent ones only if all that runs could
+  then decode in one step. With a target, an urgent one starts only if all urgent ones could.
+
+**Limits of a bound.** Decoding for the urgent requests alone may take longer than their bound allows. Then
+the step takes 1 / DECODE_PART of that, so that prompts go on. A reader's bound does not shorten steps below
+LEAST_STRETCH times the decoding of the urgent requests: a tenant cannot push out the work of others with it.
+A request that would break the target alone does not wait for it.
+
+**No starvation.** A request that Pace holds back waits in the policy's order, and counts as one that does not
+fit into memory: the policy's bound on overtaking within a tenant holds for it (``fair_policy``). Across
+tenants: let r be held back first when the engine has computed n tokens in total. Once it has computed n +
+PASSED_BATCHES * token_budget, a step in which the policy picks r admits no other request after that. If r is
+picked before the others in each later step, as the tenant with the lowest charge is, r starts at the latest
+when the requests that ran at that moment have ended.
+
+Proof. While r is held back, an urgent request runs. From that moment on no request starts before r, so the
+set of running requests only shrinks. When no urgent one is left in it, Pace holds nothing back. ∎
+
+Of k others that decode, each is in at least one of k steps in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.step_limits import StepCost
+
+PLANNED_PART = 0.9
+"""The rest of a bound is for errors of the learned costs and for the work between steps."""
+DECODE_PART = 0.75
+LEAST_STRETCH = 2.0
+PASSED_BATCHES = 32
+MAX_TRIED = 64
+"""A step tries no more requests after this many that were held back."""
+
+
+class Pace:
+    """The bounds on a scheduler's steps.
+
+    Args:
+        cost: The learned durations of steps.
+        target_s: The bound of all requests of the objective ``latency``; None: they have none.
+        token_budget: The scheduled tokens of one forward pass.
+    """
+
+    def __init__(self, cost: StepCost, target_s: float | None, token_budget: int) -> None:
+        self._cost = cost
+        self._target_s = math.inf if target_s is None else target_s
+        self._passed_tokens = PASSED_BATCHES * token_budget
+        self._left_out: Sequence[Request] = ()  # of the last step, in the order of their turns
+        self._urgent_waiting: set[int] = set()  # the ids of waiting requests of the objective ``latency``
+        # Of the step that is being planned:
+        self._num_tried = 0
+        self._closed: set[str] = set()  # tenants of which a request was held back
+        self._is_bound = False  # an urgent request runs
+        self._reader_s = math.inf  # the lowest of the readers' bounds
+        self._urgent_s = self._all_s = 0.0  # decoding of the urgent requests that run, and of all
+
+    def waits(self, request: Request) -> None:
+        """The request waits, or has another objective while it waits."""
+        if is_urgent(request):
+            self._urgent_waiting.add(request.id)
+        else:
+            self._urgent_waiting.discard(request.id)
+
+    def left(self, request: Request) -> None:
+        """The request no longer waits."""
+        self._urgent_waiting.discard(request.id)
+
+    # Steps.
+
+    def bound_s(self, ready: Iterable[Request]) -> float:
+        """The longest step, in seconds, while these requests decode; infinity without a bound."""
+        urgent = [request for request in ready if is_urgent(request)]
+        reader_s = min([_reader_s(request) for request in urgent], default=math.inf)
+        if not urgent or not self._cost.is_known:
+            return math.inf
+        num_read = sum([request.num_computed for request in urgent])
+        return self._bound_s(reader_s, self._cost.decode_s(len(urgent), len(urgent), num_read))
+
+    def in_turn(
+        self, ready: Sequence[Request], bound_s: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        """Of the requests that could decode in a step of at most ``bound_s``, those that do, and those that
+        are left out. ``planned`` takes the latter when the step is certain."""
+        if bound_s == math.inf:
+            return ready, ()
+        chosen = [request for request in ready if is_urgent(request)]
+        num_read = sum([request.num_computed for request in chosen])
+        left_s = DECODE_PART * bound_s - self._cost.decode_s(len(chosen), len(chosen), num_read)
+        others = {request: None for request in ready if not is_urgent(request)}
+        turns = [request for request in self._left_out if request in others]
+        for request in turns:
+            del others[request]
+        turns += others
+        num_chosen = 0
+        for request in turns:
+            left_s -= self._cost.row_s(request.num_computed)
+            if left_s < 0 and num_chosen:
+                break
+            num_chosen += 1
+        return chosen + turns[:num_chosen], turns[num_chosen:]
+
+    def planned(self, left_out: Sequence[Request]) -> None:
+        """A step was planned without these requests."""
+        self._left_out = left_out
+
+    # Admission.
+
+    def start_step(self) -> None:
+        """A step is being planned."""
+        self._num_tried = 0
+        self._closed.clear()
+
+    def start_admission(self, running: Iterable[Request]) -> None:
+        """The step may admit requests next to these."""
+        self._is_bound, self._reader_s = False, math.inf
+        self._urgent_s = self._all_s = self._cost.decode_s(0, 0, 0)
+        for request in running:
+            self.started(request)
+
+    def started(self, request: Request) -> None:
+        """The request runs."""
+        if not _will_decode(request):
+            return
+        row_s = self._cost.row_s(request.num_tokens)
+        self._all_s += row_s
+        if is_urgent(request):
+            self._urgent_s += row_s
+            self._reader_s = min(self._reader_s, _reader_s(request))
+            self._is_bound = True
+
+    def may_start(self, request: Request) -> bool:
+        """Whether the request may start next to those that run. One that was preempted may."""
+        if not self._is_bound or not self._cost.is_known or request.was_admitted or not _will_decode(request):
+            return True
+        row_s = self._cost.row_s(request.num_tokens)
+        if not is_urgent(request):
+            bound_s = self._bound_s(self._reader_s, self._urgent_s)
+            return self._all_s + row_s <= DECODE_PART * bound_s
+        limit_s = DECODE_PART * PLANNED_PART * self._target_s
+        return self._urgent_s + row_s <= limit_s or self._cost.decode_s(0, 0, 0) + row_s > limit_s
+
+    def hold_back(self, request: Request, num_computed: int) -> bool:
+        """The request may not start in this step. Returns whether others may.
+
+        Args:
+            request: The request.
+            num_computed: How many tokens the engine has computed in total.
+        """
+        if request.held_back_from is None:
+            request.held_back_from = num_computed
+        self._num_tried += 1
+        self._closed.add(request.tenant)
+        is_due = num_computed - request.held_back_from >= self._passed_tokens
+        return bool(self._urgent_waiting) and not (
+            is_due or is_urgent(request) or self._num_tried >= MAX_TRIED
+        )
+
+    def is_closed(self, request: Request) -> bool:
+        """Whether the request need not be tried in this step, because the same was held back."""
+        if request.tenant not in self._closed:
+            return False
+        return not is_urgent(request) and _will_decode(request) and not request.was_admitted
+
+    def _bound_s(self, reader_s: float, urgent_s: float) -> float:
+        """The longest step for urgent requests whose decoding alone takes ``urgent_s``."""
+        bound_s = min(self._target_s, max(reader_s, LEAST_STRETCH * urgent_s))
+        return math.inf if bound_s == math.inf else max(PLANNED_PART * bound_s, urgent_s / DECODE_PART)
+
+
+def is_urgent(request: Request) -> bool:
+    """Whether somebody waits for each of its tokens."""
+    return request.origin.objective == "latency"
+
+
+def _will_decode(request: Request) -> bool:
+    return request.max_new_tokens > 1
+
+
+def _reader_s(request: Request) -> float:
+    return math.inf if request.origin.tpot_s is None else request.origin.tpot_s

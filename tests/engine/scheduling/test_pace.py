@@ -1,0 +1,255 @@
+"""Bounds on the time per output token: what starts and decodes beside requests that somebody reads, and that
+nothing starves."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.requests import request_of
+from support.examples import examples
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request, Status
+from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling import fair_policy, pace
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.simulation import Simulated, simulate
+from agentflow.engine.simulator.workload import Arrival, Workload, beside, unshared
+
+GPU = CostModel(base_s=5e-3, row_s=20e-6, logits_s=0.0, read_s=2.5e-8, pair_s=1.2e-9)
+FINE = CostModel(base_s=4e-3, row_s=1e-4, logits_s=0.0, read_s=0.0, pair_s=0.0)
+ROWS = CostModel(base_s=4e-3, row_s=1e-3, logits_s=0.0, read_s=0.0, pair_s=0.0)
+
+
+def bulk(num_requests: int) -> list[Arrival]:
+    arrivals = unshared(num_requests=num_requests, prompt=3000, output=100, seed=7)
+    return [replace(arrival, objective="throughput", label="bulk") for arrival in arrivals]
+
+
+def simulated(arrivals: list[Arrival], target_ms: int | None) -> Simulated:
+    config = SchedulerConfig(max_running=64, token_budget=4096, tpot_target_ms=target_ms)
+    return simulate(Workload("w", arrivals, 600_000), config, cost=GPU, max_context=32_768)
+
+
+def test_chats_keep_the_target_beside_throughput_work_that_breaks_it_without():
+    chats = unshared(num_requests=80, prompt=800, output=100, per_s=8.0, seed=5)
+    arrivals = beside(chats, bulk(60))
+    p95_ms, ended_s = {}, {}
+    for target_ms in (None, 20, 12):
+        served = simulated(arrivals, target_ms).served
+        tpot = [one.tpot_s for one in served if one.arrival.label != "bulk"]
+        p95_ms[target_ms] = 1e3 * float(np.percentile(tpot, 95))
+        ended_s[target_ms] = max(one.ended_s for one in served if one.arrival.label == "bulk")
+    assert p95_ms[20] <= 20 < p95_ms[None]
+    assert p95_ms[12] <= 12
+    assert ended_s[20] <= 1.3 * ended_s[None]
+
+
+def test_with_throughput_work_alone_the_target_changes_nothing():
+    without, under = (simulated(bulk(60), target_ms) for target_ms in (None, 12))
+    assert [one.ended_s for one in under.served] == [one.ended_s for one in without.served]
+
+
+class Paced:
+    """A scheduler on the fake runner, stepped by hand, which knows the cost of steps."""
+
+    def __init__(self, cost: CostModel, *, max_running: int = 16, token_budget: int = 64, **config) -> None:
+        self.scheduler = Scheduler(
+            num_slots=100_000,
+            max_context=50_000,
+            config=SchedulerConfig(max_running=max_running, token_budget=token_budget, **config),
+        )
+        self.runner = FakeRunner(num_slots=100_000, max_context=50_000)
+        self.cost = cost
+        self.requests: list[Request] = []
+        self.took_s: list[float] = []
+        self._learn()
+
+    def _learn(self) -> None:
+        warm = [self.add(20 + 3 * number, 8, state=100 + number) for number in range(6)]
+        for _ in range(200):
+            self.step()
+        assert all(request.status is Status.FINISHED for request in warm)
+        self.took_s.clear()
+
+    def add(self, num_tokens: int, num_output: int, **origin) -> Request:
+        number = len(self.requests)
+        request = request_of(number, np.full(num_tokens, number + 1), num_output, **origin)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """The requests of the step, in which each generates a token or computes a part of its prompt."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        self.took_s.append(self.cost.step_s(batch))
+        rows = self.scheduler.complete(run_batch(self.runner, batch), self.took_s[-1])
+        for row in rows:
+            if row.request.num_generated == row.request.max_new_tokens:
+                self.scheduler.finish(row.request)
+        return [row.request for row in rows]
+
+    @property
+    def running(self) -> set[Request]:
+        return {*self.scheduler.running.values()}
+
+
+def test_throughput_requests_start_only_while_the_bound_holds():
+    steps = Paced(ROWS, tpot_target_ms=20)
+    chat = steps.add(4, 60)
+    steps.step()
+    work = [steps.add(4, 30, objective="throughput", task_group=1) for _ in range(12)]
+    for _ in range(20):
+        steps.step()
+    # 0.75 of 18 ms: 4 ms and nine rows, of which one is the chat's.
+    assert steps.running == {chat, *work[:8]}
+    late = steps.add(4, 5)  # passes the group of requests that may not start
+    steps.step()
+    assert late.status is Status.RUNNING
+    while chat.status is Status.RUNNING:
+        steps.step()
+    assert max(steps.took_s) <= 0.020
+    for _ in range(100):
+        steps.step()
+    assert all(request.status is Status.FINISHED for request in work)
+
+
+def test_running_throughput_requests_take_turns_when_chats_come():
+    steps = Paced(ROWS, tpot_target_ms=20)
+    work = [steps.add(4, 60, objective="throughput") for _ in range(10)]
+    for _ in range(3):
+        steps.step()
+    chats = [steps.add(4, 40) for _ in range(6)]
+    while not all(chat.num_generated for chat in chats):
+        steps.step()
+    steps.took_s.clear()
+    before = {request: request.num_generated for request in [*work, *chats]}
+    for _ in range(20):
+        steps.step()
+    assert max(steps.took_s) <= 0.020
+    assert {chat.num_generated - before[chat] for chat in chats} == {20}
+    gained = {request.num_generated - before[request] for request in work}
+    assert min(gained) > 0
+    assert max(gained) - min(gained) <= 2
+
+
+def test_a_readers_bound_holds_while_its_request_has_it():
+    steps = Paced(FINE, token_budget=256)
+    steps.add(4, 100, state=1)
+    steps.step()
+    steps.add(3000, 1, objective="throughput")
+
+    def longest_s() -> float:
+        steps.took_s.clear()
+        for _ in range(3):
+            steps.step()
+        return max(steps.took_s)
+
+    without_s = longest_s()
+    steps.scheduler.place(1, 0, 0, "latency", tpot_s=0.009)
+    assert longest_s() <= 0.009 < without_s
+    steps.scheduler.place(1, 0, 0, "latency", tpot_s=1e-9)
+    least_s = 1.5 * FINE.base_s
+    assert least_s <= longest_s() <= 0.009  # prompts go on
+    steps.scheduler.place(1, 0, 0, "latency")
+    assert longest_s() > 0.009
+
+
+@pytest.mark.parametrize("policy", ["fair-lpm", "fcfs", "lpm", "random"])
+def test_a_target_that_cannot_be_kept_ends_nothing(policy):
+    steps = Paced(ROWS, tpot_target_ms=1, policy=policy)
+    requests = [
+        steps.add(40, 10, objective=objective) for objective in ("latency", "throughput") for _ in range(6)
+    ]
+    while steps.step():
+        pass
+    assert all(request.status is Status.FINISHED for request in requests)
+
+
+@pytest.mark.parametrize("tenant", ["", "b"])
+def test_throughput_work_does_not_starve_beside_a_flood_of_chats(monkeypatch, tenant):
+    """Before it starts, only the work that may pass it is computed, and requests that ran then."""
+    monkeypatch.setattr(pace, "PASSED_BATCHES", 4)
+    monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 4)
+    steps = Paced(ROWS, tpot_target_ms=20)
+    for _ in range(20):
+        steps.add(8, 20)
+    for _ in range(4):
+        steps.step()
+    work = steps.add(8, 20, objective="throughput", tenant=tenant)
+    before = steps.scheduler.counters.computed_tokens
+    while work.status is Status.WAITING:
+        steps.step()
+        steps.add(8, 20)
+    passed = 4 * 64.0
+    if not tenant:  # the policy counts the 8 tokens of each prompt alone
+        passed = (passed + fair_policy.OVERTAKEN_FRACTION * 20 * 8 + 8) * 28 / 8
+    assert steps.scheduler.counters.computed_tokens - before <= passed + 9 * 28 + 64
+    while work.status is Status.RUNNING:
+        steps.step()
+        steps.add(8, 20)
+    assert work.status is Status.FINISHED
+
+
+arrivals = st.tuples(
+    st.integers(0, 6),  # steps before it
+    st.sampled_from([1, 20, 100]),
+    st.sampled_from([0, 1, 5, 20]),
+    st.sampled_from(["latency", "throughput", "throughput"]),
+    st.sampled_from("aab"),
+    st.sampled_from([0, 1]),
+    st.sampled_from([None, None, 1e-9, 0.012]),
+)
+
+
+@examples(60)
+@given(
+    plan=st.lists(arrivals, min_size=1, max_size=40),
+    target_ms=st.sampled_from([None, 1, 8, 15, 30]),
+    cost=st.sampled_from([ROWS, GPU]),
+)
+def test_every_request_ends_and_none_is_overtaken_beyond_the_bound(plan, target_ms, cost):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fair_policy, "OVERTAKEN_BATCHES", 1)
+        patch.setattr(pace, "PASSED_BATCHES", 1)
+        steps = Paced(cost, max_running=6, tpot_target_ms=target_ms)
+        limits: dict[Request, float] = {}
+        overtaken: Counter[Request] = Counter()
+        waiting: dict[Request, int] = {}
+        turns: Counter[Request] = Counter()
+
+        def step() -> bool:
+            before = steps.running
+            in_step = steps.step()
+            admitted = [request for request in waiting if request.status is not Status.WAITING]
+            for request in admitted:
+                work = waiting.pop(request)
+                for other in waiting:
+                    if other.tenant == request.tenant and other.arrival < request.arrival:
+                        overtaken[other] += work
+                        assert overtaken[other] < limits[other] + 100
+            decoding = [request for request in before if request.num_generated]
+            for request in decoding:
+                turns[request] = 0 if request in in_step else turns[request] + 1
+                assert turns[request] < 6
+            return bool(in_step)
+
+        for num_steps, size, output, objective, tenant, group, tpot_s in plan:
+            for _ in range(num_steps):
+                step()
+            ahead = sum(work for request, work in waiting.items() if request.tenant == tenant)
+            made = steps.add(
+                size, output, objective=objective, tenant=tenant, task_group=group, tpot_s=tpot_s
+            )
+            limits[made] = 64 + fair_policy.OVERTAKEN_FRACTION * ahead
+            waiting[made] = size
+        while step():
+            pass
+        assert not waiting
+        assert not steps.running
