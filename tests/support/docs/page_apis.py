@@ -69,7 +69,7 @@ def _prompt(messages: list[dict[str, Any]]) -> str:
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
 
 
 def use(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
