@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import os
 import re
 import statistics
@@ -180,6 +181,9 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
             batch = batch_of(shape, num_slots, config.max_context)
             took[name, kernels] = _timed_ms(lambda run=runner.run, batch=batch: run(batch), device, 7)  # type: ignore[misc]
         del runner
+        gc.collect()  # a model and its graphs refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     for name, (shape, goal) in shapes.items():
         work, ours = work_of(shape, config), took[name, ""]
         note = (
