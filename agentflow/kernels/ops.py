@@ -169,6 +169,12 @@ class Kernels(Protocol):
         the likeliest. Ties with the last token kept are kept. Then invert the cumulative distribution, in
         order of token ids, at ``uniforms``.
 
+        A probability is a weight, divided by the sum of all weights. A weight is an integer,
+        floor(2^35 exp((logit - highest) / temperature)), with the rounding of ``torch_ops.whole_weights``.
+        Sums of integers do not depend on the order, so all implementations choose the same tokens from the
+        same logits, for vocabularies of up to 2^18 tokens. Tokens of less than 2^-35 times the highest
+        probability are not drawn.
+
         A row from which no token can be chosen gets ``NO_TOKEN`` or ``NOT_FINITE`` (``no_choice``)."""
 
     def stage_choice(self, rows: ChoiceRows, device: torch.device) -> Any:

@@ -286,8 +286,7 @@ def sample(
     device = logits.device
     # Relative to the largest logit, so that even the smallest temperature does not overflow.
     highest = logits.amax(dim=-1, keepdim=True)
-    weights = logits - highest
-    weights = weights.div_(_column(temperatures, device)).exp_()
+    weights = whole_weights(logits - highest, _column(scale_factors(temperatures), device))
     filtered = (top_ks > 0) & (top_ks < logits.shape[1]) | (top_ps < 1) | (min_ps > 0)
     if filtered.any():
         least = np.zeros(len(filtered), dtype=np.float32)
@@ -295,7 +294,7 @@ def sample(
             chosen_rows(weights, filtered), top_ks[filtered], top_ps[filtered], min_ps[filtered]
         )
         weights = torch.where(weights >= _column(least, device), weights, 0.0)
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)  # exact
     total = cumulative[:, -1:]
     # Rounding must not move the drawn point to the total, which is past the last token.
     below_total = torch.nextafter(total, torch.zeros_like(total))
@@ -304,14 +303,49 @@ def sample(
     return tokens
 
 
+WEIGHT_BITS = 35
+"""The likeliest token has the weight 2 to this power."""
+EXP2 = (1.3264726e-3, 9.671513e-3, 5.5507336e-2, 2.4022242e-1, 6.93147e-1, 1.0)
+"""The coefficients of a polynomial for 2^x on [-1/2, 1/2], highest power first, as float32. Its relative
+error is below 2e-7."""
+LOG2_E = 1.4426950408889634
+LEAST_EXPONENT = -64.0
+"""Weights below 2 to this power, relative to the likeliest token, are 0."""
+
+
+def scale_factors(temperatures: FloatArray) -> FloatArray:
+    """Returns log2(e) / temperature, at most the largest float32."""
+    factors = np.minimum(LOG2_E / temperatures.astype(np.float64), np.finfo(np.float32).max)
+    return factors.astype(np.float32)
+
+
+def whole_weights(logits: Tensor, factors: Tensor) -> Tensor:
+    """Returns the weights of tokens as ``Kernels.choose`` defines them: integers, as float32.
+
+    Sums of at most 2^18 of them are exact in float64 and in int64, in any order, and each operation here is
+    rounded separately. So all implementations compute the same weights, and choose the same tokens.
+
+    Args:
+        logits: [S, vocabulary], relative to the highest of the row; overwritten.
+        factors: [S, 1], from ``scale_factors``.
+    """
+    exponents = logits.mul_(factors).clamp_(min=LEAST_EXPONENT)
+    whole = (exponents + 0.5).floor_()
+    rest = exponents.sub_(whole)
+    power = torch.full_like(rest, EXP2[0])
+    for coefficient in EXP2[1:]:
+        power.mul_(rest).add_(coefficient)
+    power.view(torch.int32).add_((whole.int() + WEIGHT_BITS) << 23)  # times 2^(whole + WEIGHT_BITS)
+    return power.floor_()
+
+
 def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps: FloatArray) -> FloatArray:
-    """Returns the smallest weight to keep, per row. ``weights``: relative to the weight of the likeliest
-    token."""
+    """Returns the smallest weight to keep, per row. ``weights``: from ``whole_weights``."""
     vocab_size = weights.shape[1]
     top_ks = np.where(top_ks > 0, np.minimum(top_ks, vocab_size), vocab_size)
     limited = top_ks < vocab_size
     head_size = min(vocab_size, max(_HEAD_SIZE, int(top_ks[limited].max(initial=0))))
-    least = torch.from_numpy(min_ps).to(weights.device)
+    least = torch.from_numpy(min_ps * np.float32(2**WEIGHT_BITS)).to(weights.device)
     if not limited.any() and not (top_ps < 1).any():
         return to_host(least)
     head = weights.topk(head_size, dim=-1).values

@@ -47,6 +47,10 @@ class RowChoice {
     // The sum of each block is kept, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
 
+    // The likeliest token has the weight 2^35. All implementations of `ops.Kernels.choose` have these constants.
+    static constexpr float WEIGHT_BITS = 35, HIGHEST_WEIGHT = 0x1p35f;
+    static constexpr float EXP2[] = {1.3264726e-3f, 9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f};
+
     // The logits of tokens first to first + 15; -inf if a token is not allowed or past the vocabulary.
     Vec lanes(int64_t first) const {
         const int num = int(std::min<int64_t>(LANES, num_ - first));
@@ -81,10 +85,11 @@ class RowChoice {
     int64_t drawn(float highest, float temperature) {
         weights().resize(round_up<int64_t>(num_, BLOCK));
         // Relative to the largest logit, so that even the smallest temperature does not overflow.
-        const Vec top = broadcast(highest), heat = broadcast(temperature), log2_e = broadcast(LOG2_E);
+        const double factor = std::min(1.4426950408889634 / double(temperature), double(std::numeric_limits<float>::max()));
+        const Vec top = broadcast(highest), log2_e = broadcast(float(factor));
         float* weight = weights().data();
         for (int64_t first = 0; first < num_; first += LANES) {
-            store(weight + first, exp2(mul(div(sub(lanes(first), top), heat), log2_e)));
+            store(weight + first, whole_weight(rounded_mul(sub(lanes(first), top), log2_e)));
         }
         std::fill(weights().begin() + round_up<int64_t>(num_, LANES), weights().end(), 0.0f);
         double total = add_up();
@@ -99,7 +104,16 @@ class RowChoice {
         return at(std::min(c_.uniforms[row_] * total, std::nextafter(total, 0.0)));
     }
 
-    // Computes the sum of each block, and returns the total.
+    // The weight of a token, floor(2^(35 + x)), as in `torch_ops.whole_weights`. x: at most 0.
+    static Vec whole_weight(Vec x) {
+        x = max(x, broadcast(-64.0f));
+        const Vec whole = floor(add(x, broadcast(0.5f))), rest = sub(x, whole);
+        Vec power = broadcast(EXP2[0]);
+        for (int i = 1; i < 6; i++) power = add(rounded_mul(power, rest), broadcast(EXP2[i]));
+        return floor(scaled(power, add(whole, broadcast(WEIGHT_BITS))));
+    }
+
+    // Computes the sum of each block, and returns the total. The sums are exact.
     double add_up() {
         std::vector<double>& of_blocks = sums();
         of_blocks.assign(weights().size() / BLOCK, 0.0);
@@ -120,11 +134,11 @@ class RowChoice {
     // of them if these are not enough.
     float least_kept(double total) {
         const int64_t top_k = c_.top_ks[row_];
-        const float min_p = c_.min_ps[row_];
+        const float min_p = c_.min_ps[row_] * HIGHEST_WEIGHT;
         const bool is_limited = top_k > 0 && top_k < num_, has_nucleus = c_.top_ps[row_] < 1;
         if (!is_limited && !has_nucleus) return min_p;
         for (float bound = 1e-3f;; bound = bound > 1e-9f ? bound * 1e-2f : 0.0f) {
-            collect(bound);
+            collect(bound * HIGHEST_WEIGHT);
             const bool are_all = bound == 0;
             Likeliest kept{0, total};
             if (is_limited) {

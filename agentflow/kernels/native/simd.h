@@ -96,6 +96,19 @@ ALWAYS_INLINE Vec exp2(Vec x) {
     return {_mm512_scalef_ps(p, whole)};
 }
 
+// a * b, rounded. The compiler does not fuse it with an addition.
+ALWAYS_INLINE Vec rounded_mul(Vec a, Vec b) {
+    __m512 product = _mm512_mul_ps(a.v, b.v);
+    asm("" : "+v"(product));
+    return {product};
+}
+ALWAYS_INLINE Vec floor(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+// a * 2^exponents, for integers as floats and results that are normal numbers.
+ALWAYS_INLINE Vec scaled(Vec a, Vec exponents) {
+    const __m512i added = _mm512_slli_epi32(_mm512_cvtps_epi32(exponents.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), added))};
+}
+
 ALWAYS_INLINE Vec load_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -232,6 +245,20 @@ ALWAYS_INLINE __m256 exp2_half(__m256 x) {
 template <bool IS_SHORT = false>
 ALWAYS_INLINE Vec exp2(Vec x) {
     return {exp2_half(x.lo), exp2_half(x.hi)};
+}
+
+ALWAYS_INLINE Vec rounded_mul(Vec a, Vec b) {
+    Vec product = mul(a, b);
+    asm("" : "+x"(product.lo), "+x"(product.hi));
+    return product;
+}
+ALWAYS_INLINE Vec floor(Vec a) { return {_mm256_floor_ps(a.lo), _mm256_floor_ps(a.hi)}; }
+ALWAYS_INLINE __m256 scaled_half(__m256 a, __m256 exponents) {
+    const __m256i added = _mm256_slli_epi32(_mm256_cvtps_epi32(exponents), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), added));
+}
+ALWAYS_INLINE Vec scaled(Vec a, Vec exponents) {
+    return {scaled_half(a.lo, exponents.lo), scaled_half(a.hi, exponents.hi)};
 }
 
 ALWAYS_INLINE Vec load_half(const uint16_t* p) {

@@ -3,8 +3,8 @@ for tests.
 
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
 ``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
-``quantised`` multiplies with weights in blocks; ``interpreted`` has the products and the rounding that all
-kernels share. Products with dense weights and the choice of tokens are torch's.
+``quantised`` multiplies with weights in blocks, and ``sampler`` chooses tokens; ``interpreted`` has the
+products and the rounding that all kernels share. Products with dense weights are torch's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from torch import Tensor
 
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
-from agentflow.kernels.torch_ops import choose as choose
-from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
 from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
-from agentflow.kernels.torch_ops import stage_choice as stage_choice
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
 from agentflow.kernels.triton_ops.paged_attention import attend
@@ -32,6 +29,9 @@ from agentflow.kernels.triton_ops.row_ops import add_rms_norm as add_rms_norm
 from agentflow.kernels.triton_ops.row_ops import rms_norm as rms_norm
 from agentflow.kernels.triton_ops.row_ops import rope_and_write as rope_and_write
 from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
+from agentflow.kernels.triton_ops.sampler import choose as choose
+from agentflow.kernels.triton_ops.sampler import choose_tensor as choose_tensor
+from agentflow.kernels.triton_ops.sampler import stage_choice as stage_choice
 from agentflow.kernels.triton_ops.units import LEAST_SAVING, find_groups
 
 IS_INTERPRETED: bool = INTERPRETED.value

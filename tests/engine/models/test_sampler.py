@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine import runner_driver
 from support.plain_sampler import MASK, plain_choice, plain_uniform
@@ -170,6 +170,35 @@ def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
         uniforms=np.array([1 - 1e-9]),
     )
     assert kernels.choose(logits, rows)[0] == pytest.approx(num_kept - 1, rel=2e-3)
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(ROW, min_size=1, max_size=4),
+    st.sampled_from([1, 17, 4_000, 33_000]),
+    st.sampled_from([0.0, 0.3, 3.0, 20.0]),
+    st.integers(0, 1000),
+    st.booleans(),
+)
+def test_all_kernels_choose_the_same_token(
+    rows: list[Row], vocab_size: int, spread: float, seed: int, has_ties: bool
+) -> None:
+    """From any logits, because sums of integer weights are exact in any order."""
+    logits = random_logits(len(rows), vocab_size, seed, spread)
+    if has_ties:
+        logits = logits.bfloat16().float()
+    chosen = [choose_tokens(logits, sampled_rows(rows), each).token_ids for each in (torch_ops, native_ops)]
+    assert chosen[0].tolist() == chosen[1].tolist()
+
+
+def test_weights_are_integers_and_close_to_the_exponential() -> None:
+    below = torch.linspace(-30, 0, 10_001).unsqueeze(0)
+    weights = torch_ops.whole_weights(below.clone(), torch.tensor([[1 / math.log(2)]])).double()
+    assert torch.equal(weights, weights.floor())
+    assert weights[0, -1] == 2**35
+    exact = 2.0**35 * below.double().exp()
+    # One unit, and the rounding of the exponent and of the polynomial.
+    assert ((weights - exact).abs() <= 1 + exact * (3e-7 - below * 1e-7)).all()
 
 
 @given(st.integers(0, MASK), st.integers(0, 2**40))
