@@ -67,7 +67,7 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 
 # Tests marked as slow and broad run in test-full only, those in a browser in test-ui, those on Node.js in
 # test-clients, those of the stack in compose-check, those of other projects' servers in test-peers.
-MARKS := -m 'not full and not ui and not clients and not stack and not peers and not gpu'
+MARKS := -m 'not full and not ui and not clients and not stack and not peers and not only_gpu'
 
 ADAPTER_MARKS := -m 'not full'
 

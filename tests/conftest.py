@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if on_trio and item.get_closest_marker("trio_in_full"):
             item.add_marker(pytest.mark.full)
     if os.environ.get("AGENTFLOW_DEVICE") == "cuda":
-        items.sort(key=lambda item: item.get_closest_marker("gpu") is None)
+        marks = {"gpu", "only_gpu"}
+        items.sort(key=lambda item: marks.isdisjoint([mark.name for mark in item.iter_markers()]))
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 from agentflow.kernels import triton_ops
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES, MAX_ROWS, dequantised_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.only_gpu
 
 GPU = torch.device("cuda")
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
