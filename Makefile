@@ -77,7 +77,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadf
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS := -m 'not ui and not clients and not stack and not peers and not gpu'
+test-full: MARKS := -m 'not ui and not clients and not stack and not peers and not only_gpu'
 test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export FULL_KERNELS := 1
@@ -222,7 +222,7 @@ WITH_WHEELS = site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 gpu-check: ## compare the model on this machine's GPU with its CPU and with the GPU's limits
 	@$(WITH_WHEELS) $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
 
-# The tests marked gpu come first. Those that need the default model need a network. Warnings depend on the
+# The tests marked gpu and only_gpu come first. Those that need the default model need a network. Warnings depend on the
 # versions of the packages, which are not pinned here.
 GPU_TESTS := tests/engine tests/kernels
 GPU_MARKS := not full and not model
