@@ -59,6 +59,7 @@ from agentflow.kernels.native_structures import (
     pointer,
 )
 from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
+from agentflow.kernels.torch_ops import ruled_attention as ruled_attention
 
 logger = logging.getLogger(__name__)
 

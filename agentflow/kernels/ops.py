@@ -26,6 +26,7 @@ from agentflow.kernels.inputs import (
     LinearWeight,
     LowRank,
 )
+from agentflow.kernels.masked_attention import AttentionRule
 from agentflow.kernels.native_library import NoNativeKernels
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ class StaticPlans(Protocol):
 
     def capture_with(self, form: Any, plan: Any) -> Any:
         """Returns the plan with which a graph of this form is captured."""
+
+
+RuledAttention = Callable[[Tensor, Tensor, Any, AttentionRule, Tensor | None], Tensor]
 
 
 class Kernels(Protocol):
@@ -158,6 +162,11 @@ class Kernels(Protocol):
         """Computes paged causal attention for decode and prefill rows, over cached and newly written KV.
         ``q`` [T, heads, head_dim]; returns [T, heads * head_dim]. ``plan`` comes from the same
         implementation's ``plan_attention``. Slots of other requests may contain anything, NaN included."""
+
+    @property
+    def ruled_attention(self) -> RuledAttention | None:
+        """``attention`` under a rule, and with the scores of the heads' sinks, [heads]. None:
+        ``masked_attention`` computes it."""
 
     def choose(self, logits: Tensor, rows: ChoiceRows) -> IntArray:
         """Chooses one token per row of ``logits`` [S, vocabulary] float32. A row with a target gets the

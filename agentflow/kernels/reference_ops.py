@@ -25,6 +25,7 @@ from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
 from agentflow.kernels.torch_ops import embed as embed
 from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
+from agentflow.kernels.torch_ops import ruled_attention as ruled_attention
 from agentflow.kernels.torch_ops import stage_choice as stage_choice
 from agentflow.kernels.torch_ops import static_plans as static_plans
 

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import Shape, Tree, batch_of, batches, make_case, seen_by_all, with_trees
+from kernel_cases import Case, Rows, Shape, Tree, batch_of, batches, make_case, seen_by_all, with_trees
 
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 
@@ -20,6 +21,15 @@ RULES = st.builds(
     window=st.sampled_from([0, 1, 2, 7, 16, 1000]),
     cap=st.sampled_from([0.0, 1.5]),
 )
+
+
+try:
+    from agentflow.kernels import triton_ops
+    from agentflow.kernels.triton_ops import units
+except ImportError:  # for x86-64 and Linux
+    IMPLEMENTATIONS = ["torch"]
+else:
+    IMPLEMENTATIONS = ["torch", "triton"]
 
 
 def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None) -> Any:
@@ -36,18 +46,62 @@ def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torc
     return torch.cat(out)
 
 
+def all_attended(
+    implementation: str, case: Case, rows: Rows | None, rule: AttentionRule, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    batch = batch_of(case, rows)
+    if implementation == "torch":
+        plan = MaskedPlans(batch, CPU).of(rule.window)
+        return masked_attention(case.q, case.kv_layer, plan, rule, sinks)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = triton_ops.plan_attention(batch, case.q.dtype, device)
+    q, kv_layer = case.q.to(device), case.kv_layer.to(device)
+    sinks = None if sinks is None else sinks.to(device)
+    return triton_ops.ruled_attention(q, kv_layer, plan, rule, sinks).cpu()
+
+
+def assert_windows(
+    implementation: str, case: Case, rows: Rows | None, rule: AttentionRule, has_sinks: bool
+) -> None:
+    sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
+    found = all_attended(implementation, case, rows, rule, sinks)
+    for row, slots in enumerate(seen_by_all(case, rows)):
+        kv = case.kv_layer[slots[-rule.window :] if rule.window else slots]
+        expected = attended(case.q[row], kv, rule, sinks)
+        torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @given(batches(), RULES, st.booleans(), st.integers(0, 1000))
 def test_each_row_sees_its_window(
     made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
-    plan = MaskedPlans(batch_of(case, rows), CPU).of(rule.window)
-    sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
-    found = masked_attention(case.q, case.kv_layer, plan, rule, sinks)
-    for row, slots in enumerate(seen_by_all(case, rows)):
-        kv = case.kv_layer[slots[-rule.window :] if rule.window else slots]
-        expected = attended(case.q[row], kv, rule, sinks)
-        torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
+    assert_windows("torch", case, rows, rule, has_sinks)
+
+
+@pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="triton is for x86-64 and Linux")
+@settings(max_examples=8)
+@given(batches(4), RULES, st.booleans(), st.integers(0, 1000))
+def test_each_row_sees_its_window_on_a_gpu(
+    made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int
+) -> None:
+    case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
+    assert_windows("triton", case, rows, rule, has_sinks)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("head_dim", [8, 96, 264])
+@pytest.mark.parametrize("window", [0, 70, 130])
+def test_windows_over_long_contexts(
+    implementation: str, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a shared prefix, a chunk, and segments of keys, some outside of the windows of some rows."""
+    if implementation == "triton":
+        monkeypatch.setattr(units, "LEAST_SAVING", 10)
+        monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
+    batch = [Shape(-1, 0, 300, 1), Shape(0, 200, 250, 1), Shape(0, 200, 230, 20), Shape(-1, 0, 5, 1)]
+    case = make_case(batch, head_dim=head_dim)
+    assert_windows(implementation, case, None, AttentionRule(0.1, window, 2.0), has_sinks=True)
 
 
 def test_a_batch_of_one_decoding_row_gathers_only_its_window() -> None:

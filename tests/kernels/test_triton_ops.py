@@ -81,14 +81,15 @@ def test_f42a_attention_over_long_contexts(dtype: torch.dtype) -> None:
 
 def keys_of(made: Units) -> Iterator[tuple[int, int, int, bool]]:
     """Each row, slot and partial result for which a unit computes a score, and whether without a mask."""
-    for first_entry, num_rows, first_slot, begin, end, full_end, first_end, _ in np.concatenate(
+    for first_entry, num_rows, first_slot, begin, end, full_end, first_end, full_begin in np.concatenate(
         (made.narrow, made.wide)
     ).tolist():
         for entry in range(first_entry, first_entry + num_rows):
+            low = made.lows[entry] if len(made.lows) else -1
             for key in range(begin, end):
                 key_end = made.ends[first_end + key] if first_end >= 0 else EVERYWHERE
-                if key < full_end or key <= made.at[entry] < key_end:
-                    is_unmasked = key < full_end
+                is_unmasked = full_begin <= key < full_end
+                if is_unmasked or low < key <= made.at[entry] < key_end:
                     yield (
                         int(made.rows[entry]),
                         int(made.slots[first_slot + key]),
@@ -97,20 +98,27 @@ def keys_of(made: Units) -> Iterator[tuple[int, int, int, bool]]:
                     )
 
 
-@given(batches(), st.integers(0, 1000), st.sampled_from([1, 2, 3, 12, 71]), st.integers(1, 40))
+@given(
+    batches(),
+    st.integers(0, 1000),
+    st.sampled_from([1, 2, 3, 12, 71]),
+    st.integers(1, 40),
+    st.sampled_from([0, 1, 2, 20]),
+)
 def test_f42a_units_have_each_key_of_each_row_once(
-    batch: tuple[list[Shape], list[Tree]], seed: int, queries_per_kv: int, num_units: int
+    batch: tuple[list[Shape], list[Tree]], seed: int, queries_per_kv: int, num_units: int, window: int
 ) -> None:
     """Against the slots that each row sees by definition. The partial results of a row are consecutive."""
     case, rows = with_trees(make_case(batch[0], seed=seed), batch[1], seed)
-    made = cut(find_groups(batch_of(case, rows)), queries_per_kv, num_units)
+    window = max(window, int(rows.path_lens.max())) if window and rows is not None else window
+    made = cut(find_groups(batch_of(case, rows)), queries_per_kv, num_units, window)
     seen: dict[int, list[int]] = {}
     parts: dict[int, set[int]] = {}
     for row, slot, part, _ in keys_of(made):
         seen.setdefault(row, []).append(slot)
         parts.setdefault(row, set()).add(part)
     assert [Counter(seen[row]) for row in sorted(seen)] == [
-        Counter(slots) for slots in seen_by_all(case, rows)
+        Counter(slots[-window:]) for slots in seen_by_all(case, rows)
     ]
     numbers = np.split(np.arange(made.num_partials), made.merged_bounds[1:-1])
     merged = dict(zip(made.merged_rows.tolist(), (set(own.tolist()) for own in numbers), strict=False))
@@ -119,17 +127,32 @@ def test_f42a_units_have_each_key_of_each_row_once(
         assert parts[row] <= merged.get(row, {-1})
 
 
-@given(batches(), st.integers(1, 40))
-def test_f42a_unmasked_blocks_are_whole(batch: tuple[list[Shape], list[Tree]], num_units: int) -> None:
+@given(batches(), st.integers(1, 40), st.sampled_from([0, 1, 20]))
+def test_f42a_unmasked_blocks_are_whole(
+    batch: tuple[list[Shape], list[Tree]], num_units: int, window: int
+) -> None:
     """The kernel reads them without bounds."""
     case, rows = with_trees(make_case(batch[0]), batch[1], 0)
-    made = cut(find_groups(batch_of(case, rows)), 2, num_units)
+    made = cut(find_groups(batch_of(case, rows)), 2, num_units, window)
     for unit in np.concatenate((made.narrow, made.wide)):
-        begin, end, full_end = unit[3:6]
-        assert begin <= full_end <= end
+        begin, end, full_end, full_begin = unit[[3, 4, 5, 7]]
+        assert begin <= full_begin <= full_end <= end
         assert begin % units.KEY_STEP == 0
-        assert full_end % units.KEY_STEP == 0 or full_end in (begin, end)
-        assert (full_end - begin) % units.KEY_STEP == 0
+        assert full_end % units.KEY_STEP == 0 or full_end in (full_begin, end)
+        assert (full_end - full_begin) % units.KEY_STEP == 0
+
+
+@pytest.mark.parametrize("window", [1, 64, 70, 200])
+def test_units_skip_the_keys_outside_of_a_window(window: int) -> None:
+    """Also the keys of prefixes that requests share."""
+    case = make_case([Shape(-1, 0, 700, 1), Shape(0, 600, 650, 1), Shape(0, 600, 630, 30)])
+    made = cut(find_groups(batch_of(case)), 2, 40, window)
+    seen: dict[int, set[int]] = {}
+    for row, slot, _, _ in keys_of(made):
+        seen.setdefault(row, set()).add(slot)
+    assert [seen[row] for row in sorted(seen)] == [set(slots[-window:]) for slots in seen_by_all(case)]
+    num_read = sum(int(unit[4] - unit[3]) for unit in np.concatenate((made.narrow, made.wide)))
+    assert num_read <= 3 * (window + 2 * units.KEY_STEP) + 30
 
 
 def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:

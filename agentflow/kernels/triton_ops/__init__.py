@@ -16,12 +16,13 @@ from torch import Tensor
 
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
+from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
-from agentflow.kernels.triton_ops.paged_attention import attend
+from agentflow.kernels.triton_ops.paged_attention import MAX_HEAD_DIM, attend
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.triton_ops.quantised import dequantised_rows, multiply
 from agentflow.kernels.triton_ops.quantised import pack_blocks as pack_blocks
@@ -69,17 +70,25 @@ def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -
 
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:
-    groups = find_groups(batch)
-    return TritonPlan(
-        batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}
-    )
+    table, rows, groups = batch.req_to_token, batch.req_rows, find_groups(batch)
+    masked = MaskedPlans(batch, device)
+    return TritonPlan(table, rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}, masked)
 
 
 def attention(q: Tensor, kv_layer: Tensor, plan: TritonPlan, scale: float) -> Tensor:
-    num_heads, num_kv_heads = q.shape[1], kv_layer.shape[2]
+    return ruled_attention(q, kv_layer, plan, AttentionRule(scale))
+
+
+def ruled_attention(
+    q: Tensor, kv_layer: Tensor, plan: TritonPlan, rule: AttentionRule, sinks: Tensor | None = None
+) -> Tensor:
+    num_heads, num_kv_heads, window = q.shape[1], kv_layer.shape[2], rule.window
+    is_deep = window > 0 and plan.trees is not None and int(plan.trees.path_lens.max()) > window
+    if is_deep or q.shape[2] > MAX_HEAD_DIM:  # units do not count the keys of a tree by their depth
+        return masked_attention(q, kv_layer, plan.masked.of(window), rule, sinks)
     if q.stride(2) != 1:
         q = q.contiguous()
-    return attend(q, kv_layer, plan.units(num_heads, num_kv_heads), scale)
+    return attend(q, kv_layer, plan.units(num_heads, num_kv_heads, window), rule.scale, rule.cap, sinks)
 
 
 def static_plans(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.inputs import AttentionBatch
+from agentflow.kernels.masked_attention import MaskedPlans
 from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut
 from agentflow.kernels.uploads import ALIGNMENT, upload
 
@@ -22,6 +23,7 @@ class DeviceUnits:
     wide: Tensor
     rows: Tensor
     at: Tensor
+    lows: Tensor
     partial: Tensor
     slots: Tensor
     ends: Tensor
@@ -36,16 +38,18 @@ class TritonPlan(AttentionBatch):
 
     groups: Groups
     device: torch.device
-    # The units on the device, by the numbers of query and KV heads. The first layer that attends cuts them,
-    # for all layers.
-    cut_units: dict[tuple[int, int], DeviceUnits]
+    # The units on the device, by the numbers of query and KV heads and the window. The first layer that
+    # attends cuts them, for all layers.
+    cut_units: dict[tuple[int, int, int], DeviceUnits]
+    masked: MaskedPlans  # for layers that the kernels cannot compute
 
-    def units(self, num_heads: int, num_kv_heads: int) -> DeviceUnits:
-        """Returns the units for a layer with these numbers of heads."""
-        shape = (num_heads, num_kv_heads)
+    def units(self, num_heads: int, num_kv_heads: int, window: int = 0) -> DeviceUnits:
+        """Returns the units for a layer with these numbers of heads and this window."""
+        shape = (num_heads, num_kv_heads, window)
         found = self.cut_units.get(shape)
         if found is None:
-            units = cut(self.groups, num_heads // num_kv_heads, wanted_units(num_kv_heads, self.device))
+            wanted = wanted_units(num_kv_heads, self.device)
+            units = cut(self.groups, num_heads // num_kv_heads, wanted, window)
             found = self.cut_units[shape] = _upload(units, self.device)
         return found
 
@@ -112,6 +116,7 @@ class StaticPlans:
             "wide": wide * UNIT_COLUMNS,
             "rows": self._num_entries,
             "at": self._num_entries,
+            "lows": 0,
             "partial": self._num_entries,
             "ends": 1,
             "merged_rows": most,
@@ -170,4 +175,4 @@ class StaticPlans:
         tensors["merged_rows"] = tensors["merged_rows"][: form.num_rows]
         tensors["merged_bounds"] = tensors["merged_bounds"][: form.num_rows + 1]
         units = DeviceUnits(**tensors, num_partials=self._num_entries)
-        return replace(plan, cut_units={self._shape: units})
+        return replace(plan, cut_units={(*self._shape, 0): units})

@@ -25,8 +25,9 @@ _COLUMNS = tl.constexpr(UNIT_COLUMNS)
 
 @triton.jit
 def _attend_block(
-    q, best, total, out, kv, slots, ends, first_end, at, start, end, kv_stride, value_offset, scale,
-    IS_MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    q, best, total, out, kv, slots, ends, first_end, at, low, start, end, kv_stride, value_offset, scale, cap,
+    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     keys = start + tl.arange(0, BLOCK_KEYS)
     dims = tl.arange(0, BLOCK_DIM)
@@ -44,15 +45,21 @@ def _attend_block(
         k = tl.load(place)
         v = tl.load(place + value_offset)
     scores = dot(q, tl.trans(k))
+    factor = scale
+    if HAS_CAP:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
+        factor = 1.0
     if IS_MASKED:
         # In a text (first_end < 0), no key has an end.
         has_end = keys < tl.where(first_end >= 0, end, 0)
         key_end = tl.load(ends + first_end + keys, mask=has_end, other=2147483647)
         is_seen = is_key[None, :] & (keys[None, :] <= at[:, None]) & (at[:, None] < key_end[None, :])
+        if HAS_WINDOW:
+            is_seen &= keys[None, :] > low[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
     base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may see no key of a block
-    weights = tl.exp2(scores * scale - base[:, None])
+    weights = tl.exp2(scores * factor - base[:, None])
     kept = tl.exp2(best - base)
     out = out * kept[:, None] + dot(rounded(weights, v.dtype), v)
     return new_best, total * kept + tl.sum(weights, 1), out
@@ -60,8 +67,9 @@ def _attend_block(
 
 @triton.jit
 def _attend_units(
-    units, rows, at, partial, slots, ends, q, kv, out, partial_out, partial_lse,
-    q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale,
+    units, rows, at, lows, partial, slots, ends, q, kv, sinks, out, partial_out, partial_lse,
+    q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale, cap,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +84,7 @@ def _attend_units(
     end = tl.load(unit + 4)
     full_end = tl.load(unit + 5)
     first_end = tl.load(unit + 6)
+    full_begin = tl.load(unit + 7)
 
     pairs = tl.arange(0, BLOCK_ROWS)
     entries = first_entry + pairs // QUERIES_PER_KV
@@ -83,6 +92,9 @@ def _attend_units(
     is_pair = pairs < num_rows * QUERIES_PER_KV
     row = tl.load(rows + entries, mask=is_pair, other=0).to(tl.int64)
     place = tl.load(at + entries, mask=is_pair, other=2147483646)
+    low = place
+    if HAS_WINDOW:
+        low = tl.load(lows + entries, mask=is_pair, other=2147483646)
     part = tl.load(partial + entries, mask=is_pair, other=-1).to(tl.int64)
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
@@ -96,21 +108,32 @@ def _attend_units(
     best = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     attended = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
-    for start in range(begin, full_end, BLOCK_KEYS):
+    if HAS_WINDOW:
+        for start in range(begin, full_begin, BLOCK_KEYS):
+            best, total, attended = _attend_block(
+                tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start,
+                full_begin, kv_stride, value_offset, scale, cap, True, True, HAS_CAP,
+                BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+            )  # fmt: skip
+    for start in range(full_begin, full_end, BLOCK_KEYS):
         best, total, attended = _attend_block(
-            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, start, full_end,
-            kv_stride, value_offset, scale, False, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start, full_end,
+            kv_stride, value_offset, scale, cap, False, HAS_WINDOW, HAS_CAP, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_KEYS):
         best, total, attended = _attend_block(
-            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, start, end,
-            kv_stride, value_offset, scale, True, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start, end,
+            kv_stride, value_offset, scale, cap, True, HAS_WINDOW, HAS_CAP, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
     is_whole = is_pair & (part < 0)
     target = (row * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + target, rounded(attended, out.dtype.element_ty), mask=is_whole[:, None] & is_dim[None, :])
+    whole = attended
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=is_whole, other=0.0).to(tl.float32) * 1.4426950408889634
+        whole *= (total / (total + tl.exp2(sink - best)))[:, None]
+    tl.store(out + target, rounded(whole, out.dtype.element_ty), mask=is_whole[:, None] & is_dim[None, :])
     is_part = is_pair & (part >= 0)
     number = part * num_heads + heads
     tl.store(
@@ -122,8 +145,8 @@ def _attend_units(
 
 @triton.jit
 def _merge(
-    merged_rows, bounds, partial_out, partial_lse, out, num_heads,
-    BLOCK_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    merged_rows, bounds, partial_out, partial_lse, sinks, out, num_heads,
+    HAS_SINKS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -153,13 +176,37 @@ def _merge(
         merged = merged * kept + tl.sum(weights[:, None] * value, 0)
         total = total * kept + tl.sum(weights, 0)
         best = new_best
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - best)
     place = out + (row * num_heads + head) * HEAD_DIM + dims
     tl.store(place, rounded(merged / total, out.dtype.element_ty), mask=is_dim)
 
 
-def attend(q: Tensor, kv_layer: Tensor, units: DeviceUnits, scale: float) -> Tensor:
-    """Computes the attention of all rows. ``q`` [T, heads, head_dim], ``kv_layer`` [slots, 2, kv_heads,
-    head_dim]. Returns [T, heads * head_dim]."""
+MAX_HEAD_DIM = 256
+"""The largest size of a head: the tiles of larger ones do not fit a processor."""
+
+
+def attend(
+    q: Tensor,
+    kv_layer: Tensor,
+    units: DeviceUnits,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Computes the attention of all rows.
+
+    Args:
+        q: [T, heads, head_dim].
+        kv_layer: [slots, 2, kv_heads, head_dim].
+        units: cut for the layer's window.
+        scale: of the scores.
+        cap: of the scores; 0: none.
+        sinks: the score of each head's sink, [heads].
+
+    Returns:
+        [T, heads * head_dim].
+    """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
     queries_per_kv = num_heads // num_kv_heads
@@ -167,12 +214,16 @@ def attend(q: Tensor, kv_layer: Tensor, units: DeviceUnits, scale: float) -> Ten
     partial_out = torch.empty((units.num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((units.num_partials, num_heads), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(head_dim))
+    has_window, has_sinks = len(units.lows) > 0, sinks is not None
+    # Exponents are of 2. tanh(x) is 1 - 2 / (exp(2 x) + 1).
+    factor = math.log2(math.e) * scale * (2 / cap if cap else 1)
 
     def launch(tiles: Tensor, size: int) -> None:
         _attend_units[(len(tiles), num_kv_heads)](
-            tiles, units.rows, units.at, units.partial, units.slots, units.ends, q, kv_layer, out,
-            partial_out, partial_lse, q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1),
-            num_heads, scale * math.log2(math.e),
+            tiles, units.rows, units.at, units.lows, units.partial, units.slots, units.ends, q, kv_layer,
+            sinks if has_sinks else q, out, partial_out, partial_lse, q.stride(0), q.stride(1),
+            kv_layer.stride(0), kv_layer.stride(1), num_heads, factor, cap * math.log2(math.e),
+            HAS_WINDOW=has_window, HAS_CAP=cap > 0, HAS_SINKS=has_sinks,
             QUERIES_PER_KV=queries_per_kv, BLOCK_ROWS=size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
             **_options(size, block_dim, q.dtype),
         )  # fmt: skip
@@ -192,8 +243,9 @@ def attend(q: Tensor, kv_layer: Tensor, units: DeviceUnits, scale: float) -> Ten
                 launch(tiles, size)
     if units.num_partials:
         _merge[(len(units.merged_rows), num_heads)](
-            units.merged_rows, units.merged_bounds, partial_out, partial_lse, out, num_heads,
-            BLOCK_PARTS=16, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=2,
+            units.merged_rows, units.merged_bounds, partial_out, partial_lse,
+            sinks if has_sinks else q, out, num_heads,
+            HAS_SINKS=has_sinks, BLOCK_PARTS=16, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=2,
         )  # fmt: skip
     return out
 

@@ -9,7 +9,8 @@ long contexts are split over the processors (Flash-Decoding).
 
 One rule decides which keys a row sees, in texts and in trees: row i is at place ``at[i]`` and sees the keys j
 with ``j <= at[i] < ends[j]``. In a text, a key is visible to all later rows. The nodes of a tree are numbered
-depth first, and a key is visible to its subtree.
+depth first, and a key is visible to its subtree. In a layer with a window, a row sees only the keys after
+``position - window``; units skip the keys that none of their rows sees.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ EVERYWHERE = np.iinfo(np.int32).max
 """The entry in ``ends`` of a key that all later rows see."""
 UNIT_COLUMNS = 8
 """The columns of a unit: first entry, number of rows, first slot, begin and end of its keys in the group, end
-of the keys that all of its rows see, first element of ``ends`` (-1: a text), and an unused one."""
+of the keys that all of its rows see, first element of ``ends`` (-1: a text), and the begin of the keys that
+all of its rows see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Group:
 
     rows: IntArray  # their numbers in the batch
     at: IntArray  # the place of each row
+    positions: IntArray  # of the rows in their texts, counted from the first key
     slots: Int32  # of the keys
     ends: Int32 | None = None  # for each key, the place from which on rows do not see it; None: a text
 
@@ -67,11 +70,12 @@ def find_groups(batch: AttentionBatch) -> Groups:
     limits = np.where((query_lens <= MAX_SHARED_ROWS) | is_tree, cached, 0)
     runs, starts = find_shared_runs(table, req_rows, limits, LEAST_SAVING)
     firsts = np.cumsum(query_lens) - query_lens
+    positions = _positions(batch, query_lens, cached, firsts)
     others = []
     for run in runs:
         rows = np.concatenate([np.arange(firsts[r], firsts[r] + query_lens[r]) for r in run.members])
         slots = table[req_rows[run.members[0]], run.start : run.end]
-        others.append(Group(rows, np.full(len(rows), len(slots) - 1), slots))
+        others.append(Group(rows, np.full(len(rows), len(slots) - 1), positions[rows] - run.start, slots))
     is_single = (query_lens == 1) & ~is_tree
     singles = np.flatnonzero(is_single)
     single_slots = [table[req_rows[r], starts[r] : batch.kv_lens[r]] for r in singles.tolist()]
@@ -84,15 +88,28 @@ def find_groups(batch: AttentionBatch) -> Groups:
             else np.full(len(rows), len(slots) - 1)
         )
         if len(slots):
-            others.append(Group(rows, places, slots))
+            others.append(Group(rows, places, positions[rows] - starts[r], slots))
         if is_tree[r] and trees is not None:
-            others.append(_nodes(rows, trees, int(firsts[r] - firsts[num])))
+            depths = positions[rows] - cached[r]
+            others.append(_nodes(rows, depths, trees, int(firsts[r] - firsts[num])))
     return Groups(firsts[singles], single_slots, others)
 
 
-def _nodes(rows: IntArray, trees: TreeAttention, first: int) -> Group:
-    """Returns the nodes of one tree as a group, numbered depth first. ``first``: the tree's first row, among
-    the rows of all trees."""
+def _positions(batch: AttentionBatch, query_lens: IntArray, cached: IntArray, firsts: IntArray) -> IntArray:
+    """Returns the position of each row in its text."""
+    positions = np.repeat(cached, query_lens)
+    num_text_rows = int(batch.query_lens.sum())
+    positions[:num_text_rows] += np.arange(num_text_rows) - np.repeat(
+        firsts[: len(batch.query_lens)], batch.query_lens
+    )
+    if batch.trees is not None:
+        positions[num_text_rows:] += batch.trees.path_lens - 1
+    return positions
+
+
+def _nodes(rows: IntArray, depths: IntArray, trees: TreeAttention, first: int) -> Group:
+    """Returns the nodes of one tree as a group, numbered depth first. ``depths``: of the rows. ``first``: the
+    tree's first row, among the rows of all trees."""
     paths, lens = trees.paths[first : first + len(rows)], trees.path_lens[first : first + len(rows)]
     paths = paths[:, : int(lens.max())]
     lowest = int(paths.min())
@@ -116,7 +133,7 @@ def _nodes(rows: IntArray, trees: TreeAttention, first: int) -> Group:
         if parent >= 0:
             ends[place_of[parent]] = max(ends[place_of[parent]], ends[place])
     own = paths[np.arange(len(rows)), lens - 1] - lowest
-    return Group(rows, place_of[own], np.array(order, dtype=np.int32) + np.int32(lowest), ends)
+    return Group(rows, place_of[own], depths, np.array(order, dtype=np.int32) + np.int32(lowest), ends)
 
 
 def block_rows(queries_per_kv: int) -> tuple[int, int]:
@@ -133,6 +150,7 @@ class Units:
     wide: Int32  # [units, UNIT_COLUMNS]: the units with wide tiles
     rows: Int32  # [entries]: the row's number in the batch
     at: Int32  # [entries]: the row's place
+    lows: Int32  # [entries]: the row sees only the keys after this; empty without a window
     partial: Int32  # [entries]: the number of the row's partial result; -1: the unit has all of its keys
     slots: Int32  # [keys of all groups]
     ends: Int32  # [keys of all trees]
@@ -144,16 +162,21 @@ class Units:
         return int(self.merged_bounds[-1])
 
 
-def cut(groups: Groups, queries_per_kv: int, num_units: int) -> Units:
-    """Cuts groups into about ``num_units`` units, or more if the rows have more tiles."""
+def cut(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) -> Units:
+    """Cuts groups into about ``num_units`` units, or more if the rows have more tiles. ``window``: the number
+    of tokens that a row sees, itself included; 0: all."""
     narrow_rows, wide_rows = block_rows(queries_per_kv)
     lens = np.fromiter((len(slots) for slots in groups.single_slots), np.int64, len(groups.single_slots))
-    tiles = [_tiles(group, queries_per_kv, narrow_rows, wide_rows) for group in groups.others]
-    num_keys = int(lens.sum()) + sum(int(tile.key_ends.sum()) for tile in tiles)
+    lows = lens - 1 - (window or EVERYWHERE)
+    starts, full_starts = _starts(lows, lows)
+    tiles = [_tiles(group, queries_per_kv, narrow_rows, wide_rows, window) for group in groups.others]
+    num_keys = int((lens - starts).sum())
+    num_keys += sum(int(np.maximum(tile.key_ends - tile.key_starts, 0).sum()) for tile in tiles)
     segment = max(LEAST_SEGMENT, -(-num_keys // num_units))
 
     # Single rows together: most batches have hundreds of them and nothing else.
-    which, begins, ends = _segments(lens, segment)
+    which, begins, ends = _segments(starts, lens, segment)
+    full_begins = np.clip(full_starts[which], begins, ends)
     parts = [
         _Part(
             _columns(
@@ -162,28 +185,35 @@ def cut(groups: Groups, queries_per_kv: int, num_units: int) -> Units:
                 (np.cumsum(lens) - lens)[which],
                 begins,
                 ends,
-                ends // KEY_STEP * KEY_STEP,
+                np.maximum(ends // KEY_STEP * KEY_STEP, full_begins),
                 -1,
+                full_begins,
             ),
             False,
             groups.single_rows[which],
             lens[which] - 1,
+            lows[which],
         )
     ]
     num_entries, num_slots, num_ends = len(which), int(lens.sum()), 0
     for group, tile in zip(groups.others, tiles, strict=True):
-        which, begins, ends = _segments(tile.key_ends, segment)
+        which, begins, ends = _segments(tile.key_starts, tile.key_ends, segment)
         counts = tile.counts[which]
         entries = np.cumsum(counts) - counts
         own = np.repeat(tile.firsts[which] - entries, counts) + np.arange(int(counts.sum()))
-        full_ends = np.clip(tile.full_ends[which] // KEY_STEP * KEY_STEP, begins, ends)
+        full_begins = np.clip(tile.full_starts[which], begins, ends)
+        full_ends = np.clip(tile.full_ends[which] // KEY_STEP * KEY_STEP, full_begins, ends)
         first_end = -1 if group.ends is None else num_ends
-        columns = _columns(num_entries + entries, counts, num_slots, begins, ends, full_ends, first_end)
-        parts.append(_Part(columns, tile.is_wide, group.rows[own], group.at[own]))
+        columns = _columns(
+            num_entries + entries, counts, num_slots, begins, ends, full_ends, first_end, full_begins
+        )
+        row_lows = group.positions[own] - (window or EVERYWHERE)
+        parts.append(_Part(columns, tile.is_wide, group.rows[own], group.at[own], row_lows))
         num_entries, num_slots = num_entries + len(own), num_slots + len(group.slots)
         num_ends += 0 if group.ends is None else len(group.ends)
     slots = [*groups.single_slots, *(group.slots for group in groups.others)]
-    return _numbered(parts, slots, [group.ends for group in groups.others if group.ends is not None])
+    tree_ends = [group.ends for group in groups.others if group.ends is not None]
+    return _numbered(parts, slots, tree_ends, has_window=window > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +223,29 @@ class _Tiles:
     is_wide: bool
     firsts: IntArray  # its first row
     counts: IntArray  # the number of its rows
+    key_starts: IntArray  # the begin of the keys that any of its rows sees, a multiple of KEY_STEP
+    full_starts: IntArray  # the begin of the keys that all of its rows see, a multiple of KEY_STEP
     key_ends: IntArray  # the end of the keys that any of its rows sees
     full_ends: IntArray  # the end of the keys that all of its rows see
 
 
-def _tiles(group: Group, queries_per_kv: int, narrow_rows: int, wide_rows: int) -> _Tiles:
+def _starts(lowest: IntArray, highest: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns the begins of the keys that any row of a tile sees, and that all of them see. ``lowest``,
+    ``highest``: of the keys before the windows of its rows."""
+    first, full = np.maximum(lowest + 1, 0), np.maximum(highest + 1, 0)
+    return first // KEY_STEP * KEY_STEP, -(-full // KEY_STEP) * KEY_STEP
+
+
+def _tiles(group: Group, queries_per_kv: int, narrow_rows: int, wide_rows: int, window: int) -> _Tiles:
     num_rows = len(group.rows)
     is_wide = num_rows * queries_per_kv > narrow_rows
     height = max(1, (wide_rows if is_wide else narrow_rows) // queries_per_kv)
     firsts = np.arange(0, num_rows, height)
     key_ends = np.maximum.reduceat(group.at, firsts) + 1
     full_ends = np.minimum.reduceat(group.at, firsts) + 1 if group.ends is None else np.zeros_like(key_ends)
-    return _Tiles(is_wide, firsts, np.minimum(height, num_rows - firsts), key_ends, full_ends)
+    lows = group.positions - (window or EVERYWHERE)
+    starts = _starts(np.minimum.reduceat(lows, firsts), np.maximum.reduceat(lows, firsts))
+    return _Tiles(is_wide, firsts, np.minimum(height, num_rows - firsts), *starts, key_ends, full_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,21 +256,24 @@ class _Part:
     is_wide: bool
     rows: IntArray  # [entries]: the row of the batch
     at: IntArray  # [entries]: its place
+    lows: IntArray  # [entries]: the last key before its window
 
 
-def _segments(lens: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArray]:
+def _segments(starts: IntArray, run_ends: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArray]:
     """Divides runs of keys into segments of about equal lengths. Returns, for each segment, the number of its
     run, its begin and its end."""
+    lens = np.maximum(run_ends - starts, 0)
     sizes = -(-lens // np.maximum(1, -(-lens // segment)))
     sizes = np.maximum(1, -(-sizes // KEY_STEP)) * KEY_STEP
     counts = -(-lens // sizes)
     which = np.repeat(np.arange(len(lens)), counts)
     begins = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * sizes[which]
-    return which, begins, np.minimum(begins + sizes[which], lens[which])
+    begins += starts[which]
+    return which, begins, np.minimum(begins + sizes[which], run_ends[which])
 
 
 def _columns(*columns: IntArray | int) -> IntArray:
-    """Returns units as rows, from their columns; the last column is unused."""
+    """Returns units as rows, from their columns."""
     num = max(column.size for column in columns if not isinstance(column, int))
     units = np.zeros((num, UNIT_COLUMNS), dtype=np.int64)
     for number, column in enumerate(columns):
@@ -237,7 +281,9 @@ def _columns(*columns: IntArray | int) -> IntArray:
     return units
 
 
-def _numbered(parts: Sequence[_Part], slots: Sequence[Int32], ends: Sequence[Int32]) -> Units:
+def _numbered(
+    parts: Sequence[_Part], slots: Sequence[Int32], ends: Sequence[Int32], *, has_window: bool
+) -> Units:
     """Numbers the partial results of rows that are in several units, row by row. Units with the most keys
     come first, so that short ones fill the processors at the end."""
     rows = np.concatenate([part.rows for part in parts])
@@ -261,6 +307,7 @@ def _numbered(parts: Sequence[_Part], slots: Sequence[Int32], ends: Sequence[Int
         wide=wide,
         rows=rows.astype(np.int32),
         at=np.concatenate([part.at for part in parts]).astype(np.int32),
+        lows=np.concatenate([part.lows[: len(part.lows) * has_window] for part in parts]).astype(np.int32),
         partial=partial.astype(np.int32),
         slots=np.concatenate(slots),
         ends=np.concatenate([*ends, np.zeros(0, dtype=np.int32)]),

@@ -223,6 +223,8 @@ class Decoder:
         if not window and not config.attention_cap and layer.sinks is None:
             return self._kernels.attention(queries, kv_layer, batch.given.plan, scale)
         rule = AttentionRule(scale, window, config.attention_cap)
+        if self._kernels.ruled_attention is not None:
+            return self._kernels.ruled_attention(queries, kv_layer, batch.given.plan, rule, layer.sinks)
         return masked_attention(queries, kv_layer, batch.plans.of(window), rule, layer.sinks)
 
     def _mlp(self, mlp: Mlp | Experts, x: Tensor, products: Products, layer: int) -> Tensor:
