@@ -55,9 +55,17 @@ def test_with_throughput_work_alone_the_target_changes_nothing():
 
 
 class Paced:
-    """A scheduler on the fake runner, stepped by hand, which knows the cost of steps."""
+    """A scheduler on the fake runner, stepped by hand. ``learns``: it knows the cost of varied steps."""
 
-    def __init__(self, cost: CostModel, *, max_running: int = 16, token_budget: int = 64, **config) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        learns: bool = True,
+        max_running: int = 16,
+        token_budget: int = 64,
+        **config,
+    ) -> None:
         self.scheduler = Scheduler(
             num_slots=100_000,
             max_context=50_000,
@@ -67,7 +75,8 @@ class Paced:
         self.cost = cost
         self.requests: list[Request] = []
         self.took_s: list[float] = []
-        self._learn()
+        if learns:
+            self._learn()
 
     def _learn(self) -> None:
         warm = [self.add(20 + 3 * number, 8, state=100 + number) for number in range(6)]
@@ -159,6 +168,19 @@ def test_a_readers_bound_holds_while_its_request_has_it():
     assert least_s <= longest_s() <= 0.009  # prompts go on
     steps.scheduler.place(1, 0, 0, "latency")
     assert longest_s() > 0.009
+
+
+def test_requests_start_together_after_a_long_time_with_one():
+    """From steps with one row, the scheduler cannot tell the cost of a row from the cost of the step."""
+    steps = Paced(FINE, learns=False, tpot_target_ms=8)
+    for _ in range(5):
+        alone = steps.add(4, 100)
+        while alone.status is not Status.FINISHED:
+            steps.step()
+    chats = [steps.add(4, 100) for _ in range(10)]
+    for _ in range(20):
+        steps.step()
+    assert steps.running == {*chats}
 
 
 @pytest.mark.parametrize("policy", ["fair-lpm", "fcfs", "lpm", "random"])
