@@ -5,6 +5,7 @@ it: one session per process, model calls as programs, retries. ``wiring`` passes
 calls by reference.
 """
 
+from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.integrations.client import (
     Answer,
     Delta,
@@ -38,6 +39,7 @@ __all__ = [
     "Answer",
     "Appendable",
     "Arguments",
+    "BackgroundLoop",
     "CallBegun",
     "Delta",
     "EmbedCall",

@@ -15,7 +15,7 @@ from agentflow.integrations.client import Answer, Delta, ModelConnection, watche
 from agentflow.language.expressions import Appendable, GenExpression
 from agentflow.language.session import Session
 from agentflow.language.states.state import RootState
-from agentflow.language.states.variable import Variable, target_of
+from agentflow.language.states.variable import Reference, Variable, target_of, text_of
 from agentflow.protocol.ops import Objective
 
 
@@ -33,7 +33,11 @@ class WiredProgram:
         self._is_closed = False
 
     async def call(
-        self, prompt: Sequence[Appendable], output: GenExpression[Any], cache_salt: str = ""
+        self,
+        prompt: Sequence[Appendable],
+        output: GenExpression[Any],
+        cache_salt: str = "",
+        deadline_s: float | None = None,
     ) -> Variable[Any]:
         """Sends a call without waiting for its answer.
 
@@ -41,11 +45,14 @@ class WiredProgram:
             prompt: The items to append to the state, which may contain variables of earlier calls.
             output: The ``af.gen`` or ``af.reply`` to generate after them.
             cache_salt: As in ``ModelCall``.
+            deadline_s: As in ``ModelCall``.
         """
         if self._flow is None:
             self._flow = await self._connection.shared.opened()
         root = self._flow.state(cache_salt=cache_salt, objective=self._objective, program=self._name)
         try:
+            if deadline_s is not None:
+                root.limit(deadline_s=deadline_s)
             for item in prompt:
                 root.add(item)
             variable: Variable[Any] = root.add(output)[output]
@@ -74,6 +81,10 @@ class WiredProgram:
         async with aclosing(self.stream(variable)) as events:
             [answer] = [event async for event in events if isinstance(event, Answer)]
         return answer
+
+    async def text(self, reference: Reference[Any]) -> str:
+        """Returns the text that a prompt with the reference contains. Errors as for an awaited reference."""
+        return await text_of(reference)
 
     def close(self) -> None:
         """Ends the calls; those without an answer are cancelled."""

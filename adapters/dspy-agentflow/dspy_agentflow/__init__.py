@@ -3,14 +3,17 @@
 Reading order: ``lm`` (settings, signature), ``engines`` or ``older_lm`` (one for each generation of DSPy's
 interface), ``answers`` (calls of the model), ``answer_format``, and what DSPy does not pass to its engines:
 ``call_notes`` (about one call) and ``programs`` (which program a call belongs to). ``embedding`` is what
-``dspy.Embedder`` calls.
+``dspy.Embedder`` calls. ``wired_module`` runs programs whose predictors get each other's outputs by
+reference; ``call_sites`` finds where their code allows it.
 """
 
 import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from dspy_agentflow.call_sites import UnwiredPart
 from dspy_agentflow.embedding import AgentflowEmbedding
+from dspy_agentflow.wired_module import WiredModule, wired
 
 _DSPY = version("dspy")
 _FOUND = tuple(int(number) for number in re.findall(r"\d+", _DSPY)[:2])
@@ -20,8 +23,16 @@ if _FOUND < (3, 0):
 if TYPE_CHECKING or _FOUND >= (3, 4):
     from dspy_agentflow.engines import AgentflowEngine, AgentflowLM, AsyncAgentflowEngine
 
-    __all__ = ["AgentflowEmbedding", "AgentflowEngine", "AgentflowLM", "AsyncAgentflowEngine"]
+    __all__ = [
+        "AgentflowEmbedding",
+        "AgentflowEngine",
+        "AgentflowLM",
+        "AsyncAgentflowEngine",
+        "UnwiredPart",
+        "WiredModule",
+        "wired",
+    ]
 else:
     from dspy_agentflow.older_lm import AgentflowLM
 
-    __all__ = ["AgentflowEmbedding", "AgentflowLM"]
+    __all__ = ["AgentflowEmbedding", "AgentflowLM", "UnwiredPart", "WiredModule", "wired"]

@@ -26,6 +26,7 @@ from agentflow.integrations import (
     read_reply,
 )
 from dspy_agentflow.answer_format import AnswerFormat, Rest
+from dspy_agentflow.call_notes import WIRED_CALL
 from dspy_agentflow.programs import CALLS
 
 # The tokens that completing a truncated answer may take beyond ``max_tokens``: the missing values are short.
@@ -93,9 +94,15 @@ def complete(connection: ModelConnection, asked: Asked) -> list[Answer]:
 
 
 async def acomplete(connection: ModelConnection, asked: Asked) -> list[Answer]:
-    """Like ``complete``, without blocking the event loop."""
+    """Like ``complete``, without blocking the event loop. A call of a wired program may get its prompt by
+    reference."""
     program = CALLS.program_of(connection)
-    answers = await connection.acomplete(asked.call(), *program, max_retries=asked.max_retries)
+    wired_call = WIRED_CALL.get()
+    answers = None if wired_call is None else await wired_call.answers(connection, asked, *program)
+    if wired_call is not None:
+        asked = await wired_call.filled(asked)
+    if answers is None:
+        answers = await connection.acomplete(asked.call(), *program, max_retries=asked.max_retries)
     for place, answer in enumerate(answers):
         if (rest := asked.rest_of(answer)) is not None:
             call = asked.for_rest(rest).call()

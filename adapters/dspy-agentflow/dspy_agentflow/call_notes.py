@@ -61,6 +61,8 @@ class CallNotes:
 
 
 _prompt: ContextVar[_Prompt | None] = ContextVar("agentflow_dspy_prompt", default=None)
+# The ``WiredCall`` that runs in this context.
+WIRED_CALL: ContextVar[Any] = ContextVar("agentflow_dspy_wired_call", default=None)
 _notes: ContextVar[CallNotes | None] = ContextVar("agentflow_dspy_notes", default=None)
 
 

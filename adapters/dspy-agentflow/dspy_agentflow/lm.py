@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import dspy
 
 from agentflow.integrations import ModelConnection, connection_through, connection_to
-from dspy_agentflow.call_notes import noting
+from dspy_agentflow.call_notes import WIRED_CALL, noting
 from dspy_agentflow.programs import register_callback
 
 PREFIX: Final = "agentflow/"
@@ -133,6 +133,11 @@ class BaseAgentflowLM(dspy.LM):
         """As ``dspy.LM``."""
         with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
             return await super().acall(*args, messages=messages, **kwargs)
+
+    def update_history(self, entry: Any) -> None:
+        """As ``dspy.LM``."""
+        wired_call = WIRED_CALL.get()
+        super().update_history(entry if wired_call is None else wired_call.shown(entry))
 
 
 def _settings_of(base_url: str | None, api_key: str | None, **told: Any) -> EngineSettings:

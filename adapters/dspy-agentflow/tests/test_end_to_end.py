@@ -12,7 +12,7 @@ from typing import Any, Literal
 import dspy
 import pydantic
 import pytest
-from dspy_agentflow import AgentflowLM
+from dspy_agentflow import AgentflowLM, wired
 
 MODEL = "smollm2-135m"
 ADAPTERS = [dspy.ChatAdapter(), dspy.JSONAdapter()]
@@ -101,6 +101,29 @@ def test_an_agent(lm: AgentflowLM, adapter: Any) -> None:
     assert len(lm.history) == num_steps + 1  # each was parsed on the first try
     cached = [dict(call["usage"]["prompt_tokens_details"])["cached_tokens"] for call in lm.history]
     assert max(cached) > 100  # of the second call, most of the prompt
+
+
+class Essay(dspy.Module):  # type: ignore[misc]
+    """A chain of three calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outline = dspy.ChainOfThought("topic -> outline, size: int")
+        self.write = dspy.Predict("outline, size: int -> essay, is_long: bool")
+        self.head = dspy.Predict("essay, is_long: bool -> title, words: list[str]")
+
+    def forward(self, topic: str) -> Any:
+        outline = self.outline(topic=topic)
+        essay = self.write(outline=outline.outline, size=outline.size)
+        return self.head(essay=essay.essay, is_long=essay.is_long)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=IDS)
+def test_a_wired_program(adapter: Any) -> None:
+    with dspy.context(adapter=adapter):
+        unwired = Essay()(topic="Rivers")
+        found = wired(Essay())(topic="Rivers")
+    assert found.toDict() == unwired.toDict()
 
 
 def test_bootstrapped_demonstrations(lm: AgentflowLM) -> None:
