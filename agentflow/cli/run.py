@@ -29,6 +29,7 @@ import msgspec
 from agentflow.backends.open_session import session
 from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, Row, function_of
 from agentflow.language.batch.map import ProgramMap
@@ -258,6 +259,7 @@ def run_batch(options: argparse.Namespace) -> int:
     if options.output is not None and not options.resume and os.path.exists(options.output):
         raise BadArgument(f"{options.output} exists: continue it with --resume, or remove it")
     batch = Batch(options, program, inputs)
+    collect_garbage_rarely()  # it would stop all runs
     try:
         anyio.run(batch.run)
     except KeyboardInterrupt:

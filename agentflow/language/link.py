@@ -56,6 +56,7 @@ from agentflow.protocol.events import (
 from agentflow.protocol.op_table import StateModels, check_sendable
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group, running_loop
+from agentflow.runtime.turns import Starts
 
 _STATS_S = 1.0
 """How long the end of a link may wait for its counters."""
@@ -144,6 +145,8 @@ class Link:
         """The counters of links that have ended, in one."""
         self.spans: SessionSpan | None = None
         self.runs = Runs()
+        self.starts = Starts()
+        """The beginnings of runs."""
 
     def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
         """Limits all states; see ``Session.limit``."""

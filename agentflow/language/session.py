@@ -92,6 +92,7 @@ class Session(AsyncOnly):
         'A'
         """
         check_program(program, "run")
+        await self._link.starts.pause()
         return await execute(Run(self._link, name=name_of(program)), program, args, kwargs)
 
     @overload

@@ -18,6 +18,7 @@ import anyio.lowlevel
 from rich.console import Console
 
 import agentflow as af
+from agentflow.engine.machine import collect_garbage_rarely
 from benchmarks.apis.chat_server import Counters
 from benchmarks.apis.decisions import measure_decisions
 from benchmarks.apis.forms import FIELDS, PEOPLE, page_of
@@ -132,6 +133,7 @@ async def measure_tokens(report: Report, size: Size) -> None:
 
 async def measure_stalls(report: Report, size: Size) -> None:
     """Measures ``max_stall_ms``: how late a timer fires while many streams of one session begin and run."""
+    collect_garbage_rarely()  # as ``agentflow run`` and ``serve`` do
     starts: list[float] = []
     runs: list[float] = []
     for _ in range(size.stall_rounds):

@@ -96,6 +96,50 @@ async def test_tasks_that_others_wake_run_before_a_turn_that_has_ended_continues
         assert third.is_set()
 
 
+async def test_tasks_that_are_ready_together_begin_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "TURN_S", -1)
+    starts = turns.Starts()
+    begun: list[int] = []
+    most = turn = 0
+
+    async def begin(number: int) -> None:
+        await starts.pause()
+        begun.append(number)
+
+    async def watch() -> None:
+        nonlocal most, turn
+        while len(begun) < 100:
+            most, turn = max(most, len(begun) - turn), len(begun)
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as group:
+        for number in range(100):
+            group.start_soon(begin, number)
+        group.start_soon(watch)
+    assert sorted(begun) == list(range(100))
+    assert most <= turns.MAX_STARTS
+
+
+async def test_a_cancelled_task_does_not_hold_up_those_behind_it() -> None:
+    starts = turns.Starts()
+    begun: list[int] = []
+
+    async def begin(number: int) -> None:
+        with anyio.CancelScope() as scope:
+            if number % 2:
+                scope.cancel()
+            await starts.pause()
+            await anyio.lowlevel.checkpoint()
+            begun.append(number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(40):
+            group.start_soon(begin, number)
+    assert sorted(begun) == list(range(0, 40, 2))
+
+
 class Session:
     """An interpreter whose events the test takes."""
 

@@ -23,6 +23,7 @@ from support.apis.fake_server import (
 from support.apis.hostile_answers import hostile
 
 from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.connections import Connections
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.backends.apis.http.transport import ApiTransport, open_http
 from agentflow.errors import (
@@ -268,8 +269,9 @@ async def test_hostile_servers_leave_no_connection_behind(name: str) -> None:
         with suppress(AgentflowError):
             await stream(transport)
         assert await stream(transport) == ["end"]
-        connections = transport._http._transport._pool.connections  # type: ignore[attr-defined]
-        assert all(connection.is_idle() for connection in connections)
+        connections = transport._http._transport
+        assert isinstance(connections, Connections)
+        assert connections.num_in_use == 0
 
 
 class Faulty(Sink):

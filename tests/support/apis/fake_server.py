@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import anyio
-from anyio.abc import SocketAttribute, SocketStream
+from anyio.abc import ByteStream, SocketAttribute
+from anyio.streams.tls import TLSListener
 
 from agentflow.runtime.task_group import open_task_group
 
@@ -127,6 +129,7 @@ class FakeServer:
         url: Such as ``http://127.0.0.1:4000``.
         received: The requests, in the order of their arrival.
         num_connections: The connections that clients have opened.
+        num_closed: The connections that the server has closed after an answer.
         num_gone: The clients that closed a connection before the answer was complete.
     """
 
@@ -134,6 +137,7 @@ class FakeServer:
         self.url = ""
         self.received: list[Received] = []
         self.num_connections = 0
+        self.num_closed = 0
         self.num_gone = 0
         self._script = script
         self._changed = anyio.Event()
@@ -161,7 +165,7 @@ class FakeServer:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
-    async def serve(self, stream: SocketStream) -> None:
+    async def serve(self, stream: ByteStream) -> None:
         """Serves one connection."""
         self.num_connections += 1
         number = self.num_connections
@@ -173,7 +177,9 @@ class FakeServer:
                     self.received.append(request)
                     self._has_changed()
                     if not await self._play(self._answer(request).steps(), stream, reader):
-                        return
+                        break
+            self.num_closed += 1
+            self._has_changed()
         except (_GoneError, anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.num_gone += 1
             self._has_changed()
@@ -185,7 +191,7 @@ class FakeServer:
             return Answer(b'{"error": {"message": "the script of the fake server has ended"}}', status=500)
         return self._script[len(self.received) - 1]
 
-    async def _play(self, steps: Iterable[Step], stream: SocketStream, reader: _Reader) -> bool:
+    async def _play(self, steps: Iterable[Step], stream: ByteStream, reader: _Reader) -> bool:
         """Writes an answer; whether the connection goes on."""
         for step in steps:
             match step:
@@ -209,7 +215,7 @@ class FakeServer:
 class _Reader:
     """Reads requests from a connection."""
 
-    def __init__(self, stream: SocketStream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
         self._rest = b""
 
@@ -259,19 +265,22 @@ class _Reader:
 
 
 @asynccontextmanager
-async def fake_server(script: Script) -> AsyncIterator[FakeServer]:
+async def fake_server(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeServer]:
     """A server on a free port of the loopback address.
 
     Args:
         script: The answers in the order of the requests, or a function of the request.
+        tls: The server's side of TLS.
     """
     server = FakeServer(script)
     async with (
         await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
         open_task_group() as group,
     ):
-        server.url = f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
-        group.start_soon(listener.serve, server.serve)
+        scheme = "http" if tls is None else "https"
+        server.url = f"{scheme}://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        serving = listener if tls is None else TLSListener(listener, tls, standard_compatible=False)
+        group.start_soon(serving.serve, server.serve)
         try:
             yield server
         finally:

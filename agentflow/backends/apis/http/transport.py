@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
+from urllib.request import getproxies
 
 import anyio
 import httpx2
@@ -22,10 +23,12 @@ import msgspec
 
 from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fault, is_transient
 from agentflow.backends.apis.http.circuit import Attempt, Circuit, HasAlternative, no_alternative
+from agentflow.backends.apis.http.connections import Connections
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s
+from agentflow.runtime.turns import Starts
 
 logger = logging.getLogger(__name__)
 
@@ -83,22 +86,22 @@ async def open_http(
     *,
     ssl_context: ssl.SSLContext | None = None,
     proxy: str | None = None,
-    max_connections: int | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """The pooled client of a session. Proxies and certificates of the environment apply as in httpx2."""
     # The attempt has its own deadlines, which events extend; ``connect`` is shorter, to try again soon.
     timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    limits = httpx2.Limits(
-        max_connections=max_connections, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-    )
+    is_direct = proxy is None and not {"http", "https", "all"} & getproxies().keys()
     async with httpx2.AsyncClient(
         base_url=base_url,
         # Compressed events would wait in a buffer, and could be bombs.
         headers={"accept-encoding": "identity", **headers},
         timeout=timeout,
-        limits=limits,
+        limits=httpx2.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+        ),
         verify=True if ssl_context is None else ssl_context,
         proxy=proxy,
+        transport=Connections(ssl_context, KEEPALIVE_S) if is_direct else None,
     ) as client:
         yield client
 
@@ -137,6 +140,7 @@ class ApiTransport:
         self._first_pause_s = first_pause_s
         self._max_event_bytes = max_event_bytes
         self.pace = Pace()
+        self._starts = Starts()
         self.circuit = circuit or Circuit()
         self._of_streams: dict[str, httpx2.Request] = {}  # by path, without a body
 
@@ -192,6 +196,7 @@ class ApiTransport:
 
         while True:
             began_at, attempt = math.inf, None
+            await self._starts.pause()
             try:
                 async with self.pace.turn(check_wait) as began_at:
                     if has_alternative() and not self.circuit.is_ready:
@@ -292,6 +297,7 @@ class ApiTransport:
         while True:
             exchange = new_exchange()
             began_at = math.inf
+            await self._starts.pause()
             try:
                 async with self.pace.turn() as began_at:
                     found = await attempt(exchange)
