@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.apis.gbnf_reference import Gbnf
 
-from agentflow.backends.apis.chat.gbnf import MAX_REPEATS, gbnf_of_pattern
+from agentflow.backends.apis.chat.gbnf import MAX_REPEATS, Chars, gbnf_of_pattern, read_pattern
 from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
 from agentflow.engine.grammar.compiler.compile import _byte_vocabulary, compile_constraint
 from agentflow.engine.grammar.grammar import is_allowed
@@ -84,6 +85,27 @@ def test_classes_that_contain_nul_have_the_same_characters(pattern: str) -> None
     grammar = Gbnf(gbnf_of_pattern(pattern))
     for char in "\0\x01\t\n az_59-é\xa0\u0665\ucfff\ud000\ud001\ue000\ufffd😀\U0010ffff":
         assert grammar.matches(char) == bool(re.fullmatch(pattern, char)), char
+
+
+@pytest.mark.parametrize("category", [r"\d", r"\s", r"\w", r"(?a)\w"])
+def test_categories_have_the_same_characters(category: str) -> None:
+    after_surrogates = 0xE000
+    text = "".join(map(chr, range(after_surrogates))) + "".join(map(chr, range(after_surrogates, 0x110000)))
+    runs = [run.span() for run in re.finditer(f"{category}+", text)]
+    assert read_pattern(category) == Chars(tuple([(first, end - 1) for first, end in runs]))
+
+
+@pytest.mark.parametrize(
+    ("translate", "source"), [(gbnf_of_pattern, "a(?=b)"), (gbnf_of_grammar, "start: missing")]
+)
+def test_a_refusal_is_raised_again(translate: Callable[[str], str], source: str) -> None:
+    errors: list[NotSupported] = []
+    for _ in range(2):
+        with pytest.raises(NotSupported) as caught:
+            translate(source)
+        errors.append(caught.value)
+    assert str(errors[0]) == str(errors[1])
+    assert errors[0] is not errors[1]
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=8))

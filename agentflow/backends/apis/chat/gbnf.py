@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, wraps
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, TypeAlias
 
@@ -27,6 +28,9 @@ r"""The most ``\w`` and the like in a pattern: each has up to 10,000 characters 
 _CATEGORY: Final = re.compile(r"\\[dDsSwW]")
 _MAX_CODE_POINT: Final = 0x10FFFF
 _SURROGATES: Final = (0xD800, 0xDFFF)
+_PARTS_WITH_CATEGORIES: Final = ((0, 0xD7FF), (0xE000, 0x3FFFF))
+"""Later planes have no letters, digits and spaces."""
+MAX_REMEMBERED: Final = 32
 
 Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
 """Ranges of code points, both ends inclusive."""
@@ -81,6 +85,28 @@ def literal(text: str) -> GrammarPart:
     return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
 
 
+def remembered(translate: Callable[[str], str]) -> Callable[[str], str]:
+    """Keeps the latest results and refusals: translations may take a tenth of a second of the event loop, and
+    the gens of a program have the same constraint."""
+
+    @lru_cache(maxsize=MAX_REMEMBERED)
+    def outcome(source: str) -> tuple[str, str | None]:
+        try:
+            return translate(source), None
+        except NotSupported as error:
+            return "", str(error)
+
+    @wraps(translate)
+    def remember(source: str) -> str:
+        written, refusal = outcome(source)
+        if refusal is not None:
+            raise NotSupported(refusal)
+        return written
+
+    return remember
+
+
+@remembered
 def gbnf_of_pattern(pattern: str) -> str:
     r"""Returns a grammar of the texts that match all of a pattern.
 
@@ -212,13 +238,14 @@ def _complement(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 @cache
 def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
     r"""The characters of ``\d`` and its like, as Python has them, without surrogates."""
+    if escape.isupper():
+        return tuple(_complement(_category_ranges(escape.lower(), is_ascii)))
     found = re.compile(f"{escape}+", re.ASCII if is_ascii else 0).finditer
-    parts = [(0, 0xD7FF), (0xE000, _MAX_CODE_POINT)]
     return tuple(
         [
             (first + run.start(), first + run.end() - 1)
-            for first, last in parts
-            for run in found("".join(map(chr, range(first, last + 1))))
+            for first, last in _PARTS_WITH_CATEGORIES
+            for run in found(array("I", range(first, last + 1)).tobytes().decode("utf-32"))
         ]
     )
 

@@ -30,14 +30,15 @@ from agentflow.backends.apis.chat.gbnf import (
     cannot_express,
     literal,
     read_pattern,
+    remembered,
     repeated,
     written_part,
 )
 
 MAX_POSITIONS: Final = 2_000
 """The characters of a terminal, with repeats written out."""
-MAX_STEPS: Final = 100_000
-"""The steps of the check of one grammar, which take some tenths of a second."""
+MAX_STEPS: Final = 25_000
+"""The steps of the check of one grammar, which take some hundredths of a second."""
 
 _GBNF_RULE: Final = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 _TOKEN: Final = re.compile(
@@ -57,6 +58,7 @@ _BRACE: Final = re.compile(r"\{(?![0-9]+(?:,[0-9]*)?\})")
 _ANCHOR: Final = re.compile(r"(?<!\[)\^|\$")
 
 
+@remembered
 def gbnf_of_grammar(source: str) -> str:
     """Returns a grammar in GBNF with the same texts; one in GBNF unchanged.
 
