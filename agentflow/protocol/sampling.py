@@ -15,7 +15,9 @@ import functools
 import re
 import reprlib
 import warnings
+from collections.abc import Callable, Mapping
 from re import _compiler  # type: ignore[attr-defined]
+from typing import Final
 
 import msgspec
 
@@ -85,9 +87,6 @@ MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 # Counts and ids are 32-bit in the engine.
 MAX_INT = 2**31 - 1
-
-_Check = tuple[str, bool, str]
-"""A field, whether its value is valid, and what it must be."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -159,45 +158,64 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     def check(self) -> SamplingParams:
         """Returns itself, or raises ``BadArgument`` with the name of the wrong field."""
-        for field, is_valid, expected in (*self._checks_of_length(), *self._checks_of_choice()):
-            if not is_valid:
-                raise BadArgument(
-                    f"gen: {field} must be {expected}, not {reprlib.repr(getattr(self, field))}", param=field
-                )
+        for field, default in _DEFAULTS:
+            if (value := getattr(self, field)) is default:
+                continue
+            is_valid, expected = _CHECKS[field]
+            if not is_valid(self):
+                raise BadArgument(f"gen: {field} must be {expected}, not {reprlib.repr(value)}", param=field)
         if self.stop_regex is not None:
             check_stop_regex(self.stop_regex)
         return self
 
-    def _checks_of_length(self) -> tuple[_Check, ...]:
-        most = self.max_tokens if isinstance(self.max_tokens, int) else MAX_INT
-        budget = self.max_reasoning_tokens
-        return (
-            ("max_tokens", is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
-            ("min_tokens", is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
-            ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
-            ("stop_token_ids", _are_ids(self.stop_token_ids), f"at most {MAX_BIASES} token ids, 0 or more"),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
-            ("max_reasoning_tokens", budget is None or is_whole(budget, 0, MAX_INT), "0 or more, or None"),
-        )
 
-    def _checks_of_choice(self) -> tuple[_Check, ...]:
-        penalty, biases = "a number from -2 to 2", f"at most {MAX_BIASES} different token ids"
-        top = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
-        repetition = is_number(self.repetition_penalty, 0.01, 100.0)
-        return (
-            ("temperature", is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
-            ("top_p", is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
-            ("top_k", is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
-            ("min_p", is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
-            ("frequency_penalty", is_number(self.frequency_penalty, -2.0, 2.0), penalty),
-            ("presence_penalty", is_number(self.presence_penalty, -2.0, 2.0), penalty),
-            ("repetition_penalty", repetition, "a number from 0.01 to 100 (1 is off)"),
-            ("logit_bias", _are_biases(self.logit_bias), f"{biases}, each with a number from -100 to 100"),
-            ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
-            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
-            ("stream_reasoning", isinstance(self.stream_reasoning, bool), "True or False"),
-            ("top_logprobs", is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
+def _may_be_least(params: SamplingParams) -> bool:
+    most = params.max_tokens if isinstance(params.max_tokens, int) else MAX_INT
+    return is_whole(params.min_tokens, 0, most)
+
+
+_DEFAULTS: Final = tuple(
+    [
+        (name, default)
+        for name, default in zip(
+            SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True
         )
+        if name != "stop_regex"
+    ]
+)
+_BIASES: Final = f"at most {MAX_BIASES} different token ids, each with a number from -100 to 100"
+_CHECKS: Final[Mapping[str, tuple[Callable[[SamplingParams], bool], str]]] = {
+    "max_tokens": (lambda p: is_whole(p.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
+    "min_tokens": (_may_be_least, "a whole number from 0 to max_tokens"),
+    "stop": (lambda p: _are_stops(p.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
+    "stop_token_ids": (
+        lambda p: _are_ids(p.stop_token_ids),
+        f"at most {MAX_BIASES} token ids, 0 or more",
+    ),
+    "ignore_eos": (lambda p: isinstance(p.ignore_eos, bool), "True or False"),
+    "max_reasoning_tokens": (
+        lambda p: is_whole(p.max_reasoning_tokens, 0, MAX_INT),
+        "0 or more, or None",
+    ),
+    "temperature": (lambda p: is_number(p.temperature, 0.0, 100.0), "a number between 0 and 100"),
+    "top_p": (lambda p: is_number(p.top_p, 0.0, 1.0) and p.top_p > 0, "above 0 and at most 1"),
+    "top_k": (lambda p: is_whole(p.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
+    "min_p": (lambda p: is_number(p.min_p, 0.0, 1.0), "a number between 0 and 1"),
+    "frequency_penalty": (lambda p: is_number(p.frequency_penalty, -2.0, 2.0), "a number from -2 to 2"),
+    "presence_penalty": (lambda p: is_number(p.presence_penalty, -2.0, 2.0), "a number from -2 to 2"),
+    "repetition_penalty": (
+        lambda p: is_number(p.repetition_penalty, 0.01, 100.0),
+        "a number from 0.01 to 100 (1 is off)",
+    ),
+    "logit_bias": (lambda p: _are_biases(p.logit_bias), _BIASES),
+    "seed": (lambda p: is_whole(p.seed, 0, 2**63 - 1), "a whole number below 2**63"),
+    "logprobs": (lambda p: isinstance(p.logprobs, bool), "True or False"),
+    "stream_reasoning": (lambda p: isinstance(p.stream_reasoning, bool), "True or False"),
+    "top_logprobs": (
+        lambda p: is_whole(p.top_logprobs, 0, MAX_TOP_LOGPROBS),
+        f"a whole number from 0 to {MAX_TOP_LOGPROBS}",
+    ),
+}
 
 
 class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -245,9 +263,10 @@ class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     def resolved(self) -> SamplingParams:
         """The parameters with the defaults of ``SamplingParams``."""
-        values = {name: getattr(self, name) for name in self.__struct_fields__}
-        unset = [name for name in _MAY_BE_UNSET if values[name] is None]
-        return SamplingParams(**{name: value for name, value in values.items() if name not in unset})
+        given = {
+            name: value for name, default in _GEN_DEFAULTS if (value := getattr(self, name)) is not default
+        }
+        return SamplingParams(**given)
 
     def check(self) -> GenParams:
         """Returns itself, or raises ``BadArgument`` with the name of the wrong field."""
@@ -255,11 +274,7 @@ class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         return self
 
 
-_MAY_BE_UNSET = tuple(
-    name
-    for name, default in zip(GenParams.__struct_fields__, GenParams.__struct_defaults__, strict=True)
-    if default is None
-)
+_GEN_DEFAULTS: Final = tuple(zip(GenParams.__struct_fields__, GenParams.__struct_defaults__, strict=True))
 _CHANGING = tuple(
     name
     for name in GenParams.__struct_fields__

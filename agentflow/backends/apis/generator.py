@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
@@ -29,7 +30,6 @@ from agentflow.backends.apis.embeddings import ApiEmbedder
 from agentflow.backends.apis.hedging import Lane, Race
 from agentflow.backends.apis.http.circuit import Circuit
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
-from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.speculation import (
     Ahead,
@@ -637,7 +637,8 @@ class ApiGenerator:
 
         headers = {"traceparent": context.trace} if context.trace else {}
         context.trace = ""
-        async with (request.gate or PrefixGate()).of(self).passed() as has_begun:
+        gate = request.gate
+        async with nullcontext(_no_gate) if gate is None else gate.of(self).passed() as has_begun:
 
             async def exchange(lane: Lane[Answer] | None) -> Answer:
                 return await self._exchange(context, request, call, headers, new_answer, lane)
@@ -751,6 +752,10 @@ class ApiGenerator:
         )
         error.text = text
         raise error
+
+
+def _no_gate() -> None:
+    """The answer to a request begins that no other one waits for."""
 
 
 def _asked_again(context: ApiContext, text: str, constraint: Constraint, fault: str) -> ApiContext:
