@@ -197,11 +197,11 @@ def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tens
     return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]), added)
 
 
-def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
     x, out = x.contiguous(), x.new_empty(x.shape[0], num_out)
     natives = [native_low_rank(change) for change, _ in changes]
     made = [
-        NativeChangedRows(ctypes.pointer(native), address(rows), len(rows))
+        NativeChangedRows(ctypes.pointer(native), rows.data_ptr(), len(rows))
         for native, (_, rows) in zip(natives, changes, strict=True)
     ]
     array = (NativeChangedRows * len(made))(*made)

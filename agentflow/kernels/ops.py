@@ -103,9 +103,10 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]: x Wᵀ + b, rounded, plus ``added`` [T, out]."""
 
-    def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+    def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
         """Returns the sum that low-rank changes add to the product of x with a weight of ``num_out`` outputs:
-        [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded."""
+        [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded.
+        ``changes``: each with the numbers of its rows, int64 on the device of x."""
 
     def exact_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """Like ``linear``, but returns float32 with at least 16 significant bits. For logits: in bfloat16,

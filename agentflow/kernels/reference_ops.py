@@ -13,7 +13,6 @@ from torch import Tensor
 from agentflow.kernels.inputs import (
     AttentionBatch,
     DecoderWeights,
-    IntArray,
     LinearWeight,
     LowRank,
     ReqToToken,
@@ -41,7 +40,7 @@ def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tens
     return product if added is None else product + added
 
 
-def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
     added = torch.zeros(len(x), num_out, dtype=x.dtype)
     for change, rows in changes:
         for row in rows.tolist():

@@ -87,10 +87,9 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return product if weight.bias is None else product.add_(weight.bias)
 
 
-def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
     added = x.new_zeros(len(x), num_out)
-    for change, numbers in changes:
-        rows = torch.from_numpy(numbers).to(x.device)
+    for change, rows in changes:
         inner = linear(x.index_select(0, rows), change.down)
         ranks = [part.up.shape[1] for part in change.parts]
         for part, own in zip(change.parts, torch.split(inner, ranks, dim=1), strict=True):

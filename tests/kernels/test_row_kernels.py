@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
-from agentflow.kernels.inputs import IntArray, LinearWeight, LowRank, LowRankPart
+from agentflow.kernels.inputs import LinearWeight, LowRank, LowRankPart
 from agentflow.kernels.ops import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -281,14 +281,14 @@ def test_low_rank_changes_of_some_rows(
     owners = np.random.default_rng(seed).integers(-1, len(ranks), num_rows)
     sizes = (40, 24, 33)
 
-    def changes(packed_by: Kernels) -> list[tuple[LowRank, IntArray]]:
+    def changes(packed_by: Kernels) -> list[tuple[LowRank, torch.Tensor]]:
         made = []
         for number, own in enumerate(ranks):
             down = random(sum(own), 72, seed=seed + number, dtype=dtype) * 0.2
             ups = [random(size, rank, seed=rank, dtype=dtype) for size, rank in zip(sizes, own, strict=False)]
             parts = [LowRankPart(packed_by.pack_linear(up, None), 50 * i) for i, up in enumerate(ups)]
             change = LowRank(packed_by.pack_linear(down, None), tuple(parts))
-            made.append((change, np.flatnonzero(owners == number)))
+            made.append((change, torch.from_numpy(np.flatnonzero(owners == number))))
         return made
 
     result = kernels.low_rank(x, 150, changes(kernels))

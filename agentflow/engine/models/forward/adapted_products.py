@@ -6,22 +6,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from agentflow.kernels.inputs import AdapterRows, LinearWeight
+from agentflow.kernels.inputs import Adapter, AdapterRows, LinearWeight
 from agentflow.kernels.ops import Kernels
+from agentflow.kernels.uploads import upload
 
 Place = Literal["qkv", "output", "gate_up", "down"]
 """A product of a layer: a field of ``LayerAdapter``."""
 
 
 class Products:
-    """The products of one forward pass. ``adapters``: as in ``ForwardInput``."""
+    """The products of one forward pass.
 
-    def __init__(self, kernels: Kernels, adapters: Sequence[AdapterRows]) -> None:
+    Args:
+        kernels: compute the products.
+        adapters: as in ``ForwardInput``.
+        device: where the products are computed.
+    """
+
+    def __init__(self, kernels: Kernels, adapters: Sequence[AdapterRows], device: torch.device) -> None:
         self._kernels = kernels
-        self._rows = [(one.adapter, one.rows) for one in adapters]
-        self._sampled = [(one.adapter, one.sampled) for one in adapters if len(one.sampled)]
+        self._rows: list[tuple[Adapter, Tensor]] = []
+        self._sampled: list[tuple[Adapter, Tensor]] = []
+        if adapters:
+            rows = upload([rows for one in adapters for rows in (one.rows, one.sampled)], device)
+            for number, one in enumerate(adapters):
+                self._rows.append((one.adapter, rows[2 * number]))
+                if len(one.sampled):
+                    self._sampled.append((one.adapter, rows[2 * number + 1]))
 
     def keep_sampled(self) -> None:
         """Prepares for products of ``ForwardInput.rows`` only, in this and all later calls."""

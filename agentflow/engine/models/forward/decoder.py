@@ -86,7 +86,7 @@ class _Batch:
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
         self.plans = MaskedPlans(given.plan, device)
-        self.products = Products(kernels, given.adapters)
+        self.products = Products(kernels, given.adapters, device)
 
     def window(self, layer: LayerShape) -> int:
         """Returns the layer's window, or 0 if all texts of the batch fit into it."""
@@ -232,7 +232,7 @@ class Decoder:
             return self._dense(mlp, x, products, layer)
         assert self.config.experts is not None
         weights, chosen = _routed(self._kernels.linear(x, mlp.router), self.config.experts)
-        unchanged = Products(self._kernels, ())
+        unchanged = Products(self._kernels, (), x.device)
         out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x, unchanged, layer)
         # The rows of each expert become adjacent: one product for all of them.
         order = chosen.flatten().argsort(stable=True)

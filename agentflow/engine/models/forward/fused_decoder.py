@@ -80,7 +80,7 @@ class LlamaModel:
         token_ids, positions, write_slots = given.arrays
         rows = given.rows
         kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
-        products = Products(kernels, given.adapters)
+        products = Products(kernels, given.adapters, token_ids.device)
         residual = kernels.embed(token_ids, decoder.embedding, decoder.final_norm.dtype)
         cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
