@@ -294,6 +294,9 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     return tokens
 
 
+QUEUES_WORK = False
+
+
 def stage_choice(rows: ChoiceRows, device: torch.device) -> ChoiceRows:
     return rows
 

@@ -197,6 +197,10 @@ class Kernels(Protocol):
         kernels on the current stream and does not wait for them, so the next step can read the tensor on the
         device; the others wait. ``staged``: from the same implementation's ``stage_choice``."""
 
+    @property
+    def QUEUES_WORK(self) -> bool:
+        """Whether no function waits for a GPU, except ``choose``: another step can be launched meanwhile."""
+
     def whole_forward(self, weights: DecoderWeights, head: LinearWeight) -> Forward | None:
         """Returns a forward pass of all layers in one call, or None if the implementation has none; then the
         functions above run one by one. ``head``: the weight with which ``exact_linear`` computes logits."""

@@ -19,6 +19,7 @@ from agentflow.kernels.inputs import (
     TreeAttention,
 )
 from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
+from agentflow.kernels.torch_ops import QUEUES_WORK as QUEUES_WORK
 from agentflow.kernels.torch_ops import choose as choose
 from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
 from agentflow.kernels.torch_ops import embed as embed

@@ -172,6 +172,7 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
         "prefill2048_after_6000": (Shape(1, 3 * context, rows), ">= 0.6"),
     }
     took: dict[tuple[str, str], list[float]] = {}
+    outside: dict[str, list[float]] = {}
     for kernels in ("", "torch"):
         with _forced_kernels(kernels):
             runner = RandomRunner(config, num_slots, torch.bfloat16, device)
@@ -179,7 +180,9 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
             if kernels and name in ("decode256", "shared64"):  # torch's pad and gather: minutes, or no memory
                 continue
             batch = batch_of(shape, num_slots, config.max_context)
-            took[name, kernels] = _timed_ms(lambda run=runner.run, batch=batch: run(batch), device, 7)  # type: ignore[misc]
+            took[name, kernels] = _steps_ms(runner, batch, device, 7)
+            if name in ("decode1", "decode64") and not kernels and device.type == "cuda":
+                outside[name] = _outside_kernels(runner, batch, device)
         del runner
         gc.collect()  # a model and its graphs refer to each other
         if device.type == "cuda":
@@ -196,6 +199,12 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
             gains = [torch_ms / ms for torch_ms, ms in zip(theirs, ours, strict=True)]
             note = f"torch's kernels: {statistics.median(theirs):.2f} ms"
             report.results.append(median_of(f"gpu.{name}_over_torch", gains, "ratio", note=note))
+    for name, goal in (("decode1", "< 0.1"), ("decode64", "< 0.05")):
+        if found := outside.get(name):
+            note = f"{shapes[name][0]}: of a step while the next one is launched"
+            report.results.append(
+                median_of(f"gpu.{name}_outside_kernels", found, "ratio", note=note, goal=goal)
+            )
     if device.type == "cuda":
         _measure_sharing(report, device, config)
     measure_quantised(report, device, config, read_s)
@@ -344,6 +353,61 @@ def _multiply_flops(device: Any, is_small: bool) -> float:
     size = 512 if is_small else 8192
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2 * size**3 / (min(_timed_ms(lambda: left @ right, device, 10)) / 1e3)
+
+
+def _steps_ms(runner: Any, batch: Any, device: Any, runs: int) -> list[float]:
+    """Returns the time of each step, after two warm-up steps. On a GPU, the next step is launched before a
+    step is collected, and its decoded tokens come from it, as in the engine."""
+    if device.type != "cuda":
+        return _timed_ms(lambda: runner.run(batch), device, runs)
+    following = _following(batch)
+    took = []
+    step = runner.launch(batch)
+    began = time.perf_counter()
+    for run in range(runs + 2):
+        launched = runner.launch(following)
+        step.output()
+        step = launched
+        ended = time.perf_counter()
+        if run >= 2:
+            took.append(1e3 * (ended - began))
+        began = ended
+    step.output()
+    return took
+
+
+def _following(batch: Any) -> Any:
+    """Returns the same batch with the tokens of the batch before it, if it decodes."""
+    import numpy as np
+
+    from agentflow.engine.batch import PendingTokens
+
+    places = np.arange(batch.num_decode)
+    return replace(batch, pending=PendingTokens(places, places)) if batch.num_decode else batch
+
+
+def _outside_kernels(runner: Any, batch: Any, device: Any) -> list[float]:
+    """Returns the share of some steps' time in which no kernel runs."""
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    num_steps, shares = 20, []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            _steps_ms(runner, batch, device, num_steps)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profiled.events()
+            if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        )
+        if not spans:
+            return []  # the profiler does not see this GPU
+        first, until, busy = spans[0][0], spans[0][0], 0.0
+        for begin, end in spans:
+            busy += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        shares.append(1.0 - busy / (until - first))
+    return shares
 
 
 def _timed_ms(call: Callable[[], object], device: Any, runs: int) -> list[float]:

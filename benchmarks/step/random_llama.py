@@ -10,11 +10,13 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, IntArray
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.device_steps import DeviceStep, DeviceSteps
 from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
 from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
 
@@ -144,6 +146,7 @@ class RandomRunner:
     kernels: Kernels = field(init=False)
     model: LlamaModel = field(init=False)
     pool: KvPool = field(init=False)
+    _steps: DeviceSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self.kernels = kernels_for(self.device)
@@ -159,12 +162,17 @@ class RandomRunner:
             dtype=self.dtype,
             device=self.device,
         )
+        self._steps = DeviceSteps(self.model, self.kernels, DeviceStream(self.device))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> IntArray:
         """Returns the tokens of the batch's sampled rows."""
+        if self.model.whole_forward is None:
+            return self.launch(batch).output().token_ids
         given = forward_input_of(batch, self.kernels, self.pool.layers)
-        choice = choice_rows(batch.sampled)
-        if self.model.whole_forward is not None:
-            return self.model.whole_forward.start_tokens(given, choice)()
-        return self.kernels.choose(self.model.logits(self.model.forward(given)), choice)
+        return self.model.whole_forward.start_tokens(given, choice_rows(batch.sampled))()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> DeviceStep:
+        """Puts the batch into the queue of the device."""
+        return self._steps.launch(batch, forward_input_of(batch, self.kernels, self.pool.layers))

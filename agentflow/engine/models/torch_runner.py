@@ -107,8 +107,8 @@ class TorchRunner:
         num_threads: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
         embedding: the runner makes embeddings from last tokens and generates nothing; only for native
             families.
-        stream: the queue of the device. None: of a GPU, the current one; on a CPU, there is none, and
-            batches do not run ahead.
+        stream: the queue in which batches are launched ahead. None: that of a GPU, if the kernels queue their
+            work; otherwise each batch is collected before the next.
 
     Raises:
         UnknownModel: there is no such folder.
@@ -188,10 +188,10 @@ class TorchRunner:
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
-        if stream is None and torch_device.type == "cuda":
+        if stream is None and torch_device.type == "cuda" and kernels.QUEUES_WORK:
             stream = DeviceStream(torch_device)
-        # The others wait for the device during a forward pass: a batch that is launched behind one of theirs
-        # would only delay its results.
+        # Other kernels and models wait for the device during a forward pass: a batch that is launched behind
+        # another one would only delay its results.
         self._ahead: DeviceSteps | None = None
         if stream is not None and embedding is None and isinstance(self._model, LlamaModel):
             self._ahead = DeviceSteps(self._model, kernels, stream)

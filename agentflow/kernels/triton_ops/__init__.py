@@ -37,6 +37,7 @@ from agentflow.kernels.triton_ops.units import LEAST_SAVING, find_groups
 
 IS_INTERPRETED: bool = INTERPRETED.value
 """Whether Triton's interpreter runs the kernels."""
+QUEUES_WORK = True
 
 
 def check(device: torch.device) -> None:
