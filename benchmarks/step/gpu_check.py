@@ -57,6 +57,8 @@ def _check(device_name: str, is_tiny: bool, file: Path | None) -> int:
     console.print(f"checking {name} with torch {torch.__version__} …")
     wrong = differing_tokens(device)
     console.print("greedy ids equal the CPU's" if not wrong else f"greedy ids differ from the CPU's: {wrong}")
+    differing = differing_choices(device, *((20, 500) if is_tiny else (250, 32_000)))
+    console.print(f"{differing} choices of tokens differ from the CPU's")
     measure(report, device, TINY if is_tiny else LLAMA_8B, 2_000 if is_tiny else 280_000)
     report.show(console)
     folder = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -66,10 +68,11 @@ def _check(device_name: str, is_tiny: bool, file: Path | None) -> int:
         "date": datetime.date.today().isoformat(),
         "greedy_ids_equal_cpu": not wrong,
         "differing": wrong,
+        "differing_choices": differing,
     }
     report.write(file)
     console.print(f"written to {file}")
-    return 1 if wrong else 0
+    return 1 if wrong or differing else 0
 
 
 def differing_tokens(device: Any, num_tokens: int = 48) -> list[str]:
@@ -90,6 +93,35 @@ def differing_tokens(device: Any, num_tokens: int = 48) -> list[str]:
         for token, (theirs, ours) in enumerate(zip(cpu, other, strict=True))
         if ours != theirs
     ][:5]
+
+
+def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
+    """Returns the number of rows of random logits from which this device and the CPU choose other tokens: for
+    peaked and flat rows, with all combinations of filters, and masks."""
+    import numpy as np
+    import torch
+
+    from agentflow.kernels import torch_ops
+    from agentflow.kernels.inputs import ChoiceRows
+    from agentflow.kernels.ops import kernels_for
+
+    rng, differing = np.random.default_rng(0), 0
+    for spread in (0.0, 0.5, 2.0, 8.0):
+        logits = spread * torch.from_numpy(rng.standard_normal((num_rows, vocab_size), dtype=np.float32))
+        masked = np.arange(0, num_rows, 3)
+        rows = ChoiceRows(
+            targets=np.full(num_rows, -1),
+            temperatures=rng.choice([0, 0.3, 1, 1.7], num_rows).astype(np.float32),
+            top_ks=rng.choice([0, 1, 50, 5_000], num_rows),
+            top_ps=rng.choice([1, 0.99, 0.9, 0.3], num_rows).astype(np.float32),
+            min_ps=rng.choice([0, 0.05], num_rows).astype(np.float32),
+            uniforms=rng.random(num_rows),
+            masked_rows=masked,
+            mask_words=rng.integers(0, 2**32, (len(masked), -(-vocab_size // 32)), dtype=np.uint32),
+        )
+        ours = kernels_for(device).choose(logits.to(device), rows)
+        differing += int((ours != torch_ops.choose(logits, rows)).sum())
+    return differing
 
 
 PROMPTS = (5, 300, 130, 64)
@@ -205,6 +237,7 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
             report.results.append(
                 median_of(f"gpu.{name}_outside_kernels", found, "ratio", note=note, goal=goal)
             )
+    _measure_choice(report, device, read_s, is_small)
     if device.type == "cuda":
         _measure_sharing(report, device, config)
     measure_quantised(report, device, config, read_s)
@@ -277,6 +310,52 @@ def measure_quantised(report: Any, device: Any, config: Any, read_bytes_s: float
             gains = [plain[num] / us for us in took]
             note = f"bfloat16: {plain[num]:.0f} us a layer"
             report.results.append(median_of(f"gpu.{name}_{num}_over_bf16", gains, "ratio", note=note))
+
+
+def _measure_choice(report: Any, device: Any, read_s: float, is_small: bool) -> None:
+    """Compares the choice of tokens with reading the logits once: in graphs, so that only kernels count."""
+    import numpy as np
+    import torch
+
+    from agentflow.kernels.inputs import ChoiceRows
+    from agentflow.kernels.ops import kernels_for
+    from benchmarks.report import median_of
+
+    kernels, vocab_size, repeats = kernels_for(device), 1_000 if is_small else 128_256, 10
+    for num_rows in (1, 4) if is_small else (1, 64, 256):
+        logits = 2.5 * torch.randn(num_rows, vocab_size, device=device)
+        ones = np.ones(num_rows, dtype=np.float32)
+        for name, temperature in (("greedy", 0.0), ("top_p", 1.0)):
+            rows = ChoiceRows(
+                targets=np.full(num_rows, -1),
+                temperatures=temperature * ones,
+                top_ks=np.zeros(num_rows, dtype=np.int64),
+                top_ps=np.float32(0.9) * ones,
+                min_ps=0 * ones,
+                uniforms=np.random.default_rng(0).random(num_rows),
+            )
+            staged = kernels.stage_choice(rows, device)
+
+            def choose(logits: Any = logits, staged: Any = staged) -> None:
+                for _ in range(repeats):
+                    kernels.choose_tensor(logits, staged)
+
+            run: Callable[[], object] = choose
+            if device.type == "cuda":
+                choose()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    choose()
+                run = graph.replay
+            took = [ms / repeats for ms in _timed_ms(run, device, 5)]
+            limit_ms = 1e3 * logits.nbytes / read_s
+            note = (
+                f"{1e3 * statistics.median(took):.1f} us; reading the logits once takes {1e3 * limit_ms:.1f}"
+            )
+            shares = [limit_ms / ms for ms in took]
+            report.results.append(
+                median_of(f"gpu.choice_{name}_{num_rows}_of_limit", shares, "ratio", note=note)
+            )
 
 
 def _measure_sharing(report: Any, device: Any, config: Any) -> None:

@@ -75,6 +75,7 @@ def test_a_curve_tells_its_exponent() -> None:
 @pytest.mark.full
 def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
     assert gpu_check.differing_tokens(CPU, num_tokens=8) == []
+    assert gpu_check.differing_choices(CPU, 10, 300) == 0
 
 
 def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
-from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
+from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, DecoderWeights, LinearWeight
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
@@ -41,9 +42,15 @@ QUEUES_WORK = True
 
 
 def check(device: torch.device) -> None:
-    """Compiles and runs a small kernel. Raises Triton's error if that is impossible here."""
+    """Compiles and runs small kernels, and those that choose tokens, which requests would wait for otherwise.
+    Raises Triton's error if that is impossible here."""
     x = torch.tensor([[0.0, 2.0]], device=device)
-    if silu_and_multiply(x).item() != 0.0:
+    is_right = silu_and_multiply(x).item() == 0.0
+    logits = torch.zeros(1, 64, device=device)
+    logits[0, 7] = 50.0
+    one = np.ones(1, dtype=np.float32)
+    rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
+    if not is_right or choose(logits, rows).tolist() != [7]:
         raise RuntimeError("a kernel computes another result than it should")
 
 

@@ -38,6 +38,8 @@ PROGRAMS_PER_PROCESSOR = 8
 """Programs for each multiprocessor that the division into chunks aims at."""
 LIST_TILE = 1024
 """The entries of a list that ``_draw`` reads together."""
+_MAX_REGISTERS = 80
+"""Registers of a thread in ``_count`` and ``_split``, so that three programs run on a multiprocessor."""
 
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 _NO_TOKEN, _NOT_FINITE = tl.constexpr(NO_TOKEN), tl.constexpr(NOT_FINITE)
@@ -77,14 +79,12 @@ class StagedChoice:
     mask_words: Tensor  # [M, any] int32
     is_random: bool  # whether any row draws
     is_filtered: bool  # whether any such row has top_k or top_p
-    has_masks: bool
 
 
 def stage_choice(rows: ChoiceRows, device: torch.device) -> StagedChoice:
     draws = (rows.targets < 0) & (rows.temperatures > 0)
     factors = np.zeros(len(draws), dtype=np.float32)
     factors[draws] = torch_ops.scale_factors(rows.temperatures[draws])
-    has_masks = rows.masked_rows is not None and rows.mask_words is not None
     places = np.full(len(draws), -1, dtype=np.int32)
     words = np.zeros((1, 1), dtype=np.int32)
     if rows.masked_rows is not None and rows.mask_words is not None:
@@ -106,7 +106,6 @@ def stage_choice(rows: ChoiceRows, device: torch.device) -> StagedChoice:
         mask_words=mask_words,
         is_random=bool(draws.any()),
         is_filtered=bool((draws & ((rows.top_ks > 0) | (rows.top_ps < 1))).any()),
-        has_masks=has_masks,
     )
 
 
@@ -140,19 +139,18 @@ def choose_tensor(logits: Tensor, staged: StagedChoice) -> Tensor:
     limits = staged.factors, staged.top_ks, staged.top_ps, staged.least_weights
     # Fused products and sums would round differently.
     options: dict[str, Any] = {
-        "HAS_MASKS": staged.has_masks,
         "TILE": TILE,
         "num_warps": 8,
         "enable_fp_fusion": False,
     }
     _find_highest[chunks](*read, *found, **options)
     if staged.is_filtered:
-        _count[chunks](*read, *found, *limits, ints, sums, **options)
+        _count[chunks](*read, *found, *limits, ints, sums, maxnreg=_MAX_REGISTERS, **options)
     if staged.is_random:
-        _split[chunks](*read, *found, *limits, ints, sums, listed, IS_FILTERED=staged.is_filtered, **options)
+        _split[chunks](*read, *found, *limits, ints, sums, listed, maxnreg=_MAX_REGISTERS, **options)
     _draw[(num_rows,)](
         *read, *found, *limits, ints, sums, listed, staged.targets, staged.uniforms, tokens,
-        IS_RANDOM=staged.is_random, IS_FILTERED=staged.is_filtered, LIST_TILE=LIST_TILE, **options,
+        LIST_TILE=LIST_TILE, **options,
     )  # fmt: skip
     return tokens
 
@@ -165,24 +163,21 @@ def _chunk_size(num_rows: int, vocab_size: int, device: torch.device) -> int:
     return -(-vocab_size // (wanted * TILE)) * TILE
 
 
-_COUNTS = ["vocab_size", "chunk", "num_chunks", "row_stride", "num_words"]
-"""Arguments for whose values Triton does not compile variants."""
+_COUNTS = ["num_chunks", "num_words"]
+"""Arguments that differ from batch to batch: Triton does not compile variants for their values."""
 
 
 @triton.jit
-def _read(
-    logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids, HAS_MASKS: tl.constexpr
-):
+def _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids):
     """Returns the logits of some tokens; minus infinity for tokens that the mask excludes, and past the
     vocabulary."""
     is_token = ids < vocab_size
     x = tl.load(logits + row * row_stride + ids, mask=is_token, other=-_INFINITY)
-    if HAS_MASKS:
-        place = tl.load(mask_places + row).to(tl.int64)
-        is_word = is_token & (ids // 32 < num_words) & (place >= 0)
+    place = tl.load(mask_places + row).to(tl.int64)
+    if place >= 0:
+        is_word = is_token & (ids // 32 < num_words)
         word = tl.load(mask_words + place * num_words + ids // 32, mask=is_word, other=0)
-        is_allowed = (place < 0) | (((word >> (ids % 32)) & 1) != 0)
-        x = tl.where(is_allowed, x, -_INFINITY)
+        x = tl.where(((word >> (ids % 32)) & 1) != 0, x, -_INFINITY)
     return x
 
 
@@ -224,7 +219,7 @@ def _is_filtered(row, factors, top_ks, top_ps, vocab_size):
 @triton.jit(do_not_specialize=_COUNTS)
 def _find_highest(
     logits, row_stride, vocab_size, chunk, num_chunks, mask_words, mask_places, num_words,
-    highest, highest_ids, HAS_MASKS: tl.constexpr, TILE: tl.constexpr,
+    highest, highest_ids, TILE: tl.constexpr,
 ):  # fmt: skip
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = number * chunk
@@ -233,7 +228,7 @@ def _find_highest(
     is_bad = tl.zeros([TILE], tl.int32)
     for start in range(first, tl.minimum(first + chunk, vocab_size), TILE):
         ids = start + tl.arange(0, TILE)
-        x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids, HAS_MASKS)
+        x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids)
         is_bad = tl.where(x < _INFINITY, is_bad, 1)
         is_better = x > best
         best = tl.where(is_better, x, best)
@@ -248,8 +243,7 @@ def _find_highest(
 @triton.jit(do_not_specialize=_COUNTS)
 def _count(
     logits, row_stride, vocab_size, chunk, num_chunks, mask_words, mask_places, num_words,
-    highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums,
-    HAS_MASKS: tl.constexpr, TILE: tl.constexpr,
+    highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums, TILE: tl.constexpr,
 ):  # fmt: skip
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     most = _highest_of(highest, row, num_chunks)
@@ -260,7 +254,7 @@ def _count(
         total = tl.zeros([TILE], tl.int64)
         for start in range(first, tl.minimum(first + chunk, vocab_size), TILE):
             ids = start + tl.arange(0, TILE)
-            x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids, HAS_MASKS)
+            x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids)
             weights = _whole_weights(x - most, factor)
             total += weights.to(tl.int64)
             # The rest of the vocabulary is in range 0.
@@ -334,8 +328,7 @@ def _ranges_to_list(ints, sums, row, vocab_size, num_chunks, top_k, top_p):
 @triton.jit(do_not_specialize=_COUNTS)
 def _split(
     logits, row_stride, vocab_size, chunk, num_chunks, mask_words, mask_places, num_words,
-    highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums, listed,
-    IS_FILTERED: tl.constexpr, HAS_MASKS: tl.constexpr, TILE: tl.constexpr,
+    highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums, listed, TILE: tl.constexpr,
 ):  # fmt: skip
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_rows = tl.num_programs(1)
@@ -343,22 +336,20 @@ def _split(
     if (factor > 0) & _is_finite(most):
         least_weight = tl.load(least_weights + row)
         low_key, high_key = 1, 1  # no range: all weights but 0 are above
-        has_list = False
-        if IS_FILTERED:
-            has_list = _is_filtered(row, factors, top_ks, top_ps, vocab_size)
-            if has_list:
-                low_key, high_key, num_above = _ranges_to_list(
-                    ints, sums, row, vocab_size, num_chunks, tl.load(top_ks + row), tl.load(top_ps + row)
-                )
-                low_key = tl.maximum(low_key, 1)
-                if number == 0:
-                    tl.store(ints + row * _ROW_INTS + _NUM_ABOVE, num_above.to(tl.int32))
+        has_list = _is_filtered(row, factors, top_ks, top_ps, vocab_size)
+        if has_list:
+            low_key, high_key, num_above = _ranges_to_list(
+                ints, sums, row, vocab_size, num_chunks, tl.load(top_ks + row), tl.load(top_ps + row)
+            )
+            low_key = tl.maximum(low_key, 1)
+            if number == 0:
+                tl.store(ints + row * _ROW_INTS + _NUM_ABOVE, num_above.to(tl.int32))
         first = number * chunk
         above = tl.zeros([TILE], tl.int64)
         kept = tl.zeros([TILE], tl.int64)
         for start in range(first, tl.minimum(first + chunk, vocab_size), TILE):
             ids = start + tl.arange(0, TILE)
-            x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids, HAS_MASKS)
+            x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids)
             weights = _whole_weights(x - most, factor)
             keys = weights.to(tl.int32, bitcast=True)
             amounts = tl.where(keys >= high_key, weights, 0.0).to(tl.int64)
@@ -473,7 +464,6 @@ def _draw(
     logits, row_stride, vocab_size, chunk, num_chunks, mask_words, mask_places, num_words,
     highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums, listed,
     targets, uniforms, tokens,
-    IS_RANDOM: tl.constexpr, IS_FILTERED: tl.constexpr, HAS_MASKS: tl.constexpr,
     LIST_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -485,56 +475,51 @@ def _draw(
     ids_of_chunks = tl.load(highest_ids + place, mask=is_chunk, other=_NEVER)
     token = tl.min(tl.where(of_chunks == most, ids_of_chunks, _NEVER), 0)
     token = tl.where(most == -_INFINITY, _NO_TOKEN, tl.where(most < _INFINITY, token, _NOT_FINITE))
-    if IS_RANDOM:
-        factor = tl.load(factors + row)
-        if (factor > 0) & (token >= 0):
-            least_weight = tl.load(least_weights + row)
-            num, last, has_list = 0, 1, False
-            if IS_FILTERED:
-                has_list = _is_filtered(row, factors, top_ks, top_ps, vocab_size)
-            if has_list:
-                num = tl.load(ints + row * _ROW_INTS + _LIST_LENGTH)
-                last = _last_key_kept(
-                    ints, sums, listed, row, num_rows, vocab_size, num_chunks,
-                    tl.load(top_ks + row), tl.load(top_ps + row), LIST_TILE,
-                )  # fmt: skip
-            # The sum before a chunk that does not exist is the total.
-            end = num_chunks + tl.zeros([_NUM_PIVOTS], tl.int32)
-            total = tl.max(
-                _sum_before(
-                    sums, listed, row, num_rows, vocab_size, chunk, num_chunks, num, last, least_weight, end,
-                    LIST_TILE,
-                ), 0,
+    factor = tl.load(factors + row)
+    if (factor > 0) & (token >= 0):
+        least_weight = tl.load(least_weights + row)
+        num, last = 0, 1
+        if _is_filtered(row, factors, top_ks, top_ps, vocab_size):
+            num = tl.load(ints + row * _ROW_INTS + _LIST_LENGTH)
+            last = _last_key_kept(
+                ints, sums, listed, row, num_rows, vocab_size, num_chunks,
+                tl.load(top_ks + row), tl.load(top_ps + row), LIST_TILE,
             )  # fmt: skip
-            point = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
-            point = tl.minimum(point, total - 1)
-            before = point * 0
-            low, high = 0, num_chunks
-            while high - low > 1:
-                step = (high - low + _NUM_PIVOTS) // (_NUM_PIVOTS + 1)
-                pivots = low + step * (1 + tl.arange(0, _NUM_PIVOTS))
-                reached = _sum_before(
-                    sums, listed, row, num_rows, vocab_size, chunk, num_chunks, num, last, least_weight,
-                    pivots, LIST_TILE,
-                )  # fmt: skip
-                is_before = (reached <= point) & (pivots < num_chunks)
-                new_low = tl.max(tl.where(is_before, pivots, low), 0)
-                before = tl.maximum(before, tl.max(tl.where(is_before, reached, 0), 0))
-                high = tl.minimum(high, tl.min(tl.where(is_before, high, pivots), 0))
-                low = new_low
-            start, token = low * chunk, token * 0 + _NEVER
-            while (token == _NEVER) & (start < vocab_size):
-                ids = start + tl.arange(0, TILE)
-                x = _read(
-                    logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids, HAS_MASKS
-                )
-                weights = _whole_weights(x - most, factor)
-                is_kept = (weights.to(tl.int32, bitcast=True) >= last) & (weights >= least_weight)
-                amounts = tl.where(is_kept, weights, 0.0).to(tl.int64)
-                of_tile = tl.sum(amounts, 0)
-                if before + of_tile > point:
-                    reached_by = before + tl.cumsum(amounts, 0)
-                    token = tl.min(tl.where(reached_by > point, ids, _NEVER), 0)
-                before += of_tile
-                start += TILE
+        # The sum before a chunk that does not exist is the total.
+        end = num_chunks + tl.zeros([_NUM_PIVOTS], tl.int32)
+        total = tl.max(
+            _sum_before(
+                sums, listed, row, num_rows, vocab_size, chunk, num_chunks, num, last, least_weight, end,
+                LIST_TILE,
+            ), 0,
+        )  # fmt: skip
+        point = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
+        point = tl.minimum(point, total - 1)
+        before = point * 0
+        low, high = 0, num_chunks
+        while high - low > 1:
+            step = (high - low + _NUM_PIVOTS) // (_NUM_PIVOTS + 1)
+            pivots = low + step * (1 + tl.arange(0, _NUM_PIVOTS))
+            reached = _sum_before(
+                sums, listed, row, num_rows, vocab_size, chunk, num_chunks, num, last, least_weight,
+                pivots, LIST_TILE,
+            )  # fmt: skip
+            is_before = (reached <= point) & (pivots < num_chunks)
+            new_low = tl.max(tl.where(is_before, pivots, low), 0)
+            before = tl.maximum(before, tl.max(tl.where(is_before, reached, 0), 0))
+            high = tl.minimum(high, tl.min(tl.where(is_before, high, pivots), 0))
+            low = new_low
+        start, token = low * chunk, token * 0 + _NEVER
+        while (token == _NEVER) & (start < vocab_size):
+            ids = start + tl.arange(0, TILE)
+            x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids)
+            weights = _whole_weights(x - most, factor)
+            is_kept = (weights.to(tl.int32, bitcast=True) >= last) & (weights >= least_weight)
+            amounts = tl.where(is_kept, weights, 0.0).to(tl.int64)
+            of_tile = tl.sum(amounts, 0)
+            if before + of_tile > point:
+                reached_by = before + tl.cumsum(amounts, 0)
+                token = tl.min(tl.where(reached_by > point, ids, _NEVER), 0)
+            before += of_tile
+            start += TILE
     tl.store(tokens + row, tl.where(target >= 0, target, token.to(tl.int64)))
