@@ -1,6 +1,11 @@
 """The real engine on a small random model that launches ahead: on a GPU with ``AGENTFLOW_DEVICE=cuda``,
 elsewhere on a queue that does its work as late as a GPU may. Every request has the results that it has alone
-on the CPU."""
+on the CPU.
+
+On a machine with a GPU and without a network, in one process::
+
+    make gpu-test PYTHON=python3 WHEELS=FOLDER GPU_TESTS=tests/engine/test_device_engine.py JOBS=0
+"""
 
 from __future__ import annotations
 
