@@ -1,0 +1,115 @@
+"""Decode steps as graphs, replayed kernel by kernel under Triton's interpreter. ``test_device_engine`` runs
+captured ones on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput
+from agentflow.engine.models.forward.fused_decoder import LlamaModel
+from agentflow.kernels import torch_ops
+from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from agentflow.kernels.ops import Kernels
+from benchmarks.step.random_llama import llama_config, random_llama
+
+pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
+
+from agentflow.kernels import triton_ops
+
+pytestmark = pytest.mark.skipif(not triton_ops.IS_INTERPRETED, reason="graphs are captured on a GPU")
+CPU = torch.device("cpu")
+CONFIG = llama_config(32, 48, 2, 4, 2, 100)
+NUM_SLOTS = 200
+
+
+@dataclass
+class Replayed:
+    """A graph: runs the forward pass that was captured again, into the same result."""
+
+    forward: Any
+    inputs: DeviceInput
+    hidden: Tensor
+
+    def replay(self) -> None:
+        self.hidden.copy_(self.forward(self.inputs))
+
+
+class ReplayedGraphs(DecodeGraphs):
+    """Graphs without a GPU."""
+
+    num_captured = 0
+
+    def _capture(self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any) -> tuple[Any, Tensor]:
+        self.num_captured += 1
+        num = form.num_rows
+        plan = self._plans.capture_with(form, plan)
+        inputs = DeviceInput(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ())
+        hidden = self._forward(inputs).clone()
+        return Replayed(self._forward, inputs, hidden), hidden
+
+
+@dataclass
+class Requests:
+    """Some requests on one model. Request r has the slots from ``20 * r``."""
+
+    model: LlamaModel
+    kernels: Kernels
+    pool: tuple[Tensor, ...]
+    cached: np.ndarray[Any, np.dtype[np.int64]]
+
+    @classmethod
+    def on(cls, kernels: Kernels) -> Requests:
+        model = random_llama(CONFIG, kernels, torch.float32, CPU)
+        pool = torch.full((2, NUM_SLOTS, 2, 2, 8), torch.nan).unbind(0)
+        return cls(model, kernels, pool, np.zeros(10, dtype=np.int64))
+
+    @torch.inference_mode()
+    def step(
+        self, requests: Sequence[int], counts: Sequence[int], tokens: Any, sampled: Any = None
+    ) -> Tensor:
+        table = np.arange(NUM_SLOTS, dtype=np.int32).reshape(10, 20)
+        rows, lens = np.array(requests), np.array(counts)
+        positions = np.concatenate([self.cached[r] + np.arange(n) for r, n in zip(rows, lens, strict=True)])
+        slots = table[np.repeat(rows, lens), positions].astype(np.int64)
+        self.cached[rows] += lens
+        batch = AttentionBatch(table, rows, lens, self.cached[rows], None)
+        plan = self.kernels.plan_attention(batch, torch.float32, CPU)
+        ends = np.cumsum(lens) - 1 if sampled is None else np.array(sampled)
+        return self.model.forward(ForwardInput(tokens, positions, slots, self.pool, plan, ends)).clone()
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values
+def test_f42d_graphs_compute_any_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that grow and shrink, of which some rows are not wanted: padding rows write no slot."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    alone, graphed = Requests.on(torch_ops), Requests.on(triton_ops)
+    graphs = ReplayedGraphs(graphed.model._forward, triton_ops, CONFIG.num_heads, CONFIG.num_kv_heads)
+    graphed.model._graphs = graphs
+    rng = np.random.default_rng(0)
+    steps: list[tuple[list[int], list[int], list[int] | None]] = [
+        ([0, 1, 2, 3, 4, 5], [3, 1, 6, 2, 1, 4], None),
+        ([0, 1, 2, 3, 4], [1] * 5, None),
+        ([3, 1], [1] * 2, None),
+        ([5, 0, 2], [1] * 3, [0, 2]),
+        ([4], [1], None),
+        ([0, 1, 2, 3, 4, 5], [1] * 6, None),
+        ([2, 3], [1, 3], None),
+        ([0, 2, 3, 5], [1] * 4, [3]),
+    ]
+    for requests, counts, sampled in steps:
+        tokens = rng.integers(0, 100, sum(counts))
+        expected = alone.step(requests, counts, tokens, sampled)
+        torch.testing.assert_close(
+            graphed.step(requests, counts, tokens, sampled), expected, rtol=2e-4, atol=2e-4
+        )
+    torch.testing.assert_close(
+        torch.stack(graphed.pool), torch.stack(alone.pool), rtol=2e-4, atol=2e-4, equal_nan=True
+    )
+    assert graphs.num_captured == 4  # for 8, 2, 4 and 1 rows
