@@ -57,7 +57,7 @@ class SessionOptions(TypedDict, total=False):
         quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
             ``af.Embedded`` has its other options.
         chat_template: A Jinja file that replaces the model's chat template.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU.
         kv_tokens: The size of the KV pool in tokens.
         api_key: Default: for a server the environment variable AGENTFLOW_API_KEY, for a vendor the variable
             of its client (``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY``). It is for one server: where ``models``

@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.machine import free_cuda_bytes, free_host_bytes
+from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_number
 from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
 from agentflow.engine.options import EngineOptions
@@ -244,7 +244,7 @@ def limit_spinning() -> None:
 
 
 def _free_bytes(device: str) -> int:
-    on_gpu = free_cuda_bytes() if device == "cuda" else None
+    on_gpu = None if device == "cpu" else free_cuda_bytes(gpu_number(device))
     return free_host_bytes() if on_gpu is None else on_gpu
 
 
@@ -257,7 +257,7 @@ def _kv_tokens(options: EngineOptions, folder: Path, device: str) -> int:
         options.kv_tokens,
         options.quantize,
         task=options.task,
-        on_gpu=device == "cuda",
+        on_gpu=device != "cpu",
         adapters=adapter_folders(options).values(),
     )
     return fitting_kv_tokens(need, free_bytes)

@@ -2,7 +2,8 @@
 
 The machine may have more than the container of this process may use, so the limits of Linux cgroups count.
 The server never loads torch; it asks a child process for the GPU's free memory:
-``python -m agentflow.engine.machine`` prints it in bytes, or ``null`` if torch finds no GPU.
+``python -m agentflow.engine.machine 0 1`` prints a list with the bytes of two GPUs, ``null`` for a GPU that
+torch does not find.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 
 from agentflow.engine.child_process import import_path
-from agentflow.errors import EngineFailed
+from agentflow.errors import BadArgument, EngineFailed
 
 # The files of limit and usage, and the cached part of the usage in memory.stat, by version of cgroups.
 _MEMORY_FILES = {
@@ -42,22 +43,39 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """``cuda_bytes``: of the GPU; None if no model runs on one."""
+    """The free memory for models."""
 
     host_bytes: int
-    cuda_bytes: int | None = None
+    cuda_bytes: int | None = None  # of the first GPU; None if no model runs on a GPU
+    other_cuda_bytes: Mapping[int, int] = field(default_factory=dict)  # of the other GPUs that models name
 
     def is_on_gpu(self, device: str | None) -> bool:
         """Whether a model with this ``device`` option (None: a GPU if there is one) runs on the GPU."""
         return self.cuda_bytes is not None and device != "cpu"
 
+    def bytes_of(self, gpu: int) -> int:
+        """The free memory of a GPU. ``BadArgument`` if there is none of this number."""
+        found = self.other_cuda_bytes.get(gpu) if gpu else self.cuda_bytes
+        if found is None:
+            raise BadArgument(f"device is cuda:{gpu}, but torch finds no such GPU", param="device")
+        return found
+
+
+def gpu_number(device: str | None) -> int:
+    """The number of the GPU that a ``device`` option other than cpu names; the first one is 0."""
+    return int((device or "").partition(":")[2] or 0)
+
 
 async def free_memory(devices: Iterable[str | None]) -> FreeMemory:
     """The free memory for models on these devices. ``EngineFailed`` if a GPU is there and its memory cannot
     be read."""
-    wants_gpu = any(device != "cpu" for device in devices)
-    cuda_bytes = await _child_cuda_bytes() if wants_gpu and has_driver() else None
-    return FreeMemory(free_host_bytes(), cuda_bytes)
+    numbers = {gpu_number(device) for device in devices if device != "cpu"}
+    if not numbers or not has_driver():
+        return FreeMemory(free_host_bytes())
+    others = sorted(numbers - {0})
+    first, *rest = await _child_cuda_bytes([0, *others])
+    found = {number: num for number, num in zip(others, rest, strict=True) if num is not None}
+    return FreeMemory(free_host_bytes(), first, found)
 
 
 def collect_garbage_rarely() -> None:
@@ -78,14 +96,14 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     return min([available, *_left_in_cgroups(root)])
 
 
-def free_cuda_bytes() -> int | None:
-    """The free memory of the GPU that models run on; None without one. Loads torch, and takes the GPU memory
-    that CUDA itself needs."""
+def free_cuda_bytes(gpu: int = 0) -> int | None:
+    """The free memory of a GPU; None without it. Loads torch, and takes the GPU memory that CUDA itself
+    needs."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or (gpu and gpu >= torch.cuda.device_count()):
         return None
-    num_bytes: int = torch.cuda.mem_get_info()[0]
+    num_bytes: int = torch.cuda.mem_get_info(gpu)[0] if gpu else torch.cuda.mem_get_info()[0]
     return num_bytes
 
 
@@ -159,23 +177,23 @@ def has_driver() -> bool:
     return True
 
 
-async def _child_cuda_bytes() -> int | None:
-    """``free_cuda_bytes`` of a child process."""
+async def _child_cuda_bytes(gpus: Sequence[int]) -> list[int | None]:
+    """``free_cuda_bytes`` of a child process, for each GPU."""
     done = await anyio.run_process(
-        [sys.executable, "-P", "-m", __name__],
+        [sys.executable, "-P", "-m", __name__, *map(str, gpus)],
         check=False,
         env={**os.environ, "PYTHONPATH": import_path()},
     )
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise EngineFailed(f"cannot read how much memory the GPU has free: {last}")
-    num_bytes: int | None = json.loads(done.stdout)
+    num_bytes: list[int | None] = json.loads(done.stdout)
     return num_bytes
 
 
 if __name__ == "__main__":
     try:
-        free = free_cuda_bytes()
+        free = [free_cuda_bytes(int(gpu)) for gpu in sys.argv[1:]]
     except ImportError:  # the engine's process reports it better
-        free = None
+        free = [None for _ in sys.argv[1:]]
     print(json.dumps(free))

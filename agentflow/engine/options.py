@@ -38,14 +38,15 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         ),
     ] = "auto"
     quantize: Annotated[
-        Literal["int8", "int4"] | None, doc("round weights that are not quantised to 8 or 4 bits, on a CPU")
+        Literal["int8", "int4"] | None, doc("round weights that are not quantised to 8 or 4 bits")
     ] = None
     chat_template: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         doc("a Jinja file that replaces the model's chat template", metavar="FILE"),
     ] = None
     device: Annotated[
-        Literal["cpu", "cuda"] | None, doc("where the model runs (not set: a GPU if there is one)")
+        Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None,
+        doc("where the model runs: cpu, cuda, or cuda:1 for the second GPU (not set: a GPU if there is one)"),
     ] = None
     kv_tokens: Annotated[
         Count | None, doc("capacity of the KV pool in tokens (not set: as many as fit into memory)")

@@ -21,7 +21,14 @@ def test_the_embedded_engine_has_the_same_options_and_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dtype", "int8"), ("device", "tpu"), ("policy", "best"), ("kv_tokens", 0), ("step_timeout_s", 0.0)],
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("device", "cuda:"),
+        ("policy", "best"),
+        ("kv_tokens", 0),
+        ("step_timeout_s", 0.0),
+    ],
 )
 def test_an_option_with_a_value_that_is_not_allowed_is_rejected(name: str, value: object) -> None:
     with pytest.raises(BadArgument, check=has_param(name)):

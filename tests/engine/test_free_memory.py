@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.cgroups import write_membership
+from support.faults import has_param
 
 from agentflow.engine import machine as free_memory_module
-from agentflow.engine.machine import FreeMemory, free_host_bytes, free_memory
-from agentflow.errors import EngineFailed
+from agentflow.engine.machine import FreeMemory, free_host_bytes, free_memory, gpu_number
+from agentflow.errors import BadArgument, EngineFailed
 
 AVAILABLE = 10_000
 V1, V2 = "7:cpu,memory:", "0::"
@@ -168,6 +169,29 @@ async def test_torchs_free_memory_of_a_gpu_is_used(
     assert (await free_memory(devices)).cuda_bytes == cuda_bytes
     monkeypatch.setattr(free_memory_module, "has_driver", lambda: False)
     assert (await free_memory(devices)).cuda_bytes is None
+
+
+@pytest.mark.anyio
+async def test_the_memory_of_each_gpu_that_models_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a fake torch that has two GPUs."""
+    (tmp_path / "torch.py").write_text(
+        TORCH.replace("mem_get_info()", "mem_get_info(gpu=0)").format("return (5_000, 6_000)[gpu], 7_000")
+        + "    def device_count():\n        return 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
+    free = await free_memory(["cuda:1", "cuda", "cuda:4", "cpu"])
+    assert (free.cuda_bytes, free.other_cuda_bytes) == (5_000, {1: 6_000})
+    assert [free.is_on_gpu(device) for device in ("cuda:1", "cuda", "cpu")] == [True, True, False]
+    assert [free.bytes_of(gpu_number(device)) for device in (None, "cuda:0", "cuda:1")] == [
+        5_000,
+        5_000,
+        6_000,
+    ]
+    with pytest.raises(BadArgument, check=has_param("device")):
+        free.bytes_of(gpu_number("cuda:4"))
 
 
 @pytest.mark.anyio

@@ -3,8 +3,8 @@
 ``divide_memory`` follows one rule. Of the memory that is free when the server starts, the fraction
 ``memory_share`` is for all its models together: the GPU's for models that run on it, the host's for the
 others. Weights and processes come off first, then the KV pools of a given size. The other pools divide the
-rest equally; a pool takes at most ``WANTED_KV_TOKENS``, and what it leaves goes to the others. If the models
-do not fit, nothing is loaded.
+rest equally; a pool in the host's memory takes at most ``WANTED_KV_TOKENS``, and what it leaves goes to the
+others. If the models do not fit, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ WANTED_KV_TOKENS = 65_536
 MIN_KV_TOKENS = 1_024
 # The largest fraction of the free memory for the KV pool of a single model.
 MAX_KV_FRACTION = 0.5
+# On a GPU, of the memory that the weights leave: the rest is for activations, and for graphs.
+GPU_KV_FRACTION = 0.85
 # The memory of a process in addition to weights and KV: torch, the tokenizer, activations. Larger
 # vocabularies need more: the tokenizer of Gemma's 262,144 tokens takes 440 MB, and the logits of 256 rows 270
 # MB.
@@ -67,6 +69,7 @@ class MemoryNeed:
     kv_bytes_per_token: int
     kv_tokens: int | None = None
     vocabulary: int = 0
+    wanted_kv_tokens: float = WANTED_KV_TOKENS  # the most tokens of a pool whose size is not configured
 
     @property
     def fixed_bytes(self) -> int:
@@ -107,7 +110,8 @@ def memory_need(
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
     with _naming(folder):
         kv_bytes = kv_bytes_per_token(config, item_bytes)
-        return MemoryNeed(name, weight_bytes, kv_bytes, kv_tokens, vocabulary)
+        most = math.inf if on_gpu else WANTED_KV_TOKENS
+        return MemoryNeed(name, weight_bytes, kv_bytes, kv_tokens, vocabulary, most)
 
 
 def _panel_bytes(
@@ -194,8 +198,8 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
 
 
 def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
-    """The size of the KV pool of a single model: at most half of the free memory, unless the size is given.
-    ``BadArgument`` if the model does not fit.
+    """The size of the KV pool of a single model: at most half of the free memory, or on a GPU most of what
+    the weights leave, unless the size is given. ``BadArgument`` if the model does not fit.
 
     >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 2_000_000_000)
     65536
@@ -207,8 +211,10 @@ def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
         raise _does_not_fit([need], free_bytes)
     if need.kv_tokens is not None:
         return need.kv_tokens
+    if need.wanted_kv_tokens == math.inf:
+        return max(MIN_KV_TOKENS, int(left * GPU_KV_FRACTION) // need.kv_bytes_per_token)
     room = min(left, int(free_bytes * MAX_KV_FRACTION)) // need.kv_bytes_per_token
-    return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))
+    return max(MIN_KV_TOKENS, min(int(need.wanted_kv_tokens), room))
 
 
 def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, int]:
@@ -228,7 +234,8 @@ def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, i
         raise _does_not_fit(needs, budget_bytes)
     for number, need in enumerate(open_needs):
         part = left // (len(open_needs) - number)
-        kv_tokens[need.name] = max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, part // need.kv_bytes_per_token))
+        room = min(need.wanted_kv_tokens, part // need.kv_bytes_per_token)
+        kv_tokens[need.name] = max(MIN_KV_TOKENS, int(room))
         left -= kv_tokens[need.name] * need.kv_bytes_per_token
     return {need.name: kv_tokens[need.name] for need in needs}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, joined
-from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cpus
+from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_number, usable_cpus
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
@@ -99,7 +99,7 @@ class TorchRunner:
     Args:
         folder: the model folder, or a GGUF file.
         num_slots: the size of the KV pool, in tokens.
-        device: cpu, cuda or None (cuda if available).
+        device: cpu, cuda, cuda:NUMBER or None (cuda if available).
         dtype: bfloat16, float16 or float32, for weights, activations and KV. auto: bfloat16, and quantised
             weights are kept if the kernels can multiply them. On a CPU, float16 becomes float32, which has
             all its values.
@@ -289,7 +289,7 @@ class TorchRunner:
         return AdapterInfo(adapter.identity, self._adapters[adapter.identity].nbytes)
 
     def _check_room(self, nbytes: int) -> None:
-        free = free_cuda_bytes() if self._device.type == "cuda" else None
+        free = free_cuda_bytes(self._device.index) if self._device.type == "cuda" else None
         free = free_host_bytes() if free is None else free
         if 2 * nbytes > free:  # as read, and as packed
             raise BadArgument(
@@ -358,11 +358,18 @@ def dtype_on(device: torch.device, name: str) -> torch.dtype:
 
 
 def device_named(name: str | None) -> torch.device:
-    if name not in (None, "cpu", "cuda"):
-        raise BadArgument(f"device must be cpu or cuda, not {name!r}", param="device")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BadArgument("device is cuda, but torch finds no CUDA device", param="device")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Returns a device by its name, and makes a GPU the current one of this thread: kernels run there."""
+    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise BadArgument(f"device must be cpu, cuda or cuda:NUMBER, not {name!r}", param="device")
+    has_gpu = torch.cuda.is_available()
+    if name == "cpu" or (name is None and not has_gpu):
+        return torch.device("cpu")
+    number = gpu_number(name)
+    if not has_gpu or number >= torch.cuda.device_count():
+        raise BadArgument(f"device is {name}, but torch finds no such CUDA device", param="device")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
 
 
 def identity_of_values(folder: Path, weights: str, dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
-from agentflow.engine.machine import FreeMemory, free_memory
+from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -147,7 +147,7 @@ def _sized(
     models: Mapping[str, EngineOptions], folders: Mapping[str, Path], memory_share: float, free: FreeMemory
 ) -> dict[str, EngineOptions]:
     on_host: list[MemoryNeed] = []
-    on_gpu: list[MemoryNeed] = []
+    on_gpus: dict[int, list[MemoryNeed]] = {}
     for name, options in models.items():
         is_on_gpu = free.is_on_gpu(options.device)
         need = memory_need(
@@ -160,9 +160,10 @@ def _sized(
             on_gpu=is_on_gpu,
             adapters=adapter_folders(options).values(),
         )
-        (on_gpu if is_on_gpu else on_host).append(need)
+        (on_gpus.setdefault(gpu_number(options.device), []) if is_on_gpu else on_host).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
-    shares |= divide_memory(on_gpu, int((free.cuda_bytes or 0) * memory_share))
+    for gpu, needs in on_gpus.items():
+        shares |= divide_memory(needs, int(free.bytes_of(gpu) * memory_share))
     return {
         name: replace(options, model=str(folders[name]), kv_tokens=shares[name], own_process=True)
         for name, options in models.items()

@@ -123,6 +123,17 @@ def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
         memory_need("m", tmp_path, "bfloat16", None)
 
 
+def test_a_pool_on_a_gpu_takes_what_the_weights_leave(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    need = memory_need("m", tmp_path, "bfloat16", None, on_gpu=True)
+    free = need.fixed_bytes + 10**9
+    assert fitting_kv_tokens(need, free) * need.kv_bytes_per_token > 0.8e9
+    assert divide_memory([need], free)["m"] * need.kv_bytes_per_token == pytest.approx(1e9, rel=1e-3)
+    on_host = memory_need("m", tmp_path, "bfloat16", None)
+    assert fitting_kv_tokens(on_host, free) == divide_memory([on_host], free)["m"] == WANTED_KV_TOKENS
+
+
 @given(NEEDS, st.integers(0, 10**11))
 def test_the_pool_of_a_single_model_fits(needs, free_bytes):
     need = needs[0]

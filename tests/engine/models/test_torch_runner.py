@@ -285,7 +285,15 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("dtype", "float8"), ("device", "tpu"), ("num_slots", 0), ("num_slots", 10**12)]
+    ("name", "value"),
+    [
+        ("dtype", "float8"),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("device", "cuda:99"),
+        ("num_slots", 0),
+        ("num_slots", 10**12),
+    ],
 )
 def test_arguments_that_make_no_sense(model_folder: Path, name: str, value: object) -> None:
     arguments = {"num_slots": 10, "device": "cpu", "dtype": "bfloat16"} | {name: value}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.commands import engines_of
+from support.faults import has_param
 from support.server.http_clients import only_asyncio
 from support.small_tokenizers import byte_level, write_folder
 
@@ -149,7 +150,10 @@ def test_models_on_the_gpu_share_its_memory_and_others_share_main_memory(folder:
     }
     free = FreeMemory(2 * 10**9, cuda_bytes=2 * 10**9 + 10**6)
     folders = dict.fromkeys(models, folder)
-    needs = {name: memory_need(name, folder, each.dtype, each.kv_tokens) for name, each in models.items()}
+    needs = {
+        name: memory_need(name, folder, each.dtype, each.kv_tokens, on_gpu=name in "bc")
+        for name, each in models.items()
+    }
 
     def shares(names: str, num_bytes: int) -> dict[str, int]:
         group: list[MemoryNeed] = [needs[name] for name in names]
@@ -161,6 +165,23 @@ def test_models_on_the_gpu_share_its_memory_and_others_share_main_memory(folder:
     assert [each.own_process for each in sized.values()] == [True] * 4
     nowhere = open_models_module._sized(models, folders, EngineConfig().memory_share, FreeMemory(10**11))
     assert [nowhere[name].kv_tokens for name in "abcd"] == [*[WANTED_KV_TOKENS] * 3, 7000]
+
+
+def test_each_gpu_is_divided_among_its_models(folder: Path) -> None:
+    names = {"a": "cuda", "b": "cuda:0", "c": None, "d": "cuda:1"}
+    models = {name: options(folder, device) for name, device in names.items()}
+    free = FreeMemory(10**12, cuda_bytes=4 * 10**9, other_cuda_bytes={1: 2 * 10**9})
+    sized = open_models_module._sized(models, dict.fromkeys(models, folder), 0.8, free)
+    needs = [memory_need(name, folder, "auto", None, on_gpu=True) for name in models]
+    expected = divide_memory(needs[:3], int(3.2e9)) | divide_memory(needs[3:], int(1.6e9))
+    assert {name: each.kv_tokens for name, each in sized.items()} == expected
+    assert min(expected.values()) > WANTED_KV_TOKENS
+
+
+def test_a_gpu_that_is_not_there_is_refused(folder: Path) -> None:
+    models = {"a": options(folder, "cuda:3")}
+    with pytest.raises(BadArgument, check=has_param("device")):
+        open_models_module._sized(models, {"a": folder}, 0.8, FreeMemory(10**12, 10**9, {1: 10**9}))
 
 
 @pytest.mark.anyio

@@ -59,7 +59,7 @@ class EncoderRunner:
         folder: the model folder.
         embedding: the pooling and the steps after it.
         num_slots: the most tokens of unfinished texts.
-        device: cpu, cuda or None (cuda if available).
+        device: cpu, cuda, cuda:NUMBER or None (cuda if available).
         dtype: of weights and activations.
         num_threads: as for ``TorchRunner``.
     """
