@@ -441,7 +441,7 @@ class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: int
     state: int
-    kind: str  # the op, or ``reply``
+    kind: str  # the op, ``reply``, or ``gather``: the end of a submitted graph
     var: int = 0  # 0: a fork
     name: str = ""
     status: Literal["waiting", "running", "done", "failed"] = "waiting"

@@ -620,6 +620,8 @@ class Interpreter(Generic[ContextT]):
                     self._states.stop(state, error)
             raise
         if graph is not None:
+            if reports == "end":
+                self._graph.gather(graph.root.id, [state.id for state in graph.states])
             graph.root.is_running = False
             self._kick(graph.root)
 

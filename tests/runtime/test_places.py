@@ -126,6 +126,46 @@ async def test_map_reduce_by_separate_states() -> None:
     assert len({place.program for place in generator.places}) == 1
 
 
+@af.program
+async def independent(s: af.State, item: str) -> list[str]:
+    branches = s.fork(3)
+    for branch in branches:
+        branch += item + "B" + af.gen("draft")
+        branch += "E" + af.gen("part")
+    branches[0].set("end", branches[0]["part"].strip())
+    s += "S" + af.gen("own")
+    return [await s["own"], await branches[0]["end"], await branches[1]["part"], await branches[2]["part"]]
+
+
+async def test_independent_requests_of_a_graph_are_a_task_group() -> None:
+    backend = Placed()
+    async with af.session(backend=backend) as flow:
+        for _ in range(2):
+            await flow.submit(independent.trace().optimised(), {"item": "x"})
+        assert not (await flow.graph()).nodes
+    generator = backend.generator
+    last = [*generator.begun_with("E"), *generator.begun_with("S")]
+    assert [place.objective for place in last] == ["throughput"] * 8
+    assert all(place.group for place in last)
+    assert len({(place.program, place.group) for place in last}) == 2  # one in each graph
+    drafts = generator.begun_with("B")
+    assert len({(place.program, place.group) for place in drafts}) == 2
+    assert not {place.group for place in drafts} & {place.group for place in last}
+
+
+async def test_the_only_last_request_of_a_graph_counts_by_latency() -> None:
+    backend = Placed()
+
+    @af.program
+    async def reduced(s: af.State) -> str:
+        return await by_forks(s)
+
+    async with af.session(backend=backend) as flow:
+        await flow.submit(reduced.trace())
+    assert [(place.objective, place.group) for place in backend.generator.begun_with("R")] == [("latency", 0)]
+    assert {place.objective for place in backend.generator.begun_with("B")} == {"throughput"}
+
+
 async def test_map_counts_by_throughput() -> None:
     backend = Placed()
 

@@ -529,3 +529,42 @@ def test_ops_of_a_stopped_state_leave_in_portions() -> None:
     assert not graph.nodes()
     assert num_portions(graph) >= 20
     assert graph.num_held == 0
+
+
+def gathered(num: int) -> ProgramGraph:
+    """The graph of states with two gens each, which are awaited as a whole."""
+    graph = ProgramGraph()
+    states = range(1, num + 1)
+    for state in states:
+        graph.submit(ops.Open(state, program="p"))
+        graph.submit(gen(state, state))
+        graph.submit(gen(state, num + state))
+    graph.gather(1, states)
+    return graph
+
+
+def test_states_that_are_awaited_as_a_whole_have_one_consumer() -> None:
+    graph = gathered(3)
+    first = places_of(graph, 1, 2, 3)
+    assert {place.objective for place in first} == {"throughput"}
+    assert len({place.group for place in first}) == 1
+    for state in (1, 2, 3):
+        graph.end(gen(state, state))
+    last = places_of(graph, 1, 2, 3)
+    assert len({place.group for place in last}) == 1
+    assert last[0].group not in (0, first[0].group)
+    for state in (1, 2, 3):
+        assert [node.kind for node in graph.nodes()].count("gather") == 1
+        graph.end(gen(state, 3 + state))
+    assert not graph.nodes()
+
+
+def test_the_consumer_of_states_leaves_with_their_root() -> None:
+    graph = gathered(2)
+    graph.stop(2)
+    graph.stop(1)
+    for state in (1, 2):
+        graph.close(state)
+    num_portions(graph)
+    assert graph.num_held == 0
+    assert places_of(gathered(1), 1)[0].objective == "latency"

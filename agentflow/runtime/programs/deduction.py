@@ -23,7 +23,7 @@ from typing import Final, Literal, TypeVar
 from agentflow.protocol.ops import Objective
 
 Kind = Literal[
-    "gen", "reply", "select", "decide", "embed", "score", "set", "read", "done", "expect", "fork"
+    "gen", "reply", "select", "decide", "embed", "score", "set", "read", "done", "expect", "fork", "gather"
 ]  # fmt: skip
 How = Literal["value", "stream"]
 

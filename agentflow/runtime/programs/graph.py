@@ -188,6 +188,20 @@ class ProgramGraph:
         if node is not None and node.kind == "expect":
             self._end(node, 0.0)
 
+    def gather(self, root: int, numbers: Iterable[int]) -> None:
+        """Somebody awaits these states, whose ops are known, as a whole: what nothing else in them needs has
+        one consumer, which leaves with the state ``root``."""
+        states = [state for number in numbers if (state := self._states.get(number)) is not None]
+        nodes = [node for state in states for node in state.nodes if node.kind != "expect"]
+        last = [node for node in nodes if not node.succs]
+        state = self._states.get(root)
+        if len(last) < 2 or state is None or state.is_stopped:
+            return
+        node = Node(next(self._node_numbers), "gather", root, 0, "", state.objective)
+        state.nodes[node] = None
+        self._deduction.add(node, last)
+        self._deduction.settle(self._max_visits)
+
     def want(
         self,
         variable: int,
@@ -400,6 +414,10 @@ class ProgramGraph:
             state.nodes.pop(node, None)
             state.requests.pop(node, None)
         self._deduction.end(node)
+        for succ in node.succs:
+            if succ.kind == "gather" and not succ.levels:
+                self._end(succ, now_s)
+                break  # a node has at most one
         self._deduction.settle(self._max_visits)
         if state is not None and node.is_request:
             if state.next_request() is None:
