@@ -1,27 +1,28 @@
 """A graph: a program's ops, compiled by ``program.trace(...)``.
 
 Numbers of states and variables begin at 1 in each graph; ``trace.GraphRun`` moves them to numbers of the
-session. ``Graph.optimised`` folds constants. It does nothing about the prefix that all runs share or about
-task groups, because the scheduler handles both. ``Graph.draw`` makes a Mermaid flowchart, with a box for each
-state, an arrow for each stream of ops, and a dashed arrow for data.
+session. ``Graph.optimised`` applies the passes of ``optimise``. Task groups are left to the backend, which
+finds them in the submitted graph. ``Graph.draw`` makes a Mermaid flowchart, with a box for each state, an
+arrow for each stream of ops, and a dashed arrow for data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
-import msgspec
-
+from agentflow.errors import BadArgument
 from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_svg
+from agentflow.language.graphs.optimise import Move, constants_first, folded, merged, moves
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import ROOT, opened, references, spec_of
-from agentflow.protocol.transform import apply_transforms
+from agentflow.runtime.task_group import open_task_group
 
 EdgeKind = Literal["stream", "fork", "data"]
+Judge = Callable[[str, str], Awaitable[bool]]
 
 
 class Edge(NamedTuple):
@@ -132,8 +133,27 @@ class Graph:
         """For notebooks."""
         return _svg(self)
 
-    def optimised(self) -> Graph:
-        """The graph with constants folded. Its results are the same.
+    @overload
+    def optimised(self) -> Graph: ...
+    @overload
+    def optimised(self, *, reorder: Literal[False], judge: None = None) -> Graph: ...
+    @overload
+    def optimised(self, *, reorder: Literal[True], judge: Judge) -> Awaitable[Graph]: ...
+    def optimised(self, *, reorder: bool = False, judge: Judge | None = None) -> Graph | Awaitable[Graph]:
+        """The graph with constants folded, and with the constant text of each state before the variables that
+        it sets. All texts, and so the results, are the same.
+
+        With ``reorder``, the result must be awaited, and prompts change: in the turns of the system and the
+        user, constant passages move before the first one with a variable where ``judge`` allows it, so that
+        runs with other values share a longer prefix. The graph has the same variables.
+
+        Args:
+            reorder: Also move constant passages.
+            judge: An async function of the old and the new text of a turn, with the names of variables in
+                braces. It returns whether the meaning stays. It may ask a model.
+
+        Raises:
+            BadArgument: ``reorder`` without a judge, or a judge without ``reorder``.
 
         >>> @af.program
         ... async def greet(s: af.State, name: str) -> str:
@@ -143,8 +163,34 @@ class Graph:
         >>> graph = greet.trace()
         >>> len(graph.ops) - len(graph.optimised().ops)  # the set is gone
         1
+        >>> async def has_same_meaning(old: str, new: str) -> bool:
+        ...     return (old, new) == ("Greet {name}. Be kind.", "Be kind. Greet {name}.")
+        >>> moved = await graph.optimised(reorder=True, judge=has_same_meaning)
+        >>> moved == graph.optimised()
+        False
         """
-        return _fold_constants(self)
+        if reorder != (judge is not None):
+            raise BadArgument(
+                "optimised: give both reorder=True and a judge, or neither",
+                param="judge" if reorder else "reorder",
+            )
+        constant = constants_first(folded(self.ops, set(self.outputs)))
+        optimised = replace(self, ops=tuple(merged(constant)))
+        return optimised if judge is None else _reordered(optimised, judge)
+
+
+async def _reordered(graph: Graph, judge: Judge) -> Graph:
+    """The graph with the moves that the judge allows."""
+    found = list(graph.ops)
+
+    async def attempt(move: Move) -> None:
+        if await judge(move.old, move.new):
+            found[move.at] = move.op
+
+    async with open_task_group() as group:
+        for move in moves(graph.ops, graph.names):
+            group.start_soon(attempt, move)
+    return replace(graph, ops=tuple(found))
 
 
 def _outputs_in(result: Any) -> Iterator[int]:
@@ -159,57 +205,6 @@ def _outputs_in(result: Any) -> Iterator[int]:
                 yield from _outputs_in(item)
         case _:
             pass
-
-
-def _fold_constants(graph: Graph) -> Graph:
-    """The graph without constant variables: references to them become text, and consecutive texts one op."""
-    constants: dict[int, str] = {}
-    folded: list[ops.Op] = []
-    for op in graph.ops:
-        if isinstance(op, ops.Text | ops.Set):
-            op = msgspec.structs.replace(op, parts=_folded(op.parts, constants))
-        if isinstance(op, ops.Set) and not references(op):
-            constants[op.var] = "".join([part for part in op.parts if isinstance(part, str)])
-        folded.append(op)
-    outputs = set(graph.outputs)
-    needed = [op for op in folded if not (isinstance(op, ops.Set) and op.var in constants.keys() - outputs)]
-    return replace(graph, ops=tuple(_merged(needed)))
-
-
-def _folded(parts: ops.Parts, constants: dict[int, str]) -> ops.Parts:
-    found: list[str | ops.Ref] = []
-    for part in parts:
-        if isinstance(part, ops.Ref) and part.var in constants:
-            part = apply_transforms(constants[part.var], part.transforms)
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
-        elif part != "":
-            found.append(part)
-    return tuple(found)
-
-
-def _merged(sequence: list[ops.Op]) -> list[ops.Op]:
-    """The ops with consecutive texts of a state merged into the first, unless the later one refers to a
-    variable that is declared in between."""
-    found: list[ops.Op | None] = []
-    last_text: dict[int, int] = {}  # state → index of the text that its stream ends with
-    declared_at: dict[int, int] = {}
-    for op in sequence:
-        state = getattr(op, "state", None)
-        at = last_text.get(state) if state is not None else None
-        if isinstance(op, ops.Text) and at is not None and all(declared_at[v] < at for v in references(op)):
-            earlier = found[at]
-            assert isinstance(earlier, ops.Text)
-            found[at] = ops.Text(op.state, _folded((*earlier.parts, *op.parts), {}))
-            continue
-        if isinstance(op, ops.Text):
-            last_text[op.state] = len(found)
-        elif state is not None:
-            last_text.pop(state, None)
-        if isinstance(op, ops.Declaring):
-            declared_at[op.var] = len(found)
-        found.append(op)
-    return [op for op in found if op is not None]
 
 
 _ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}

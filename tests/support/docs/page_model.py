@@ -37,6 +37,7 @@ SCRIPT: dict[str, str | af.Reply] = {
     "How many legs have two spiders?</user><assistant>": "16",
     "Is it raining in Lima?</user><assistant>": af.Reply("", (af.ToolCall("weather", {"city": "Lima"}),)),
     "only Europe is covered</tool><assistant>": "I cannot tell.",
+    "Do both prompts ask for the same?</user><assistant>": "yes",
     "first paragraph: ": "Leaves catch light.",
     "second paragraph: ": "Roots bring water.",
     # concepts/models.md
