@@ -11,6 +11,7 @@ the ``Place`` of each state, which ``take_places`` reports when it has changed.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -80,7 +81,7 @@ class StateInGraph:
         self.frontier: list[Node] = []  # what its next op depends on; some of them may have ended
         self.frontier_limit = _MIN_FRONTIER
         self.nodes: dict[Node, None] = {}  # its unfinished nodes
-        self.requests: dict[Node, None] = {}  # of these, the requests, in their order
+        self.requests: deque[Node] = deque()  # the requests, in their order; some may have ended
         self.is_stopped = False
         self.failed: LiveNode | None = None  # the node with which it failed
         self.miss = ("", 0)  # of its last request, why tokens were not cached, and how many
@@ -89,7 +90,9 @@ class StateInGraph:
 
     def next_request(self) -> Node | None:
         """The unfinished request that is next."""
-        return next(iter(self.requests), None)
+        while self.requests and self.requests[0].has_ended:
+            self.requests.popleft()
+        return self.requests[0] if self.requests else None
 
 
 class _Named:
@@ -383,7 +386,7 @@ class ProgramGraph:
         node = self._add(state, kind, op.var, op.name)
         self._variables[op.var] = node
         if node.is_request:
-            state.requests[node] = None
+            state.requests.append(node)
             if state.waits_since is not None:
                 self._note_return(state.label, now_s - state.waits_since)
                 state.waits_since = None
@@ -412,7 +415,6 @@ class ProgramGraph:
         state = self._states.get(node.state)
         if state is not None:
             state.nodes.pop(node, None)
-            state.requests.pop(node, None)
         self._deduction.end(node)
         for succ in node.succs:
             if succ.kind == "gather" and not succ.levels:
