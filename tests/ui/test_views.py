@@ -30,7 +30,7 @@ TOPICS = (
     "ice",
     "crabs",
 )
-VIEWS = ("playground", "chat", "tree", "scheduler", "runs")
+VIEWS = ("playground", "chat", "tree", "scheduler", "programs", "runs")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

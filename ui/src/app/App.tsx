@@ -15,6 +15,7 @@ const LOADERS: Record<ViewName, () => Promise<{ default: ComponentType }>> = {
   chat: () => import("../chat/ChatView"),
   tree: () => import("../tree/TreeView"),
   scheduler: () => import("../scheduler/SchedulerView"),
+  programs: () => import("../programs/ProgramsView"),
   runs: () => import("../runs/RunsView"),
 };
 

@@ -6,6 +6,7 @@ export const VIEWS = [
   { name: "chat", title: "Chat" },
   { name: "tree", title: "Prefix tree" },
   { name: "scheduler", title: "Scheduler" },
+  { name: "programs", title: "Programs" },
   { name: "runs", title: "Runs" },
 ] as const;
 export type ViewName = (typeof VIEWS)[number]["name"];

@@ -10,6 +10,7 @@ export interface Usage {
   readonly cached_tokens: number;
   readonly output_tokens: number;
   readonly forced_tokens?: number;
+  readonly miss_reason?: string;
 }
 
 export interface RecordedError {
@@ -532,6 +533,7 @@ function usageOf(value: unknown): Usage | null {
     cached_tokens: of("cached_tokens"),
     output_tokens: of("output_tokens"),
     forced_tokens: of("forced_tokens"),
+    miss_reason: textOf(value["miss_reason"]),
   };
 }
 

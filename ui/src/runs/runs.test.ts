@@ -15,6 +15,7 @@ import {
   zoomedSpan,
 } from "./layout";
 import { SessionLog } from "./sessionLog";
+import { factsOf } from "./words";
 import text from "./tree_of_thought.jsonl?raw";
 
 /** A real recording of examples/tree_of_thought.py with two levels of two branches; `agentflow replay` shows it as
@@ -108,6 +109,22 @@ describe("the prompt of a call", () => {
       { at_s: 1, received: value(11, { text: "A" }) },
     ]);
     expect(promptOf(callsOf(reader.runs)[1]!, reader)).toEqual([{ role: null, text: "Say. A And? A" }]);
+  });
+});
+
+describe("the facts about a call", () => {
+  it("say how many tokens were not cached and why, if there is a reason", () => {
+    const usage = { prompt_tokens: 1000, cached_tokens: 300, output_tokens: 1 };
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      { at_s: 0, sent: gen(1, 1) },
+      { at_s: 0, sent: gen(1, 2) },
+      { at_s: 1, received: value(1, { usage: { ...usage, miss_reason: "tools_changed" } }) },
+      { at_s: 2, received: value(2, { usage: { ...usage, miss_reason: "" } }) },
+    ]);
+    const [missed, other] = callsOf(reader.runs).map((call) => Object.fromEntries(factsOf(call, 2)));
+    expect(missed!["Not cached"]).toBe("700 tokens: the tools changed");
+    expect(other).not.toHaveProperty("Not cached");
   });
 });
 

@@ -2,6 +2,7 @@
 
 import { ReplySoFar } from "agentflow-client";
 import { counted, duration, percent } from "../charts/numbers";
+import { missOf } from "../programs/words";
 import type { Call, RunState, Usage } from "./recording";
 import { isolated, nameOf, outcomeOf, type Outcome } from "./layout";
 
@@ -82,6 +83,8 @@ export function factsOf(call: Call, lastS: number): [name: string, value: string
     const share = usage.prompt_tokens > 0 ? ` (${percent(cachedShare(usage))})` : "";
     facts.push(["Prompt", counted(usage.prompt_tokens, "token")]);
     facts.push(["Cached", `${counted(usage.cached_tokens, "token")}${share}`]);
+    const missed = missOf(usage.miss_reason, usage.prompt_tokens - usage.cached_tokens);
+    if (missed) facts.push(["Not cached", missed]);
     if (call.kind === "gen") facts.push(["Output", counted(usage.output_tokens, "token")]);
     if (usage.forced_tokens) facts.push(["Forced", counted(usage.forced_tokens, "token")]);
   }
