@@ -76,10 +76,15 @@ def image_at(url: str) -> Image:
             f"image: a URL must begin with https:, or with data:image/…;base64, unlike {url[:40]!r}",
             param="image",
         )
+    return image_in_base64(body)
+
+
+def image_in_base64(encoded: str) -> Image:
+    """The image in a file whose bytes are in base64. ``BadArgument`` as ``image_file``."""
     try:
-        data = base64.b64decode(body, validate=True)
+        data = base64.b64decode(encoded, validate=True)
     except ValueError:
-        raise BadArgument("image: the data: URL has no valid base64", param="image") from None
+        raise BadArgument("image: this is no valid base64", param="image") from None
     return image_file(data)
 
 

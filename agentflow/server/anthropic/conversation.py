@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.images import Image, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
 from agentflow.server.anthropic.types import (
     AnyChoice,
     AutoChoice,
+    Base64Source,
     CountRequest,
+    ImageBlock,
     InputMessage,
     OneToolChoice,
     RedactedThinkingBlock,
@@ -24,7 +28,9 @@ from agentflow.server.anthropic.types import (
     Tool,
     ToolResultBlock,
     ToolUseBlock,
+    UrlSource,
 )
+from agentflow.server.compatible.images import image_of
 from agentflow.server.errors import invalid_field
 
 _BETWEEN_MESSAGES = "\n\n"
@@ -35,14 +41,14 @@ class _Turn:
     """A turn that may continue. The parts of its text are joined once."""
 
     role: str
-    parts: list[str]
+    parts: list[str | Image]
     reasoning: list[str] = field(default_factory=list)
     calls: list[CalledTool] = field(default_factory=list)
     tool_call_id: str | None = None
     name: str | None = None
 
     def message(self) -> Message:
-        text = "".join(self.parts)
+        text, images = placed_in(self.parts)
         return Message(
             self.role,
             text,
@@ -50,14 +56,16 @@ class _Turn:
             tool_call_id=self.tool_call_id,
             name=self.name,
             reasoning="".join(self.reasoning) or None,
+            images=images,
         )
 
 
 @dataclass
 class _Turns:
-    """The conversation so far. ``open_calls``: the tools that the assistant's last turn calls, by the ids of
-    the calls that have no result yet."""
+    """The conversation so far. ``model``: its features. ``open_calls``: the tools that the assistant's last
+    turn calls, by the ids of the calls that have no result yet."""
 
+    model: Capabilities
     made: list[_Turn] = field(default_factory=list)
     open_calls: dict[str, str] = field(default_factory=dict)
     arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
@@ -72,7 +80,7 @@ class _Turns:
             self._user(blocks, place)
         else:
             self._check_answered(place)
-            self._add_text("system", "".join([_only_text(block, place) for block in blocks]))
+            self._add("system", [_only_text(block, place) for block in blocks])
 
     def finish(self) -> tuple[Message, ...]:
         self._check_answered("messages")
@@ -94,40 +102,54 @@ class _Turns:
                 raise invalid_field(
                     f"{place}.content[{number}]", "tool_result blocks belong in the user's messages"
                 )
-        self._add_text("assistant", text, calls)
+        self._add("assistant", [text], calls)
         self.made[-1].reasoning += [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
 
     def _user(self, blocks: Sequence[object], place: str) -> None:
-        texts: list[str] = []
+        parts: list[str | Image] = []
         for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
-                if texts:
+                if parts:
                     raise invalid_field(
                         f"{place}.content[{number}]", "tool_result blocks must precede the text of a message"
                     )
                 self._result(block, f"{place}.content[{number}]")
             else:
-                texts.append(_only_text(block, f"{place}.content[{number}]"))
-        if texts or not blocks:
+                parts.append(self._part(block, f"{place}.content[{number}]"))
+        if parts or not blocks:
             self._check_answered(place)
-            self._add_text("user", "".join(texts))
+            self._add("user", parts)
+
+    def _part(self, block: object, place: str) -> str | Image:
+        if not isinstance(block, ImageBlock):
+            return _only_text(block, place)
+        match block.source:
+            case Base64Source(media_type=media_type, data=data):
+                return image_of(f"data:{media_type};base64,{data}", f"{place}.source.data", self.model)
+            case UrlSource(url=url):
+                return image_of(url, f"{place}.source.url", self.model)
 
     def _result(self, block: ToolResultBlock, place: str) -> None:
         name = self.open_calls.pop(block.tool_use_id, None)
         if name is None:
             cause = f"the preceding assistant message has no open tool_use block {block.tool_use_id[:100]!r}"
             raise invalid_field(f"{place}.tool_use_id", cause)
-        text = "" if block.content is None else text_of(block.content)
+        if block.content is None or isinstance(block.content, str):
+            parts: list[str | Image] = [block.content or ""]
+        else:
+            parts = [
+                self._part(one, f"{place}.content[{number}]") for number, one in enumerate(block.content)
+            ]
         if block.is_error:
-            text = f"Error: {text}" if text else "Error"
-        self.made.append(_Turn("tool", [text], tool_call_id=block.tool_use_id, name=name))
+            parts = ["Error: ", *parts] if any(parts) else ["Error"]
+        self.made.append(_Turn("tool", parts, tool_call_id=block.tool_use_id, name=name))
 
-    def _add_text(self, role: str, text: str, calls: Sequence[CalledTool] = ()) -> None:
+    def _add(self, role: str, parts: Sequence[str | Image], calls: Sequence[CalledTool] = ()) -> None:
         if not self.made or self.made[-1].role != role:
             self.made.append(_Turn(role, []))
         elif role != "assistant":
             self.made[-1].parts.append(_BETWEEN_MESSAGES)
-        self.made[-1].parts.append(text)
+        self.made[-1].parts += parts
         self.made[-1].calls += calls
 
     def _check_answered(self, place: str) -> None:
@@ -138,9 +160,9 @@ class _Turns:
             )
 
 
-def conversation_of(body: CountRequest) -> tuple[Message, ...]:
-    """The conversation. ``ApiError`` names the block that is wrong."""
-    turns = _Turns()
+def conversation_of(body: CountRequest, model: Capabilities) -> tuple[Message, ...]:
+    """The conversation. ``ApiError`` names the block that is wrong. ``model``: its features."""
+    turns = _Turns(model)
     if body.system:
         turns.made.append(_Turn("system", [text_of(body.system)]))
     for number, message in enumerate(body.messages):

@@ -15,6 +15,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Capabilities
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
@@ -94,10 +95,11 @@ def _of_tools(call: ApiCall) -> ApiError | None:
     return None
 
 
-def prompt_of(body: CountRequest) -> CompletionRequest:
-    """The request with its prompt only. ``ApiError`` names the field that is wrong."""
+def prompt_of(body: CountRequest, model: Capabilities) -> CompletionRequest:
+    """The request with its prompt only. ``ApiError`` names the field that is wrong. ``model``: its
+    features."""
     return CompletionRequest(
-        conversation_of(body),
+        conversation_of(body, model),
         SamplingParams(),
         tools=tools_of(body.tools or ()),
         tool_choice=tool_choice_of(body),
@@ -120,9 +122,9 @@ def _thinks(thinking: Thinking | None) -> bool | None:
     return False
 
 
-def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
-    """The whole request, as the engine takes it."""
-    request = prompt_of(body)
+def completion_of(call: ApiCall, body: MessagesRequest, model: Capabilities) -> CompletionRequest:
+    """The whole request, as the engine takes it. ``model``: its features."""
+    request = prompt_of(body, model)
     params = SamplingParams(
         max_tokens=body.max_tokens,
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
@@ -159,9 +161,9 @@ def _form_of(body: CountRequest, request: CompletionRequest) -> Constraint | Non
     return schema_constraint(form.schema, "output_config.format.schema")
 
 
-def _count_request_of(body: CountRequest) -> CompletionRequest:
+def _count_request_of(body: CountRequest, model: Capabilities) -> CompletionRequest:
     """The request with its prompt only, after a check of all other fields."""
-    request = prompt_of(body)
+    request = prompt_of(body, model)
     _form_of(body, request)
     return request
 
@@ -193,7 +195,7 @@ async def create_message(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.beside(read_request, call, MessagesRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    request = await call.beside(completion_of, call, body)
+    request = await call.beside(completion_of, call, body, generator.capabilities)
     if body.thinking is None and isinstance(generator, TenantGenerator):
         request = replace(request, thinks=None)  # some models of vendors always reason
     capabilities = generator.capabilities
@@ -214,7 +216,7 @@ async def count_tokens(call: ApiCall) -> None:
     """Counts the tokens of the prompt without running the model."""
     body = await call.beside(read_request, call, CountRequest)
     generator = call.generator(body.model, to_generate=False)
-    request = await call.beside(_count_request_of, body)
+    request = await call.beside(_count_request_of, body, generator.capabilities)
     with _naming_field(), generator.metered():
         token_ids = await prompt_ids(generator, request)
     call.record.prompt_tokens = len(token_ids)

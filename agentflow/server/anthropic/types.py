@@ -43,6 +43,26 @@ class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fi
     citations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
+class Base64Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """The bytes of an image."""
+
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    """The address of an image."""
+
+    url: str
+
+
+class ImageBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="image"):
+    """An image, for models that accept images."""
+
+    source: Base64Source | UrlSource
+    cache_control: CacheControl | None = None
+
+
 class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Text, where other blocks are not allowed."""
 
@@ -74,7 +94,7 @@ class ToolResultBlock(
     """The result of a call. ``is_error`` puts "Error" before the content."""
 
     tool_use_id: str
-    content: Text | None = None
+    content: str | Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_BLOCKS)] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -98,7 +118,9 @@ class RedactedThinkingBlock(
     data: str
 
 
-ContentBlock: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+ContentBlock: TypeAlias = (
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+)
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

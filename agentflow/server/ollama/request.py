@@ -13,17 +13,19 @@ import msgspec
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.errors import no_chat_template
-from agentflow.protocol.chat import CalledTool, Message, ToolSpec
+from agentflow.protocol.chat import IMAGE_ROLES, CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.images import PlacedImage, image_in_base64
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_param
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.functions import function_tool
+from agentflow.server.compatible.images import check_images
 from agentflow.server.completion.request import Continuation, names_of_unset
 from agentflow.server.errors import invalid_field, unsupported
-from agentflow.server.http.call import ApiCall
+from agentflow.server.http.call import ApiCall, decoded
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.ollama.types import (
     GivenToolCall,
@@ -139,16 +141,19 @@ def prompt_of(
     for name in ("suffix", "template"):
         if getattr(body, name):
             raise unsupported(name, "the models continue a text, in the form of their own template")
-    _check_images(body.images, "images", generator)
+    images = _images_of(body.images, "images", generator)
     prompt, context = body.prompt or "", body.context or []
     is_text = body.raw or not generator.capabilities.conversations
-    for name, value in (("system", body.system), ("context", context)):
+    for name, value in (("system", body.system), ("context", context), ("images", images)):
         if value and is_text:
             why = "'raw' excludes it" if body.raw else str(no_chat_template())
             raise unsupported(name, why)
     if is_text:
         return prompt
-    turns = (*([Message("system", body.system)] if body.system else ()), Message("user", prompt))
+    turns = (
+        *([Message("system", body.system)] if body.system else ()),
+        Message("user", prompt, images=images),
+    )
     if not context:
         return turns
     if not isinstance(generator, EngineGenerator):
@@ -163,8 +168,7 @@ def conversation_of(messages: Sequence[OllamaMessage], generator: TextGenerator)
     turns = _Turns()
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
-        _check_images(message.images, f"{place}.images", generator)
-        turns.add(message, place)
+        turns.add(message, place, _images_of(message.images, f"{place}.images", generator))
     return tuple(turns.made)
 
 
@@ -178,21 +182,25 @@ class _Turns:
     num_calls: int = 0
     arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
 
-    def add(self, message: OllamaMessage, place: str) -> None:
+    def add(self, message: OllamaMessage, place: str, images: tuple[PlacedImage, ...]) -> None:
         text = message.content or ""
+        if images and message.role not in IMAGE_ROLES:
+            raise unsupported(f"{place}.images", "only the messages of users and tools may have images")
         if message.tool_calls and message.role != "assistant":
             raise invalid_field(f"{place}.tool_calls", "only the assistant calls tools")
         if message.role == "tool":
             call_id = self._answered(message, place)
             name = self.open_calls.pop(call_id)
-            self.made.append(Message("tool", text, tool_call_id=call_id, name=name))
+            self.made.append(Message("tool", text, tool_call_id=call_id, name=name, images=images))
             return
         calls = [
             self._called(call, f"{place}.tool_calls[{number}]")
             for number, call in enumerate(message.tool_calls or ())
         ]
         reasoning = message.thinking if message.role == "assistant" else None
-        self.made.append(Message(message.role, text, tool_calls=tuple(calls), reasoning=reasoning or None))
+        self.made.append(
+            Message(message.role, text, tool_calls=tuple(calls), reasoning=reasoning or None, images=images)
+        )
 
     def _called(self, call: GivenToolCall, place: str) -> CalledTool:
         given, arguments = call.function.arguments, "{}"
@@ -214,9 +222,16 @@ class _Turns:
         raise invalid_field(f"{place}.tool_name", "no earlier message has an open call of this tool")
 
 
-def _check_images(images: Unread, place: str, generator: TextGenerator) -> None:
+def _images_of(images: Unread, place: str, generator: TextGenerator) -> tuple[PlacedImage, ...]:
+    """The images before a text."""
     if images is None or not is_given(images):
-        return
-    # Only a list without members is so short, and larger ones are not decoded.
-    if bytes(memoryview(images)[:64]).translate(None, b" \t\r\n") != b"[]":
-        raise unsupported(place, f"{generator.capabilities.model} takes only text, no images")
+        return ()
+    # Only a list without members is so short, and larger ones are not decoded in vain.
+    if bytes(memoryview(images)[:64]).translate(None, b" \t\r\n") == b"[]":
+        return ()
+    check_images(place, generator.capabilities)
+    found: list[PlacedImage] = []
+    for number, encoded in enumerate(decoded(images, list[str], place)):
+        with naming_param(f"{place}[{number}]"):
+            found.append(PlacedImage(0, image_in_base64(encoded)))
+    return tuple(found)

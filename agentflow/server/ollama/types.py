@@ -35,7 +35,11 @@ KeepAlive: TypeAlias = Annotated[
     Meta(description="No effect: the models of the server stay loaded."),
 ]
 Images: TypeAlias = Annotated[
-    Unread, Meta(extra_json_schema={"type": ["array", "null"], "maxItems": 0}, description="Not supported.")
+    Unread,
+    Meta(
+        extra_json_schema={"type": ["array", "null"], "items": {"type": "string"}},
+        description="In base64, for models that accept images.",
+    ),
 ]
 Form: TypeAlias = Annotated[
     Unread,

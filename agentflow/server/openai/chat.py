@@ -115,7 +115,7 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: TextGenerator) -> t
         form, constraint = constraint_of(body, _response_format(body))
     _check_turns(body)
     return form, CompletionRequest(
-        conversation_of(body.messages, generator.capabilities.model),
+        conversation_of(body.messages, generator.capabilities),
         params,
         constraint=constraint,
         tools=tools,

@@ -13,6 +13,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.submit import MAX_PRIORITY
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.decisions import MAX_OPTIONS, MAX_QUESTIONS, Option, Question, check_questions
+from agentflow.protocol.events import Capabilities
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.runtime.generator import Decided
 from agentflow.server.compatible.field_errors import naming_field, naming_param
@@ -226,7 +227,8 @@ def _messages_of(body: DecisionRequest, model: str) -> tuple[Message, ...]:
     items = items_of(body.input)
     if not items:
         raise invalid_field("input", "it is empty: give a text or at least one item")
-    reader = ItemReader(model, lambda item_id: None, takes_json=True)
+    # Decisions are made about texts.
+    reader = ItemReader(Capabilities(model), lambda item_id: None, takes_json=True)
     turns = Turns(())
     for number, raw in enumerate(items):
         turns.add(reader.read(raw, f"input[{number}]"), f"input[{number}]")

@@ -185,9 +185,8 @@ async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerat
     if body.messages is not None:
         if body.add_special_tokens is not None:
             raise invalid_field("add_special_tokens", "it needs 'prompt'")
-        model = generator.capabilities.model
         request = CompletionRequest(
-            await call.beside(conversation_of, body.messages, model),
+            await call.beside(conversation_of, body.messages, generator.capabilities),
             SamplingParams(),
             tools=await call.beside(tools_of, body.tools or ()),
             opens_turn=body.add_generation_prompt is not False,

@@ -14,12 +14,15 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.chat_template import RESERVED_VALUES
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.images import Image, PlacedImage, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
 from agentflow.server.compatible.functions import function_tool
+from agentflow.server.compatible.images import check_images, image_of
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.models.models import TextGenerator
@@ -33,6 +36,7 @@ from agentflow.server.openai.types import (
     FilePart,
     FunctionMessage,
     ImagePart,
+    ImageUrl,
     NamedChoice,
     Part,
     RefusalPart,
@@ -65,7 +69,7 @@ _WHY_UNSUPPORTED = {
 }
 # The values without effect.
 _NEUTRAL = {"store": False, "echo": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
-_KIND_OF_PART = {ImagePart: "images", AudioPart: "audio", FilePart: "files"}
+_KIND_OF_PART = {AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
 
 
@@ -159,8 +163,8 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Message, ...]:
-    """The conversation. ``ApiError`` names the message that is wrong."""
+def conversation_of(messages: Sequence[ChatMessage], model: Capabilities) -> tuple[Message, ...]:
+    """The conversation. ``ApiError`` names the message that is wrong. ``model``: its features."""
     turns: list[Message] = []
     called: dict[str, str] = {}  # the tool of each call
     for number, message in enumerate(messages):
@@ -169,7 +173,8 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
             case SystemMessage() | DeveloperMessage():
                 turns.append(Message("system", _text_of(message.content, place, model)))
             case UserMessage():
-                turns.append(Message("user", _text_of(message.content, place, model)))
+                text, images = _shown(message.content, place, model)
+                turns.append(Message("user", text, images=images))
             case AssistantMessage():
                 turns.append(_assistant_turn(message, place, model))
                 called.update({call.id: call.name for call in turns[-1].tool_calls})
@@ -180,14 +185,16 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
                         f"{place}.tool_call_id",
                         f"no earlier message has the tool call {message.tool_call_id[:100]!r}",
                     )
-                text = _text_of(message.content, place, model)
-                turns.append(Message("tool", text, tool_call_id=message.tool_call_id, name=name))
+                text, images = _shown(message.content, place, model)
+                turns.append(
+                    Message("tool", text, tool_call_id=message.tool_call_id, name=name, images=images)
+                )
             case FunctionMessage():
                 raise unsupported(f"{place}.role", "use the role 'tool'")
     return tuple(turns)
 
 
-def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Message:
+def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) -> Message:
     for member, why in _UNSUPPORTED_MEMBERS.items():
         if is_given(getattr(message, member)):
             raise unsupported(f"{place}.{member}", why)
@@ -212,23 +219,35 @@ def _reasoning_of(given: Unread, place: str) -> str | None:
     return decoded(given, str, f"{place}.reasoning_content")
 
 
-def _text_of(content: Content, place: str, model: str) -> str:
-    """The parts without anything between them, as chat templates write them."""
+def _text_of(content: Content, place: str, model: Capabilities) -> str:
+    """The text of a message without images."""
+    text, images = _shown(content, place, model)
+    if images:
+        raise unsupported(f"{place}.content", "only the messages of users and tools may have images")
+    return text
+
+
+def _shown(content: Content, place: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
+    """The parts without anything between them, as chat templates write them, and the images."""
     if isinstance(content, str):
-        return content
-    return "".join(
-        [_part_text(part, f"{place}.content[{number}]", model) for number, part in enumerate(content)]
+        return content, ()
+    return placed_in(
+        [_part(part, f"{place}.content[{number}]", model) for number, part in enumerate(content)]
     )
 
 
-def _part_text(part: Part, place: str, model: str) -> str:
+def _part(part: Part, place: str, model: Capabilities) -> str | Image:
     match part:
         case TextPart():
             return part.text
         case RefusalPart():
             return part.refusal
-        case ImagePart() | AudioPart() | FilePart():
-            raise unsupported(place, f"{model} takes only text, no {_KIND_OF_PART[type(part)]}")
+        case ImagePart():
+            check_images(place, model)
+            url = decoded(part.image_url, ImageUrl, f"{place}.image_url").url
+            return image_of(url, f"{place}.image_url.url", model)
+        case AudioPart() | FilePart():
+            raise unsupported(place, f"{model.model} takes no {_KIND_OF_PART[type(part)]}")
 
 
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:

@@ -139,10 +139,18 @@ class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknow
     refusal: str
 
 
+class ImageUrl(msgspec.Struct):
+    """Where an image is: a ``data:`` URL, or an ``https:`` URL, which only a model behind an API accepts."""
+
+    url: str
+    detail: Unread = None
+
+
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """Not supported: the models take no images."""
+    """An image, for models that accept images: an ``ImageUrl``, which is not read for others."""
 
     image_url: msgspec.Raw
+    cache_control: Unread = None
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):

@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.events import Capabilities
 from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import MAX_BLOCKS, MAX_MESSAGES, CountRequest, InputMessage
 from agentflow.server.errors import ApiError
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
 CLOCK = {"name": "clock", "description": "The time.", "input_schema": {"type": "object"}, "type": "custom"}
+
+MODEL = Capabilities("fake")
 
 
 def request(messages, **fields) -> CountRequest:
@@ -26,7 +29,7 @@ def request(messages, **fields) -> CountRequest:
 
 
 def turns(*messages, **fields):
-    return conversation_of(request(list(messages), **fields))
+    return conversation_of(request(list(messages), **fields), MODEL)
 
 
 def says(role, *content):
@@ -144,7 +147,7 @@ def test_no_two_turns_of_one_role_follow_each_other_and_no_text_is_lost(said):
 def test_a_turn_of_many_messages_is_put_together_once(role):
     """Each costs what it has to say, and not what all before it had."""
     message = InputMessage(role=role, content="x" * 50)
-    [turn] = conversation_of(CountRequest(model="fake", messages=[message] * 50_000))
+    [turn] = conversation_of(CountRequest(model="fake", messages=[message] * 50_000), MODEL)
     assert len(turn.content) == 50_000 * 50 + (49_999 * 2 if role == "user" else 0)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 
 from agentflow.protocol.chat import Message
+from agentflow.protocol.events import Capabilities
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall, decoded
@@ -37,7 +38,7 @@ from agentflow.server.responses.store import ResponseStore, StoredConversation
 logger = logging.getLogger(__name__)
 
 # In errors of items that are given before a model is chosen.
-_NO_MODEL = "a conversation"
+_NO_MODEL = Capabilities("a conversation")
 
 
 async def create_conversation(call: ApiCall) -> None:

@@ -15,9 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.images import PlacedImage, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.functions import NO_PARAMETERS
+from agentflow.server.compatible.images import image_of
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
@@ -61,6 +64,7 @@ class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
 
 
 class _JsonPart(msgspec.Struct):
@@ -90,10 +94,10 @@ def items_of(given: Unread) -> list[msgspec.Raw]:
 
 
 class ItemReader:
-    """Reads items. ``model``: named in errors. ``find``: finds items that are only referred to.
+    """Reads items. ``model``: its features. ``find``: finds items that are only referred to.
     ``takes_json``: messages may have parts with JSON, which the model reads as text."""
 
-    def __init__(self, model: str, find: Find, *, takes_json: bool = False) -> None:
+    def __init__(self, model: Capabilities, find: Find, *, takes_json: bool = False) -> None:
         self._model = model
         self._find = find
         self._takes_json = takes_json
@@ -113,9 +117,10 @@ class ItemReader:
                 )
             case "function_call_output":
                 result = decoded(raw, _Result, place)
-                text, parts = self._text(result.output, f"{place}.output")
+                text, images, parts = self._shown(result.output, f"{place}.output")
                 shown = {"call_id": result.call_id, "output": text if parts is None else parts}
-                return _item(kind, result, shown, Message("tool", text, tool_call_id=result.call_id))
+                turn = Message("tool", text, tool_call_id=result.call_id, images=images)
+                return _item(kind, result, shown, turn)
             case "reasoning":
                 reasoning = decoded(raw, _Reasoning, place)
                 given = reasoning.content or reasoning.summary or []
@@ -135,21 +140,35 @@ class ItemReader:
                 raise unsupported(f"{place}.type", f"{kind[:100]!r}: {why}")
 
     def _message(self, message: _Message, place: str) -> Item:
-        text, parts = self._text(message.content, f"{place}.content")
+        text, images, parts = self._shown(message.content, f"{place}.content")
+        if images and message.role != "user":
+            raise unsupported(f"{place}.content", "only messages of the user may have images")
         if parts is None:
             parts = [_Part(type="output_text" if message.role == "assistant" else "input_text", text=text)]
         role = "system" if message.role == "developer" else message.role
-        return _item("message", message, {"role": message.role, "content": parts}, Message(role, text))
+        return _item(
+            "message", message, {"role": message.role, "content": parts}, Message(role, text, images=images)
+        )
 
-    def _text(self, content: msgspec.Raw, place: str) -> tuple[str, list[_Part] | None]:
-        """A text, or parts, which are joined without a separator, and the parts."""
+    def _shown(
+        self, content: msgspec.Raw, place: str
+    ) -> tuple[str, tuple[PlacedImage, ...], list[_Part] | None]:
+        """A text, or parts, which are joined without a separator; its images, and the parts."""
         if bytes(memoryview(content)[:1]) == b'"':
-            return decoded(content, str, place), None
+            return decoded(content, str, place), (), None
         parts = [
             self._part(part, f"{place}[{number}]")
             for number, part in enumerate(decoded(content, list[msgspec.Raw], place))
         ]
-        return "".join([part.text or part.refusal or "" for part in parts]), parts
+        text, images = placed_in(
+            [
+                part.text or part.refusal or ""
+                if part.image_url is None
+                else image_of(part.image_url, f"{place}[{number}].image_url", self._model)
+                for number, part in enumerate(parts)
+            ]
+        )
+        return text, images, parts
 
     def _part(self, raw: msgspec.Raw, place: str) -> _Part:
         part = decoded(raw, _Part, place)
@@ -158,8 +177,10 @@ class ItemReader:
             if bytes(memoryview(data)[:1]) not in (b"{", b"["):
                 raise invalid_field(f"{place}.data", "give an object, or a list of objects")
             return _Part(type="input_text", text=bytes(memoryview(data)).decode())
+        if part.type == "input_image" and self._model.images and part.image_url is not None:
+            return _Part(type=part.type, image_url=part.image_url)
         if part.type not in _TEXT_PARTS:
-            raise unsupported(place, f"{self._model} takes only text, no {part.type[:100]!r}")
+            raise unsupported(place, f"{self._model.model} takes only text, no {part.type[:100]!r}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise invalid_field(place, "its text is missing")

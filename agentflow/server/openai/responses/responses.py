@@ -166,8 +166,7 @@ class _Turn:
             raise invalid_field("input", "it is empty: give a text or at least one item")
         if self._conversation is not None:
             check_room(len(self._conversation.items) + len(given), "conversation")
-        model = generator.capabilities.model
-        self._reader = ItemReader(model, partial(self._responses.find_item, self._tenant))
+        self._reader = ItemReader(generator.capabilities, partial(self._responses.find_item, self._tenant))
         turns, items = Turns(before), []
         for number, raw in enumerate(given):
             items.append(self._reader.read(raw, f"input[{number}]"))
@@ -200,7 +199,7 @@ class _Turn:
                 max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p
             ),
         )
-        answer = _begun(body, model, params)
+        answer = _begun(body, generator.capabilities.model, params)
         answer.conversation = None if self._conversation is None else ConversationId(self._conversation.id)
         self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
 
