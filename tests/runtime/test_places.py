@@ -268,6 +268,26 @@ async def test_state_that_waits_for_its_client() -> None:
         assert backend.generator.places[-1].steps is None
 
 
+async def test_awaited_variable_that_something_else_needs() -> None:
+    backend = Placed()
+
+    async def await_one(s: af.State) -> str:
+        s += "P" + af.gen("plan")
+        branches = s.fork(3)
+        for number, branch in enumerate(branches):
+            branch += f"{number}B" + af.gen("part")
+        s += "".join(f"{branch['part']}" for branch in branches) + "R" + af.gen("whole")
+        await branches[1]["part"]
+        await branches[2]["part"].strip()
+        return await s["whole"]
+
+    async with af.session(backend=backend) as flow:
+        await flow.run(await_one)
+    parts = backend.generator.begun_with("B")
+    assert sorted([place.objective for place in parts]) == ["latency", "throughput", "throughput"]
+    assert not any(place.is_streamed for place in parts)
+
+
 async def test_live_graph_numbers_programs_and_groups_from_one() -> None:
     backend = Stepped(lambda prompt: "word")
     async with af.session(backend=backend) as flow:

@@ -238,6 +238,7 @@ class Recorder:
         if node.state.link is not self._state.link:
             raise ForeignState(f"{label} belongs to another session: await it and append its value")
         if node.state.is_open:
+            node.is_used = True
             return ops.Ref(node.id, transforms)
         if node.has_value:
             return apply_transforms(node.text, transforms)

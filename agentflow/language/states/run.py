@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 
@@ -444,9 +444,9 @@ class VariableNode:
         "front",
         "id",
         "invalid",
-        "is_followed",
         "is_generated",
         "is_shown",
+        "is_used",
         "kept",
         "line",
         "model",
@@ -458,6 +458,7 @@ class VariableNode:
         "span",
         "state",
         "value_type",
+        "wanted",
     )
 
     def __init__(
@@ -488,7 +489,8 @@ class VariableNode:
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
         self.span: GenSpan | None = None
-        self.is_followed = False  # somebody reads the text while it grows, and the backend knows
+        self.wanted: Literal["", "value", "stream"] = ""  # as the backend knows
+        self.is_used = False  # a text refers to it
         self.is_generated = False  # appended where it is declared, as the value of a gen or select
         self._reply = ReplySoFar() if value_type.is_reply else None
         self._value: Value | None = None
@@ -547,15 +549,25 @@ class VariableNode:
 
     async def whole_text(self) -> str:
         """The complete text; of a reply its prose. Raises its failure."""
-        await self.settled()
+        await self.awaited()
         self.raise_failure()
         return self.text
 
     def follow(self) -> None:
         """Tells the backend that somebody reads the text while it grows."""
-        if not self.is_followed and not self.is_done and not self.state.link.is_tracing:
-            self.is_followed = True
-            self.state.link.send([ops.Want(self.id, "stream")], quiet=True)
+        self._want("stream")
+
+    def _want(self, how: Literal["value", "stream"]) -> None:
+        if self.wanted not in (how, "stream") and not self.is_done and not self.state.link.is_tracing:
+            self.wanted = how
+            self.state.link.send([ops.Want(self.id, how)], quiet=True)
+
+    async def awaited(self) -> None:
+        """Waits until it is complete or has failed. Tells the backend of it, which knows it anyway unless
+        something else needs the value."""
+        if self.is_used:
+            self._want("value")
+        await self.settled()
 
     async def change(self) -> None:
         """Waits until its text grows or it ends."""

@@ -557,7 +557,7 @@ class Variable(Reference[ValueT_co]):
         stand_in = self._node.state.link.awaited(self._node)
         if stand_in is not None:
             return stand_in  # type: ignore[no-any-return]
-        await self._node.settled()
+        await self._node.awaited()
         value: ValueT_co = value_of(self._node)
         return value
 
