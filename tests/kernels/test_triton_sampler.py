@@ -55,7 +55,7 @@ def random_choice(num_rows: int, vocab_size: int, seed: int, *, has_masks: bool 
         top_ks=rng.choice([0, 0, 1, 7, 50, vocab_size // 2, 100_000], num_rows),
         top_ps=rng.choice([1, 1, 0.9, 0.5, 0.999, 0.01], num_rows).astype(np.float32),
         min_ps=rng.choice([0, 0, 0.02, 0.3, 1], num_rows).astype(np.float32),
-        uniforms=rng.random(num_rows),
+        uniforms=rng.choice([0.0, 1 - 2**-53, *rng.random(4)], num_rows),
         masked_rows=masked if len(masked) else None,
         mask_words=words if len(masked) else None,
     )

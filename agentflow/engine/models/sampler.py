@@ -12,7 +12,7 @@ before or after the forward pass is launched; ``choose_tensors`` queues the comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
     target.
     """
     chosen = choose_tensors(logits, stage(sampled, kernels, logits.device), kernels)
-    return chosen.output(chosen.packed.cpu())
+    return chosen.output_on_cpu() if logits.device.type == "cpu" else chosen.output(chosen.packed.cpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +61,44 @@ class StagedRows:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTensors:
-    """The results of ``choose_tensors``, on the device of the logits.
+    """The results of ``choose_tensors``, on the device of the logits."""
 
-    ``packed`` has all of them as bytes, so that a caller copies them to the host together: for example to
-    pinned memory, without waiting, with an event that ``output`` waits for. ``token_ids`` can be read on the
-    device before that, such as by the next forward pass.
-    """
+    results: dict[str, Tensor]  # by fields of ``BatchOutput``; integers come first
+    wants_top: NDArray[np.bool_] | None  # as in ``StagedRows``; other rows are not in the results
 
-    token_ids: Tensor  # [S] int64: tokens, or a number below 0 (``kernels.no_choice``)
-    packed: Tensor  # [any] uint8
-    _parts: tuple[tuple[str, tuple[int, ...], Any], ...]  # the field, shape and dtype of each result
-    _wants_top: NDArray[np.bool_] | None
+    @property
+    def token_ids(self) -> Tensor:
+        """[S] int64: tokens, or a number below 0 (``kernels.no_choice``). The next forward pass can read them
+        on the device before the host has them."""
+        return self.results["token_ids"]
+
+    @property
+    def packed(self) -> Tensor:
+        """[any] uint8: all results, so that one copy brings them to the host. On a GPU, a copy to pinned
+        memory need not wait; ``output`` must then wait for an event behind it."""
+        parts = [value.reshape(-1).view(torch.uint8) for value in self.results.values()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def output(self, host: Tensor) -> BatchOutput:
         """Returns the results. ``host``: a copy of ``packed`` in host memory, which can be used again
         afterwards."""
-        memory = host.numpy().copy()
-        values: dict[str, Any] = {}
-        first = 0
-        for name, shape, dtype in self._parts:
-            end = first + math.prod(shape) * np.dtype(dtype).itemsize
-            values[name] = memory[first:end].view(dtype).reshape(shape)
+        memory, first = host.numpy().copy(), 0
+        arrays = {}
+        for name, value in self.results.items():
+            end = first + value.nbytes
+            arrays[name] = memory[first:end].view(_DTYPES[value.dtype]).reshape(value.shape)
             first = end
-        if self._wants_top is not None:
-            values["top_ids"] = _spread(values["top_ids"], self._wants_top, -1)
-            values["top_logprobs"] = _spread(values["top_logprobs"], self._wants_top, 0)
-        return BatchOutput(**{"logprobs": None, **values})
+        return self._output(arrays)
+
+    def output_on_cpu(self) -> BatchOutput:
+        """Returns the results if the device is a CPU."""
+        return self._output({name: value.numpy() for name, value in self.results.items()})
+
+    def _output(self, arrays: dict[str, Any]) -> BatchOutput:
+        if self.wants_top is not None:
+            arrays["top_ids"] = _spread(arrays["top_ids"], self.wants_top, -1)
+            arrays["top_logprobs"] = _spread(arrays["top_logprobs"], self.wants_top, 0)
+        return BatchOutput(**{"logprobs": None, **arrays})
 
 
 def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> StagedRows:
@@ -95,10 +107,10 @@ def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> Stage
     wants_top = None if sampled.top_counts is None else sampled.top_counts > 0
     top_rows = None
     if wants_top is not None and not wants_top.all():
-        [top_rows] = upload([np.flatnonzero(wants_top)], device)
+        [top_rows] = _on_device([np.flatnonzero(wants_top)], device)
     scored = None
     if sampled.scored is not None:
-        rows, token_ids = upload([sampled.scored.rows, sampled.scored.token_ids], device)
+        rows, token_ids = _on_device([sampled.scored.rows, sampled.scored.token_ids], device)
         scored = rows, token_ids
     return StagedRows(
         choice=kernels.stage_choice(choice_rows(sampled), device),
@@ -126,8 +138,8 @@ def choose_tensors(logits: Tensor, staged: StagedRows, kernels: Kernels) -> Chos
         with _edited(logits, staged.edits):
             tokens = kernels.choose_tensor(logits, staged.choice)
     if not staged.needs_logprobs:
-        return _packed({"token_ids": tokens}, None)
-    totals = torch.cat([part.logsumexp(dim=-1) for part in torch.split(logits, _ROWS_AT_ONCE)])
+        return ChosenTensors({"token_ids": tokens}, None)
+    totals = torch.cat([part.logsumexp(dim=-1) for part in _parts(logits)])
     tokens = torch.where(totals.isfinite(), tokens, NOT_FINITE)
     own = logits.gather(1, tokens.clamp(min=0).unsqueeze(1))
     results = {"token_ids": tokens}
@@ -143,7 +155,7 @@ def choose_tensors(logits: Tensor, staged: StagedRows, kernels: Kernels) -> Chos
     if staged.scored is not None:
         rows, token_ids = staged.scored
         results["scored_logprobs"] = logits[rows, token_ids] - totals[rows]
-    return _packed(results, staged.wants_top)
+    return ChosenTensors(results, staged.wants_top)
 
 
 def embedded(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:
@@ -171,22 +183,19 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
 _DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
 
 
-def _packed(results: dict[str, Tensor], wants_top: NDArray[np.bool_] | None) -> ChosenTensors:
-    """Joins the results. Integers must come first, so that their bytes are aligned."""
-    parts = tuple((name, tuple(value.shape), _DTYPES[value.dtype]) for name, value in results.items())
-    packed = [value.reshape(-1).view(torch.uint8) for value in results.values()]
-    joined = packed[0] if len(packed) == 1 else torch.cat(packed)
-    return ChosenTensors(results["token_ids"], joined, parts, wants_top)
+def _on_device(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in arrays] if device.type == "cpu" else upload(arrays, device)
 
 
-# The rows of intermediate results that are as large as the logits, or twice as large: torch counts flags in 8
-# bytes.
-_ROWS_AT_ONCE = 16
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """Divides rows for intermediate results that are as large as the logits, or twice as large: torch counts
+    flags in 8 bytes."""
+    return torch.split(x, 16 if x.device.type == "cpu" else 64)
 
 
 def _ranks(logits: Tensor, own: Tensor) -> Tensor:
     """Counts the logits of each row that are at least ``own`` [S, 1]."""
-    parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(own, _ROWS_AT_ONCE), strict=True)
+    parts = zip(_parts(logits), _parts(own), strict=True)
     return torch.cat([(part >= least).sum(dim=1) for part, least in parts])
 
 
@@ -218,7 +227,7 @@ class _StagedEdits:
 
 
 def _staged_edits(edits: LogitEdits, device: torch.device) -> _StagedEdits:
-    rows, token_ids, counts, repetitions, frequencies, presences, biases = upload(
+    rows, token_ids, counts, repetitions, frequencies, presences, biases = _on_device(
         [
             np.concatenate((edits.penalized_rows, edits.biased_rows, edits.forbidden_rows)),
             np.concatenate((edits.penalized_ids, edits.biased_ids, edits.forbidden_ids)),

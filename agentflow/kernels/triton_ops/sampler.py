@@ -38,8 +38,6 @@ PROGRAMS_PER_PROCESSOR = 8
 """Programs for each multiprocessor that the division into chunks aims at."""
 LIST_TILE = 1024
 """The entries of a list that ``_draw`` reads together."""
-_MAX_REGISTERS = 80
-"""Registers of a thread in ``_count`` and ``_split``, so that three programs run on a multiprocessor."""
 
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 _NO_TOKEN, _NOT_FINITE = tl.constexpr(NO_TOKEN), tl.constexpr(NOT_FINITE)
@@ -137,7 +135,8 @@ def choose_tensor(logits: Tensor, staged: StagedChoice) -> Tensor:
     )  # fmt: skip
     found = highest, highest_ids
     limits = staged.factors, staged.top_ks, staged.top_ps, staged.least_weights
-    # Fused products and sums would round differently.
+    # Fused products and sums would round differently. Fewer registers let more programs run on a
+    # multiprocessor: three of ``_count`` and ``_split``, and two of ``_draw``, instead of one.
     options: dict[str, Any] = {
         "TILE": TILE,
         "num_warps": 8,
@@ -145,12 +144,12 @@ def choose_tensor(logits: Tensor, staged: StagedChoice) -> Tensor:
     }
     _find_highest[chunks](*read, *found, **options)
     if staged.is_filtered:
-        _count[chunks](*read, *found, *limits, ints, sums, maxnreg=_MAX_REGISTERS, **options)
+        _count[chunks](*read, *found, *limits, ints, sums, maxnreg=80, **options)
     if staged.is_random:
-        _split[chunks](*read, *found, *limits, ints, sums, listed, maxnreg=_MAX_REGISTERS, **options)
+        _split[chunks](*read, *found, *limits, ints, sums, listed, maxnreg=80, **options)
     _draw[(num_rows,)](
         *read, *found, *limits, ints, sums, listed, staged.targets, staged.uniforms, tokens,
-        LIST_TILE=LIST_TILE, **options,
+        LIST_TILE=LIST_TILE, maxnreg=128, **options,
     )  # fmt: skip
     return tokens
 
@@ -387,13 +386,13 @@ def _list_bounds(keys, num, LIST_TILE: tl.constexpr):
 @triton.jit
 def _amounts_from(keys, num, pivots, IS_COUNT: tl.constexpr, LIST_TILE: tl.constexpr):
     """Returns the number, or the sum, of the listed weights from each pivot key on."""
-    amounts = tl.zeros([_NUM_PIVOTS], tl.int64)
+    amounts = tl.zeros([LIST_TILE, _NUM_PIVOTS], tl.int64)
     for first in range(0, num, LIST_TILE):
         entries = first + tl.arange(0, LIST_TILE)
         own = tl.load(keys + entries, mask=entries < num, other=0)
         value = (own > 0).to(tl.int64) if IS_COUNT else _weight_of(own)
-        amounts += tl.sum(tl.where(own[:, None] >= pivots[None, :], value[:, None], 0), 0)
-    return amounts
+        amounts += tl.where(own[:, None] >= pivots[None, :], value[:, None], 0)
+    return tl.sum(amounts, 0)
 
 
 @triton.jit
@@ -448,6 +447,7 @@ def _sum_before(
     place = sums + (2 * num_rows + row) * num_chunks + chunks
     own = tl.load(place, mask=chunks < num_chunks, other=0)
     before = tl.sum(tl.where(chunks[:, None] < pivots[None, :], own[:, None], 0), 0)
+    amounts = tl.zeros([LIST_TILE, _NUM_PIVOTS], tl.int64)
     keys = listed + row * 2 * vocab_size
     for first in range(0, num, LIST_TILE):
         entries = first + tl.arange(0, LIST_TILE)
@@ -455,8 +455,8 @@ def _sum_before(
         ids = tl.load(keys + vocab_size + entries, mask=entries < num, other=0)
         is_kept = (key >= last) & (key.to(tl.float32, bitcast=True) >= least_weight)
         value = tl.where(is_kept, _weight_of(key), 0)
-        before += tl.sum(tl.where(ids[:, None] < (pivots * chunk)[None, :], value[:, None], 0), 0)
-    return before
+        amounts += tl.where(ids[:, None] < (pivots * chunk)[None, :], value[:, None], 0)
+    return before + tl.sum(amounts, 0)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
