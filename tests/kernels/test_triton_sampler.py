@@ -18,6 +18,7 @@ from agentflow.engine.models.sampler import choose_tensors, choose_tokens, stage
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.uploads import upload
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
@@ -160,12 +161,32 @@ def all_kinds(num_rows: int, vocab_size: int, seed: int) -> SampledRows:
     )
 
 
+def test_f42e_an_upload_is_a_copy_of_all_arrays() -> None:
+    arrays = [
+        np.arange(3, dtype=np.uint8),
+        np.zeros((0, 4)),
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(2) > 0,
+    ]
+    uploaded = upload(arrays, DEVICE)
+    expected = [array.copy() for array in arrays]
+    for array in arrays:
+        array[:] = 0
+    for tensor, array in zip(uploaded, expected, strict=True):
+        assert tensor.device.type == DEVICE.type
+        np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+        assert tensor.cpu().numpy().dtype == array.dtype
+
+
 @settings(max_examples=3)
 @given(st.integers(1, 3), st.integers(0, 1000))
 def test_f42e_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
     logits, sampled = random_logits(num_rows, 90, 2.0, seed), all_kinds(num_rows, 90, seed)
     there = logits.to(DEVICE)
-    ours = choose_tokens(there, sampled, triton_ops)
+    made = choose_tensors(there, stage(sampled, triton_ops, DEVICE), triton_ops)
+    host = made.packed.cpu()
+    ours = made.output(host)
+    host.zero_()  # it belongs to the caller again
     expected = choose_tokens(logits.clone(), sampled, torch_ops)
     assert torch.equal(there.cpu(), logits)
     for field in fields(expected):
