@@ -74,7 +74,7 @@ def chosen(logits: torch.Tensor, rows: ChoiceRows) -> list[int]:
     st.integers(0, 10_000),
     st.booleans(),
 )
-def test_f42e_the_tokens_equal_the_cpus(
+def test_f42s_the_tokens_equal_the_cpus(
     num_rows: int, vocab_size: int, spread: float, seed: int, has_ties: bool
 ) -> None:
     """Which do not depend on tiles, chunks or other rows."""
@@ -86,7 +86,7 @@ def test_f42e_the_tokens_equal_the_cpus(
 
 
 @pytest.mark.parametrize("has_temperature", [False, True])
-def test_f42e_rows_that_are_not_finite(has_temperature: bool) -> None:
+def test_f42s_rows_that_are_not_finite(has_temperature: bool) -> None:
     """Harm no other row, and are read only where the mask allows it."""
     logits = random_logits(6, 200, 1.0, 0)
     logits[0, 3], logits[1, 190], logits[2] = math.nan, math.inf, -math.inf
@@ -107,7 +107,7 @@ def test_f42e_rows_that_are_not_finite(has_temperature: bool) -> None:
 
 
 @pytest.mark.parametrize("num_words", [1, 3])
-def test_f42e_tokens_past_the_mask_are_excluded(num_words: int) -> None:
+def test_f42s_tokens_past_the_mask_are_excluded(num_words: int) -> None:
     logits = torch.arange(200.0).expand(2, -1).contiguous()
     words = np.full((2, num_words), 2**32 - 1, dtype=np.uint32)
     words[1] = 0
@@ -161,7 +161,7 @@ def all_kinds(num_rows: int, vocab_size: int, seed: int) -> SampledRows:
     )
 
 
-def test_f42e_an_upload_is_a_copy_of_all_arrays() -> None:
+def test_f42s_an_upload_is_a_copy_of_all_arrays() -> None:
     arrays = [
         np.arange(3, dtype=np.uint8),
         np.zeros((0, 4)),
@@ -180,7 +180,7 @@ def test_f42e_an_upload_is_a_copy_of_all_arrays() -> None:
 
 @settings(max_examples=3)
 @given(st.integers(1, 3), st.integers(0, 1000))
-def test_f42e_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
+def test_f42s_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
     logits, sampled = random_logits(num_rows, 90, 2.0, seed), all_kinds(num_rows, 90, seed)
     there = logits.to(DEVICE)
     made = choose_tensors(there, stage(sampled, triton_ops, DEVICE), triton_ops)
@@ -198,7 +198,7 @@ def test_f42e_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here")
-def test_f42e_on_a_gpu_nothing_waits_and_all_tokens_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f42s_on_a_gpu_nothing_waits_and_all_tokens_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 rows in batches from 1 to 256, with the tiles of real runs."""
     for name, value in (("TILE", 2048), ("LIST_TILE", 1024), ("PROGRAMS_PER_PROCESSOR", 8)):
         monkeypatch.setattr(sampler, name, value)
