@@ -34,7 +34,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 def _small_tiles() -> Iterator[None]:
     """Tiles and chunks small enough for short rows to have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "TILE", 64)
+        patch.setattr(sampler, "TILE", 256 if HAS_GPU else 64)  # at least as many as the threads of a program
         patch.setattr(sampler, "LIST_TILE", 64)
         patch.setattr(sampler, "PROGRAMS_PER_PROCESSOR", 6)
         yield
