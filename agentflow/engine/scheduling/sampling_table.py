@@ -79,10 +79,6 @@ class SamplingTable:
         if special is not None:
             special.keep_output(num_kept)
 
-    def is_special(self, request: Request) -> bool:
-        """Whether the tokens so far or the logits of other tokens matter when its next token is sampled."""
-        return request.req_row in self._special
-
     def any_adapted(self, rows: Iterable[Row]) -> bool:
         """Whether a request of ``rows`` uses an adapter."""
         return bool(self._adapted) and any(row.request.req_row in self._adapted for row in rows)

@@ -266,8 +266,9 @@ class Scheduler:
             return False
         if not request.num_pending:
             return True
-        ends = request.num_generated + request.num_pending >= request.max_new_tokens
-        return not ends and not self._sampling.is_special(request) and not request.is_steered
+        if request.num_generated + request.num_pending >= request.max_new_tokens or request.is_steered:
+            return False
+        return not request.params.has_penalties and request.num_generated >= request.params.min_tokens
 
     def _prefill(self, draft: Draft) -> None:
         """Fills the draft with chunks of prompts, in the order of the policy. Admits waiting requests as
