@@ -11,6 +11,7 @@ and the budget of its reasoning, and ``engine_stats`` reads the counters.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import resource
 import secrets
@@ -113,6 +114,7 @@ class Engine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._deliver = deliver
+        self._is_stuck = False  # the last step had nothing to run
         self._inbox: queue.SimpleQueue[ToEngine | BuiltGrammar | AdapterRead] = queue.SimpleQueue()
         info = runner.info
         self.scheduler = Scheduler(
@@ -150,8 +152,10 @@ class Engine:
                 self._grammars.prepare()
             while True:
                 self.take_messages()
+                self._is_stuck = False
                 if self._is_stopping or not self.step():
                     self._deliver_outbox()
+                    self._is_stuck = True
                 if self._is_stopping:
                     return
         finally:
@@ -247,12 +251,14 @@ class Engine:
                 logger.debug("a batch failed behind one that had failed", exc_info=True)
 
     def take_messages(self) -> None:
-        """Handles all queued messages. If there is nothing to run, waits for one first."""
+        """Handles all queued messages. If there is nothing to run, waits for one first, or until a paused
+        program is resumed."""
+        timeout_s = self.scheduler.resumes_in_s if len(self.scheduler.waiting) else math.inf
         has_work = self.scheduler.running or len(self.scheduler.waiting) or self._in_flight
-        is_idle = not has_work and not self._outbox
+        is_idle = not self._outbox and (not has_work or (self._is_stuck and timeout_s < math.inf))
         while True:
             try:
-                message = self._inbox.get(block=is_idle)
+                message = self._inbox.get(is_idle, None if timeout_s == math.inf else timeout_s)
             except queue.Empty:
                 return
             is_idle = False

@@ -115,6 +115,15 @@ class Holdings:
         kept = 0 if highest is None else int(highest.level * holding.current_weight)
         return max(EVICTION_BATCH, holding.num_cached - kept)
 
+    def excess_over(self, holding: Holding | None) -> int:
+        """How many tokens the holding with the highest level has above the level of ``holding``, if that is
+        another one."""
+        highest = self._highest()
+        if highest is None or highest is holding:
+            return 0
+        kept = 0 if holding is None else int(holding.level * highest.current_weight)
+        return max(0, min(highest.num_evictable, highest.num_cached - kept))
+
     def _highest(self) -> Holding | None:
         """The holding at the top of the heap, after old entries are gone."""
         while self._by_level:

@@ -40,6 +40,9 @@ MAX_RECENT = 8192
 OnEvict = Callable[[Any, Callable[[], TokenRun], int], None]
 """Called for each leaf that loses tokens, with its extra key, a function that returns all tokens from the
 root to the leaf's former end, and how many of these are still cached."""
+MakeRoom = Callable[[Any], bool]
+"""Called with a leaf that open states need, before it loses tokens. Returns whether its owner needs less now:
+then another leaf is chosen."""
 
 
 def token_run(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> TokenRun:
@@ -71,6 +74,7 @@ class Node:
         "last_access",
         "locks",
         "moved_to",
+        "needs",
         "num_prompt",
         "number",
         "parent",
@@ -101,6 +105,7 @@ class Node:
         self.num_prompt = len(slots)  # leading tokens that a prompt computed; the others were generated
         self.locks = 0
         self.keeps = 0  # open states that end here
+        self.needs = 0  # open states that end here or below
         self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
         self.last_access = last_access
         self.prefix_hash: PrefixHash | None = None  # of all tokens up to its end, if it was needed
@@ -255,6 +260,7 @@ class RadixCache:
             if node.locks == 0:
                 self.num_locked += len(node.slots)
                 node.account.num_locked += len(node.slots)
+                node.account.num_held += 0 if node.needs else len(node.slots)
                 node.account.leaves.num_leaves -= 0 if node.children else 1
             node.locks += 1
             node = node.parent
@@ -272,6 +278,7 @@ class RadixCache:
             if node.locks == 0:
                 self.num_locked -= len(node.slots)
                 node.account.num_locked -= len(node.slots)
+                node.account.num_held -= 0 if node.needs else len(node.slots)
                 if not node.children:
                     node.account.leaves.num_leaves += 1
                     node.account.leaves.push(node)
@@ -285,12 +292,20 @@ class RadixCache:
         node = _present(match.node)
         _keep(node, 1, returns)
         self._requeue(node)
+        while node.parent is not None:
+            node.account.num_held += 0 if node.needs or node.locks else len(node.slots)
+            node.needs += 1
+            node = node.parent
 
     def unkeep(self, match: PrefixMatch) -> None:
         """Undoes one ``keep``, even if parts of the match have been evicted since."""
         node = _present(match.node)
         node.keeps -= 1
         self._requeue(node)
+        while node.parent is not None:
+            node.needs -= 1
+            node.account.num_held -= 0 if node.needs or node.locks else len(node.slots)
+            node = node.parent
 
     def weigh(self, owner: Hashable, weight: float) -> None:
         """Sets an owner's weight against other owners. Ignored if it has nothing cached."""
@@ -299,7 +314,17 @@ class RadixCache:
             account.weight = weight
             self._holdings.update(account)
 
-    def evict(self, count: int, on_evict: OnEvict | None = None) -> SlotArray:
+    def room_for(self, owner: Hashable) -> int:
+        """Returns how many tokens eviction would give the owner before it takes one that an open state of the
+        owner needs. Counts the owner's tokens, and the tokens that the owner with the most for its weight has
+        above it."""
+        account = self._accounts.get(owner)
+        unneeded = 0 if account is None else account.num_cached - account.num_held
+        return unneeded + self._holdings.excess_over(account)
+
+    def evict(
+        self, count: int, on_evict: OnEvict | None = None, make_room: MakeRoom | None = None
+    ) -> SlotArray:
         """Removes ``count`` tokens, or all evictable ones if they are fewer. Returns their slots."""
         freed: list[SlotArray] = []
         all_locked: list[Holding] = []
@@ -310,6 +335,9 @@ class RadixCache:
             while amount > 0:
                 node = account.leaves.pop()
                 assert node is not None
+                if node.keeps and make_room is not None and make_room(node):
+                    account.leaves.push(node)
+                    continue
                 num_kept = max(0, len(node.slots) - amount)
                 amount -= len(node.slots) - num_kept
                 freed.append(node.slots[num_kept:])
@@ -385,6 +413,7 @@ class RadixCache:
         node.num_prompt += new_prompt
         node.last_access = self.clock
         node.account.num_locked += len(slots) - start
+        node.account.num_held += len(slots) - start
         self.num_locked += len(slots) - start
         self._entered(node.account, len(slots) - start)
 
@@ -416,6 +445,7 @@ class RadixCache:
     def _shorten(self, node: Node, length: int) -> None:
         """Truncates a leaf. Its ``keeps`` stay with the rest."""
         self._left(node.account, len(node.slots) - length)
+        node.account.num_held -= len(node.slots) - length if node.needs else 0
         node.prefix_hash = None
         node.run, node.slots = node.run[: length * TOKEN_BYTES], node.slots[:length]
         node.num_prompt = min(node.num_prompt, length)
@@ -427,6 +457,7 @@ class RadixCache:
         del parent.children[node.run[:TOKEN_BYTES]]
         account = node.account
         account.num_nodes -= 1
+        account.num_held -= len(node.slots) if node.needs else 0
         self.recent.pop(node, None)
         self._left(account, len(node.slots))
         account.leaves.num_leaves -= 1
@@ -452,6 +483,7 @@ class RadixCache:
         upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
         node.start += length
         upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
+        upper.needs = node.needs
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.run, node.slots = node.run[end:], node.slots[length:]
         node.num_prompt -= upper.num_prompt
@@ -520,6 +552,7 @@ class RadixCache:
         """For tests. ``AssertionError`` if an invariant of the trees is broken."""
         num_cached: Counter[Hashable] = Counter()
         num_locked: Counter[Hashable] = Counter()
+        num_held: Counter[Hashable] = Counter()
         num_leaves: Counter[Hashable] = Counter()
         queued = {node for account in self._accounts.values() for node in account.leaves.nodes()}
         seen: set[int] = set()
@@ -531,7 +564,9 @@ class RadixCache:
             assert node.start == node.parent.start + len(node.parent.slots)
             assert node.parent.children[node.run[:TOKEN_BYTES]] is node
             assert node.locks >= sum(child.locks for child in node.children.values())
-            assert node.keeps >= 0
+            assert node.needs == node.keeps + sum(child.needs for child in node.children.values())
+            assert node.needs >= node.keeps >= 0
+            num_held[owner] += len(node.slots) if node.locks or node.needs else 0
             num_cached[owner] += len(node.slots)
             num_locked[owner] += len(node.slots) if node.locks else 0
             if node.is_evictable:
@@ -546,6 +581,7 @@ class RadixCache:
         for owner, account in self._accounts.items():
             assert account.num_cached == num_cached[owner]
             assert account.num_locked == num_locked[owner]
+            assert account.num_held == num_held[owner]
             assert account.leaves.num_leaves == num_leaves[owner]
             assert account.num_nodes == sum(node.account is account for node in self.nodes())
             assert set(account.roots) == {root for root in self._roots.values() if root.account is account}
@@ -560,6 +596,7 @@ class Account(Holding):
         self.leaves = EvictionQueue()  # the leaves that could be evicted
         self.roots: dict[Node, None] = {}  # of its trees, the newest last
         self.num_nodes = 0
+        self.num_held = 0  # tokens that are locked or that open states need
 
 
 # Whether it is kept, when its states continue (negated), last access, tie-break, leaf.

@@ -30,6 +30,9 @@ lower level, short requests before long ones, and the longest match. A request i
 SHORT_BATCHES * token_budget tokens to compute. Requests that compute ahead (``Origin.is_ahead``) have no
 siblings, and the objective that goes last.
 
+**Paused programs.** The requests of a paused program (``program_pauses``) wait aside, where they count as
+departed. When it is resumed, they count as preempted. A tenant all of whose requests wait aside is idle.
+
 **Programs.** A program's *level* is 0 until LEVEL_BATCHES * token_budget tokens were computed for it, and
 rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
 goes first (Luo et al., "Autellix", 2025). The levels are coarse, so that programs of one size do not take
@@ -134,6 +137,8 @@ class FairLongestPrefix(Policy):
     corrected when it comes first. A step touches the tenants that it computes tokens for, and no others.
     """
 
+    pauses_programs = True
+
     def __init__(self, peek: Peek, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._peek = peek
@@ -146,6 +151,7 @@ class FairLongestPrefix(Policy):
         self._in_step: dict[TenantQueue, None] = {}  # tenants that this step touched
         # By tenant and number, the one with the latest request last.
         self._programs: OrderedDict[tuple[str, int], Program] = OrderedDict()
+        self._paused: set[tuple[str, int]] = set()  # programs, by tenant and number
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -153,22 +159,28 @@ class FairLongestPrefix(Policy):
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
             yield from tenant.preempted
+            yield from tenant.aside.values()
             for waiting in tenant.arrivals.waiting.values():
                 yield waiting.request
 
     def __contains__(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
-        return tenant is not None and (request.id in tenant.arrivals.waiting or request in tenant.preempted)
+        return tenant is not None and request in tenant
 
     def add(self, request: Request) -> None:
         run = request.reusable_run()
         tenant = self._arrived(request)
+        if self._is_paused(request):
+            tenant.aside[request.id] = request
+            return
         tenant.add(request, run, self._peek(request.extra_key, run), self._program_of(request))
 
     def place(self, request: Request, origin: Origin) -> None:
         tenant = self._tenants.get(request.tenant)
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
+            if tenant is not None:
+                self._bring_back(tenant)
             return
         match = tenant.match_of(request)
         tenant.take_out(request)
@@ -177,8 +189,35 @@ class FairLongestPrefix(Policy):
 
     def restore(self, request: Request) -> None:
         tenant = self._arrived(request)
-        tenant.preempted.add(request)
+        if self._is_paused(request):
+            tenant.aside[request.id] = request
+        else:
+            tenant.preempted.add(request)
         tenant.num_admitted -= 1
+
+    def pause(self, tenant: str, program: int) -> None:
+        self._paused.add((tenant, program))
+        queue = self._tenants.get(tenant)
+        if queue is not None:
+            queue.put_aside(program)
+
+    def resume(self, tenant: str, program: int) -> None:
+        self._paused.discard((tenant, program))
+        queue = self._tenants.get(tenant)
+        if queue is not None:
+            self._bring_back(queue)
+
+    def _bring_back(self, tenant: TenantQueue) -> None:
+        """The requests that wait aside without a reason go first in the line of their tenant."""
+        back = [request for request in tenant.aside.values() if not self._is_paused(request)]
+        if back and tenant.is_aside:
+            self._catch_up(tenant)
+        for request in back:
+            del tenant.aside[request.id]
+            tenant.preempted.add(request)
+
+    def _is_paused(self, request: Request) -> bool:
+        return (request.tenant, request.origin.program) in self._paused
 
     def start_step(self) -> None:
         for tenant in self._in_step:
@@ -254,10 +293,17 @@ class FairLongestPrefix(Policy):
             tenant = TenantQueue(request.tenant, self._num_made, self._token_budget, self._clock, used)
             self._tenants[tenant.name] = tenant
             self._queue(tenant)
+        elif tenant.is_aside:
+            self._catch_up(tenant)
         tenant.num_waiting += 1
         tenant.weight = request.origin.weight
         self._num_waiting += 1
         return tenant
+
+    def _catch_up(self, tenant: TenantQueue) -> None:
+        """The tenant returns after all of its requests waited aside, which earns no credit."""
+        others = [other.used for other in self._tenants.values() if not other.is_aside]
+        tenant.used = max(tenant.used, min(others, default=0.0))
 
     def _program_of(self, request: Request) -> Program | None:
         """The request's program, which has a request now."""
@@ -327,6 +373,7 @@ class TenantQueue:
       ``other_tokens``.
     - ``may_begin``: whether some waiting request may not be blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
+    - ``aside``: requests of paused programs, by id.
     - ``short``, ``long``: requests that were short, or not, when they arrived.
     """
 
@@ -347,6 +394,7 @@ class TenantQueue:
         self.may_begin = True
         self.open_groups: dict[Hashable, None] = {}
         self.preempted = Preempted()
+        self.aside: dict[int, Request] = {}
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.short, self.long = WaitingTree(), WaitingTree()
         self._num_at: dict[int, int] = {}  # requests in the trees, by priority
@@ -381,7 +429,7 @@ class TenantQueue:
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
-        if self.preempted.discard(request):
+        if self.preempted.discard(request) or self.aside.pop(request.id, None) is not None:
             return
         self.arrivals.remove(request)
         self._deadlines.gone(request)
@@ -414,6 +462,23 @@ class TenantQueue:
         self.open_groups[group] = None
         if len(self.open_groups) > MAX_PASSED_BY:
             del self.open_groups[next(iter(self.open_groups))]
+
+    def __contains__(self, request: Request) -> bool:
+        waits_in_line = request.id in self.arrivals.waiting or request in self.preempted
+        return waits_in_line or request.id in self.aside
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether no request runs or waits except aside."""
+        return not self.num_admitted and self.num_waiting == len(self.aside)
+
+    def put_aside(self, program: int) -> None:
+        """The requests of a program wait aside."""
+        in_line = [*self.preempted, *[waiting.request for waiting in self.arrivals.waiting.values()]]
+        for request in in_line:
+            if request.origin.program == program:
+                self.remove(request)
+                self.aside[request.id] = request
 
     def match_of(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
 from agentflow.engine.cache.radix_cache import (
+    MakeRoom,
     Node,
     PrefixMatch,
     RadixCache,
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 OnCached = Callable[[CacheIdentity, TokenRun], None]
 OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
+
+ProgramKey = tuple[str, int]
+"""A program: its tenant and its number."""
 
 MOST_TREES = 16
 """The most trees of a tenant, the newest ones, in which the tokens of a miss are searched."""
@@ -95,6 +99,7 @@ class KVMemory:
         self.num_computed = 0  # tokens, since the start
         self.num_evicted = 0
         self.num_steps = 0
+        self.make_room: MakeRoom | None = None  # as in ``RadixCache.evict``
         self._use_cache = use_cache
         self._on_cached = on_cached
         self._on_evict = on_evict
@@ -114,6 +119,10 @@ class KVMemory:
     def num_expected(self) -> int:
         """Cached tokens that the next requests of open states are expected to need."""
         return self.liveness.num_expected(self.num_steps)
+
+    def room_for(self, tenant: str) -> int:
+        """Slots that are free or that the tenant gets before its open states lose tokens."""
+        return self.slots.num_free + self.cache.room_for(tenant)
 
     @property
     def has_free_row(self) -> bool:
@@ -162,7 +171,7 @@ class KVMemory:
         missing = num_tokens - self.slots.num_free
         if missing > 0:
             self.liveness.expire(self.num_computed)
-            evicted = self.cache.evict(missing, self._on_evict)
+            evicted = self.cache.evict(missing, self._on_evict, self.make_room)
             self.num_evicted += len(evicted)
             self.slots.release(evicted)
         return self.slots.allocate(num_tokens)
@@ -238,6 +247,7 @@ class KVMemory:
                 num_computed=self.num_computed,
                 step=self.num_steps,
                 is_ahead=request.origin.is_ahead,
+                program=program_key(request),
             )
         self.cache.unlock(request.committed)
         first_uncached = request.committed.num_tokens
@@ -317,6 +327,25 @@ class _End(NamedTuple):
     returns: float = 0.0  # when the state is expected to continue; 0: soon, or its next request is here
     due: float = math.inf  # when it is expected later than that
     is_ahead: bool = False  # no request of the state has ended: its tokens were computed ahead
+    program: ProgramKey | None = None
+    is_kept: bool = True  # its program is not paused
+
+
+def program_key(request: Request) -> ProgramKey | None:
+    """The program of a request, or None."""
+    program = request.origin.program
+    return (request.tenant, program) if program else None
+
+
+class LiveProgram:
+    """A program with open states. ``number``: in the order in which their first requests ended."""
+
+    __slots__ = ("is_paused", "number", "states")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.states: dict[Hashable, None] = {}
+        self.is_paused = False
 
 
 class Liveness:
@@ -332,6 +361,8 @@ class Liveness:
     (``place``), or the earlier times of the state's client do. States that continue sooner than a request
     takes, from its arrival to its end, are equal, and the least recently used goes first: they will wait in
     the queue anyway. A state that is overdue is expected after as long again as it has waited in all.
+
+    The states of a paused program (``program_pauses``) are not kept: their tokens go first.
     """
 
     def __init__(
@@ -347,26 +378,38 @@ class Liveness:
         self._lifetime = EXPIRES_AFTER_POOLS * num_slots
         self._max_states = num_slots
         self._ends: dict[Hashable, _End] = {}  # least recently refreshed first
+        self._num_programs = 0
+        self.programs: dict[str, dict[ProgramKey, LiveProgram]] = {}
+        """The programs with open states, by tenant."""
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def refresh(
-        self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int, is_ahead: bool = False
+        self,
+        state: Hashable,
+        end: PrefixMatch,
+        *,
+        num_computed: int,
+        step: int,
+        is_ahead: bool = False,
+        program: ProgramKey | None = None,
     ) -> None:
         """A request of the state ended here. ``num_computed``, ``step``: the engine's totals so far.
         ``is_ahead``: it computed ahead, and the state is expected when it was before."""
         known = self._ends.get(state)
         self._drop(state)
+        if known is not None and known.program != program:
+            self._leave(state, known.program)
         if is_ahead and known is not None:
-            self._cache.keep(end, known.returns)
-            self._ends[state] = known._replace(match=end, num_computed=num_computed, step=step)
+            moved = known._replace(match=end, num_computed=num_computed, step=step, program=program)
+            self._put(state, moved)
             return
         now = self._clock()
         if not is_ahead:
             arrived = self._arrivals.pop(state, now)
             self._request_s += (now - arrived - self._request_s) / MEAN_OF
-        new = _End(end, num_computed, step, now, is_ahead=is_ahead)
+        new = _End(end, num_computed, step, now, is_ahead=is_ahead, program=program)
         self._put(state, self._expected(new, self._gaps.get(state, 0.0)))
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
@@ -401,14 +444,45 @@ class Liveness:
             wait_s = steps * self._request_s
         self._move(state, self._expected(end, wait_s))
 
+    def gap(self, state: Hashable) -> float | None:
+        """The mean time from a request of the state to its next one, or None before there are two."""
+        return self._gaps.get(state)
+
+    def num_tokens(self, state: Hashable) -> int:
+        """How many tokens the state had when its last request ended."""
+        end = self._ends.get(state)
+        return 0 if end is None else end.match.num_tokens
+
+    def pause(self, program: ProgramKey) -> None:
+        """Keeps the tokens of a known program no longer."""
+        self._set_paused(program, is_paused=True)
+
+    def resume(self, program: ProgramKey) -> None:
+        """Keeps the tokens of the program that are left. Unknown programs are ignored."""
+        self._set_paused(program, is_paused=False)
+
+    def _set_paused(self, key: ProgramKey, *, is_paused: bool) -> None:
+        program = self.programs.get(key[0], {}).get(key)
+        if program is not None:
+            program.is_paused = is_paused
+            for state in program.states:
+                end = self._ends[state]
+                is_here = state in self._arrivals
+                self._move(state, end if is_here else self._expected(end, self._gaps.get(state, 0.0)))
+
     def close(self, state: Hashable) -> None:
         """The state was closed. Unknown states are ignored."""
         self._gaps.pop(state, None)
         self._arrivals.pop(state, None)
-        self._drop(state)
+        known = self._drop(state)
+        if known is not None:
+            self._leave(state, known.program)
 
     def _put(self, state: Hashable, end: _End) -> None:
-        self._cache.keep(end.match, end.returns)
+        program = None if end.program is None else self._join(state, end.program)
+        end = end._replace(is_kept=program is None or not program.is_paused)
+        if end.is_kept:
+            self._cache.keep(end.match, end.returns)
         self._ends[state] = end
         if end.due < math.inf:
             heapq.heappush(self._due, (end.due, next(self._ties), state))
@@ -418,8 +492,18 @@ class Liveness:
 
     def _move(self, state: Hashable, end: _End) -> None:
         """The state is expected at another time. It keeps its rank among the states that expire."""
-        self._cache.unkeep(end.match)
+        if end.is_kept:
+            self._cache.unkeep(end.match)
         self._put(state, end)
+
+    def _join(self, state: Hashable, key: ProgramKey) -> LiveProgram:
+        programs = self.programs.setdefault(key[0], {})
+        program = programs.get(key)
+        if program is None:
+            self._num_programs += 1
+            program = programs[key] = LiveProgram(self._num_programs)
+        program.states[state] = None
+        return program
 
     def _expected(self, end: _End, wait_s: float) -> _End:
         """The end of a state that is expected to continue in ``wait_s``."""
@@ -428,10 +512,21 @@ class Liveness:
             return end._replace(returns=now + wait_s, due=now + wait_s)
         return end._replace(returns=0.0, due=now + OVERDUE_AFTER * max(self._request_s, LEAST_WAIT_S))
 
-    def _drop(self, state: Hashable) -> None:
+    def _leave(self, state: Hashable, key: ProgramKey | None) -> None:
+        if key is None:
+            return
+        programs = self.programs[key[0]]
+        del programs[key].states[state]
+        if not programs[key].states:
+            del programs[key]
+        if not programs:
+            del self.programs[key[0]]
+
+    def _drop(self, state: Hashable) -> _End | None:
         known = self._ends.pop(state, None)
-        if known is not None:
+        if known is not None and known.is_kept:
             self._cache.unkeep(known.match)
+        return known
 
     def _is_due(self, due: float, _: int, state: Hashable) -> bool:
         end = self._ends.get(state)

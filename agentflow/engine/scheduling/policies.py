@@ -7,8 +7,8 @@ policies, which exist for comparison. ``fair_policy`` is the default.
 ``lpm`` follows only the cache. It has the best possible hit rate if all requests are known, one runs at a
 time, and the cache holds the longest of them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of the
 requests' tree is then computed once. It is not fair: a request that shares nothing waits for all that do.
-``fcfs`` is the order of arrival, and ``random`` a random order. The simple policies ignore tenants, weights
-and priorities, and compute one prompt after the other.
+``fcfs`` is the order of arrival, and ``random`` a random order. The simple policies ignore tenants, weights,
+priorities and programs, and compute one prompt after the other.
 """
 
 from __future__ import annotations
@@ -71,6 +71,17 @@ class Policy(ABC):
     def place(self, request: Request, origin: Origin) -> None:
         """The program changed the place of a request that waits or runs. The tenant and the priority stay."""
         request.origin = origin
+
+    pauses_programs = False
+    """Whether ``pause`` has an effect."""
+
+    def pause(self, tenant: str, program: int) -> None:
+        """Requests of the program do not start until ``resume``."""
+        return
+
+    def resume(self, tenant: str, program: int) -> None:
+        """The program is no longer paused. Its requests go before requests that have not run."""
+        return
 
     def start_step(self) -> None:
         """A step is being planned."""

@@ -34,6 +34,7 @@ from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgress
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
+from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_limits import PassSize, StepCost, batch_features
@@ -144,6 +145,9 @@ class Scheduler:
         self.cost = StepCost()
         target_s = None if config.tpot_target_ms is None else config.tpot_target_ms / 1e3
         self._pace = Pace(self.cost, target_s, config.token_budget)
+        self.pauses = ProgramPauses(self.memory, self.waiting, self.cost, clock)
+        if self.waiting.pauses_programs:
+            self.memory.make_room = self.pauses.make_room
         self._sampling = SamplingTable(config.max_running)
         self._counters = Counters()
         self._reserve = OutputReserve()
@@ -198,6 +202,7 @@ class Scheduler:
         if not self.running and not len(self.waiting):
             return None
         try:
+            self.pauses.resume()
             while True:
                 self._planned = None
                 draft = self._decode()
@@ -350,6 +355,7 @@ class Scheduler:
         self._sampling.attach(request)
         if request.num_to_compute > 1 or request.tree is not None:
             self._prefills.add(request)
+        self.pauses.started(request, match.num_tokens)
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(match.num_tokens, request.num_prompt)
@@ -458,6 +464,7 @@ class Scheduler:
         unlocked."""
         if request.status is Status.RUNNING:
             self._stop_running(request)
+            self.pauses.stopped(request, has_ended=True)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -475,6 +482,7 @@ class Scheduler:
         """Preempts a running request: frees its slots and puts it at the front of the queue. Its tokens are
         kept, and their KV stays in the cache until the room is needed."""
         self._stop_running(request)
+        self.pauses.stopped(request, has_ended=False)
         request.status = Status.WAITING
         request.num_preemptions += 1
         request.passed_until = self.memory.num_steps
@@ -530,6 +538,11 @@ class Scheduler:
         """A program state was closed: its cached tokens become ordinary cache."""
         self.memory.liveness.close(state)
 
+    @property
+    def resumes_in_s(self) -> float:
+        """Seconds until a paused program is resumed in any case; infinite if none is."""
+        return self.pauses.resumes_in_s
+
     def check_idle(self) -> None:
         """For tests. ``AssertionError`` if anything waits, runs, or has slots in use or locked."""
         assert not self.running
@@ -576,6 +589,7 @@ class Scheduler:
         if end > start:
             request.num_charged = end
             self.waiting.charge(request, end - start)
+            self.pauses.charge(request.tenant, end - start)
 
     def _is_blocked(self, request: Request, match: int | None) -> bool:
         """Whether the request does not fit into memory in this step, or a running prefill will compute the

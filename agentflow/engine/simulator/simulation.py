@@ -7,6 +7,7 @@ Everything else (admission, sharing, eviction, preemption) is the code of the re
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -116,9 +117,12 @@ class _Run:
         batch = self.scheduler.schedule()
         took_s = time.perf_counter() - start
         if batch is None:
-            if not self.due:
+            wakes_s = self.now_s + self.scheduler.resumes_in_s if len(self.scheduler.waiting) else math.inf
+            if self.due:
+                wakes_s = min(wakes_s, self.due[0][0])
+            if wakes_s == math.inf:
                 return None
-            self.now_s = self.due[0][0]
+            self.now_s = wakes_s
             return took_s
         step_s = self.cost.step_s(batch)
         self.now_s += step_s

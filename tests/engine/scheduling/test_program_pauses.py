@@ -1,0 +1,287 @@
+"""Whole programs are paused while the states of a tenant need more than the pool, and resumed in time."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.requests import request_of
+from support.examples import examples
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling import program_pauses
+from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.simulation import Simulated, simulate
+from agentflow.engine.simulator.summary import program_times
+from agentflow.engine.simulator.workload import Arrival, Workload, agent_sessions
+
+SLOW = CostModel(base_s=5e-3, row_s=2e-4, logits_s=0, read_s=0, pair_s=1.2e-7)
+"""Long prompts take seconds, about as long as the tools of ``sessions``."""
+FULL = 14_000
+"""Tokens of a session at its end."""
+
+
+def sessions(num_sessions: int, **kwargs) -> list[Arrival]:
+    return agent_sessions(num_sessions=num_sessions, turns=16, first=1200, last=FULL, output=100, **kwargs)
+
+
+def run(arrivals: list[Arrival], pool: int, policy: str = "fair-lpm") -> Simulated:
+    config = SchedulerConfig(max_running=8, token_budget=256, policy=policy)
+    return simulate(Workload("w", arrivals, pool), config, cost=SLOW, max_context=2 * FULL)
+
+
+def mean_s(done: Simulated) -> float:
+    return float(np.mean([*program_times(done).values()]))
+
+
+def num_paused(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Counts how often each program is paused from now on."""
+    counter: Counter = Counter()
+    pause = FairLongestPrefix.pause
+
+    def counting(self, tenant: str, program: int) -> None:
+        counter[tenant, program] += 1
+        pause(self, tenant, program)
+
+    monkeypatch.setattr(FairLongestPrefix, "pause", counting)
+    return counter
+
+
+def test_sessions_that_need_twice_the_pool_end_sooner(monkeypatch):
+    arrivals = sessions(3, per_s=0.2)
+    pool = 3 * FULL // 2
+    first_come = run([replace(one, state="") for one in arrivals], pool, "fcfs")
+    monkeypatch.setattr(program_pauses, "THRASHING", math.inf)
+    unpaused = run(arrivals, pool)
+    monkeypatch.undo()
+    paused = num_paused(monkeypatch)
+    ours = run(arrivals, pool)
+    assert paused
+    assert mean_s(ours) < mean_s(unpaused) / 1.2
+    assert mean_s(ours) < mean_s(first_come) / 1.4
+    assert ours.counters.computed_tokens < unpaused.counters.computed_tokens / 1.5
+    assert len(ours.served) == len(arrivals)
+
+
+def test_sessions_that_fit_are_not_paused(monkeypatch):
+    paused = num_paused(monkeypatch)
+    run(sessions(4), 5 * FULL)
+    assert not paused
+
+
+def test_sessions_of_people_are_not_paused(monkeypatch):
+    """Their tokens are computed again faster than they read."""
+    paused = num_paused(monkeypatch)
+    done = run(sessions(4, least_gap_s=300.0, most_gap_s=600.0), 2 * FULL)
+    assert done.counters.evicted_tokens > FULL
+    assert not paused
+
+
+def test_requests_without_a_program_are_not_paused(monkeypatch):
+    paused = num_paused(monkeypatch)
+    done = run([replace(one, program="") for one in sessions(4, per_s=0.5)], 2 * FULL)
+    assert done.counters.evicted_tokens > FULL
+    assert not paused
+
+
+def test_a_program_is_resumed_in_time_if_nothing_else_happens(monkeypatch):
+    """The tool of the other session takes an hour."""
+    monkeypatch.setattr(program_pauses, "PAUSED_S", 20.0)
+    paused = num_paused(monkeypatch)
+    arrivals = sessions(2, per_s=0.5)
+    last = max(index for index, one in enumerate(arrivals) if one.program == "agent 0")
+    arrivals[last] = replace(arrivals[last], at_s=3600.0)
+    done = run(arrivals, FULL + 1000)
+    assert paused
+    waits = [one.first_s - one.arrived_s for one in done.served]
+    assert 15 < max(waits) < 40
+    assert program_times(done)["agent 1"] < 1000
+
+
+def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
+    paused = num_paused(monkeypatch)
+    greedy = [replace(one, tenant="greedy") for one in sessions(4, per_s=0.5)]
+    other = [
+        replace(one, tenant="other", after=None if one.after is None else one.after + len(greedy))
+        for one in sessions(1, seed=9)
+    ]
+    done = run([*greedy, *other], 3 * FULL)
+    assert {tenant for tenant, _ in paused} == {"greedy"}
+    alone = run(sessions(1, seed=9), 3 * FULL)
+    of_other = [one for one in done.served if one.arrival.tenant == "other"]
+    took_s = of_other[-1].ended_s - of_other[0].arrived_s
+    assert took_s < 1.5 * next(iter(program_times(alone).values()))
+
+
+def free(request: Request, match: int) -> bool:
+    return False
+
+
+def queued(number: int, size: int = 10, **origin) -> Request:
+    made = request_of(number, np.full(size, number, dtype=np.int32), 1, **origin)
+    made.arrival = number
+    return made
+
+
+def admit_next(policy: FairLongestPrefix) -> int | None:
+    policy.start_step()
+    chosen = policy.next([], free)
+    if chosen is None:
+        return None
+    policy.admit(chosen)
+    policy.charge(chosen, chosen.num_tokens)
+    policy.finish(chosen)
+    return chosen.id
+
+
+def test_requests_of_a_paused_program_wait_aside_and_then_go_first():
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    for number, program in enumerate((1, 2, 1)):
+        policy.add(queued(number, program=program))
+    policy.pause("", 1)
+    policy.add(queued(3, program=1))
+    policy.add(queued(4, program=3))
+    assert len(policy) == 5
+    assert {request.id for request in policy} == set(range(5))
+    assert admit_next(policy) == 1
+    policy.resume("", 1)
+    assert [admit_next(policy) for _ in range(5)] == [0, 2, 3, 4, None]
+    assert not len(policy)
+
+
+def test_a_request_that_is_preempted_while_its_program_is_paused_waits_aside():
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    running, other = queued(0, program=1), queued(1, program=2)
+    for made in (running, other):
+        policy.add(made)
+    policy.admit(running)
+    policy.pause("", 1)
+    policy.restore(running)
+    assert running in policy
+    assert [admit_next(policy), admit_next(policy)] == [1, None]
+    policy.remove(running)
+    assert running not in policy
+
+
+def test_a_request_that_leaves_a_paused_program_no_longer_waits_aside():
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    made = queued(0, program=1)
+    policy.add(made)
+    policy.pause("", 1)
+    assert admit_next(policy) is None
+    policy.place(made, made.origin.at(2, 0, "latency"))
+    assert admit_next(policy) == 0
+
+
+@pytest.mark.parametrize("returns", ["resume", "arrive"])
+def test_a_tenant_whose_requests_wait_aside_gains_no_credit(returns):
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    policy.add(queued(0, tenant="a", program=1))
+    policy.pause("a", 1)
+    for number in range(1, 30):
+        policy.add(queued(number, tenant="b"))
+    for _ in range(20):
+        admit_next(policy)
+    policy.resume("a", 1) if returns == "resume" else None
+    for number in range(30, 40):
+        policy.add(queued(number, tenant="a"))
+    order = [admit_next(policy) for _ in range(10)]
+    assert sum(number in range(1, 30) for number in order if number is not None) >= 4
+
+
+@dataclass
+class Session:
+    """A program that continues its text after each request, when its tool has run."""
+
+    number: int
+    tenant: str
+    sizes: list[tuple[int, int]]  # new tokens, and steps of the tool before them
+    tokens: list[int]
+    due: int = 0
+
+
+plans = st.lists(
+    st.tuples(
+        st.sampled_from("aab"),
+        st.lists(st.tuples(st.integers(15, 29), st.integers(0, 6)), min_size=4, max_size=8),
+    ),
+    min_size=4,
+    max_size=8,
+)
+
+
+@examples(100)
+@given(
+    plan=plans,
+    pool=st.integers(260, 360),
+    pools=st.sampled_from([0.1, 0.3, 1]),
+    paused_s=st.sampled_from([5.0, 30.0, math.inf]),
+)
+def test_no_program_is_paused_beyond_the_bound(plan, pool, pools, paused_s):
+    """With much pausing: all programs end, none is paused for more than the docstring says, and none twice
+    without a request between."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_pauses, "THRASHING", -1.0)
+        patch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+        patch.setattr(program_pauses, "PAUSED_POOLS", pools)
+        patch.setattr(program_pauses, "PAUSED_S", paused_s)
+        now = 0.0
+        config = SchedulerConfig(max_running=4, token_budget=32)
+        scheduler = Scheduler(num_slots=pool, max_context=256, config=config, clock=lambda: now)
+        runner = FakeRunner(num_slots=pool, max_context=256)
+        found = [Session(n + 1, tenant, sizes, [n] * 4) for n, (tenant, sizes) in enumerate(plan)]
+        left = {session.number: session for session in found}
+        charged: Counter = Counter()  # tokens by tenant
+        paused: dict[tuple, tuple[int, float]] = {}
+        resumed: set[tuple] = set()
+        step = 0
+        while left:
+            for session in [one for one in left.values() if one.due == step]:
+                session.tokens += [session.number] * session.sizes.pop(0)[0]
+                made = request_of(
+                    session.number,
+                    np.array(session.tokens, dtype=np.int32),
+                    2,
+                    tenant=session.tenant,
+                    program=session.number,
+                    state=session.number,
+                )
+                scheduler.add(made)
+            step += 1
+            now += 1.0
+            batch = scheduler.schedule()
+            keys = set(scheduler.pauses.paused)
+            for key in paused.keys() - keys:
+                del paused[key]
+                resumed.add(key)
+            for key in keys - paused.keys():
+                assert key not in resumed
+                paused[key] = charged[key[0]], now
+            for _, since_s in paused.values():
+                assert now - since_s <= paused_s + 1
+            for key, (before, _) in paused.items():
+                assert charged[key[0]] - before <= pools * pool + config.token_budget
+            if batch is None:
+                assert step < 10_000
+                continue
+            for row in scheduler.complete(run_batch(runner, batch), 1.0):
+                request = row.request
+                charged[request.tenant] += row.num_tokens
+                if request.num_generated == request.max_new_tokens:
+                    session = left[request.id]
+                    session.tokens = request.tokens[: request.num_tokens].tolist()
+                    scheduler.finish(request)
+                    resumed.discard((request.tenant, session.number))
+                    if session.sizes:
+                        session.due = step + session.sizes[0][1]
+                    else:
+                        scheduler.close_state(session.number)
+                        del left[session.number]
+        scheduler.check_idle()
