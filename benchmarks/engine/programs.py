@@ -27,6 +27,7 @@ from agentflow.engine.simulator.workload import (
     multi_agent,
     unshared,
 )
+from benchmarks.engine import program_policies
 from benchmarks.report import Report, Result
 
 GPU = CostModel(base_s=5.1e-3, row_s=20.5e-6, logits_s=0.0, read_s=2.5e-8, pair_s=1.2e-9)
@@ -186,4 +187,5 @@ def run(report: Report, console: Console, only: str) -> None:
             console.print(f"{setting.name}: {len(setting.arrivals):,} requests")
             measure(setting, report)
     measure_recomputed(report, only)
+    program_policies.run(report, console, only)
     report.results = [result for result in report.results if only in result.id]

@@ -37,6 +37,7 @@ from agentflow.engine.request import CacheIdentity, Request
 logger = logging.getLogger(__name__)
 
 OnCached = Callable[[CacheIdentity, TokenRun], None]
+NewLiveness = Callable[[RadixCache, int, Callable[[], float]], "Liveness"]
 OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
 
 ProgramKey = tuple[str, int]
@@ -54,6 +55,8 @@ MEAN_OF = 4
 """Means of times follow about this many of the latest ones."""
 OVERDUE_AFTER = 4
 """A state that continues sooner than requests take is overdue after this many of their mean time."""
+LATE_AFTER = 2
+"""Another state is overdue after this many times the mean time between its requests."""
 LEAST_WAIT_S = 0.1
 """An overdue state is expected no sooner than this."""
 IDLE_AFTER_POOLS = 4
@@ -77,6 +80,7 @@ class KVMemory:
         model: The model's identity, which the digests of blocks contain.
         on_blocks: As of ``RadixCache``.
         clock: Seconds.
+        new_liveness: Makes ``liveness``; None: ``Liveness``.
     """
 
     def __init__(
@@ -91,10 +95,11 @@ class KVMemory:
         model: str = "",
         on_blocks: OnBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_liveness: NewLiveness | None = None,
     ) -> None:
         self.slots = KVSlots(num_slots)
         self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
-        self.liveness = Liveness(self.cache, num_slots, clock)
+        self.liveness = (new_liveness or Liveness)(self.cache, num_slots, clock)
         self.req_to_token: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
         self.num_evicted = 0
@@ -509,7 +514,7 @@ class Liveness:
         """The end of a state that is expected to continue in ``wait_s``."""
         now = self._clock()
         if wait_s > self._request_s:
-            return end._replace(returns=now + wait_s, due=now + wait_s)
+            return end._replace(returns=now + wait_s, due=now + LATE_AFTER * wait_s)
         return end._replace(returns=0.0, due=now + OVERDUE_AFTER * max(self._request_s, LEAST_WAIT_S))
 
     def _leave(self, state: Hashable, key: ProgramKey | None) -> None:

@@ -6,13 +6,14 @@ together, each one that continues evicts the tokens of another, which then compu
 first (ThunderAgent, 2026; the working sets of Denning, 1968).
 
 **When.** A state is *dear* if computing its tokens again takes at least 1 / DEAR_GAPS of the mean time
-between its requests. Tokens of other states, such as those of people who read, are evicted and computed again. The
-engine thrashes if it spends more than THRASHING of its time on computing tokens of dear states again.
+between its requests. Tokens of other states, such as those of people who read, are evicted and computed
+again. The engine thrashes if it spends more than THRASHING of its time on computing tokens of dear states
+again.
 
 **Who.** If it thrashes, and eviction would take tokens of a dear state, the cheapest program of the same
 tenant is paused: the one with the fewest tokens, which are computed again the fastest. It has a dear state
-and no running request, and was not resumed without a request since. The last program of a tenant is never paused.
-The tokens of a paused program are evicted first, as room is needed, and its requests wait aside.
+and no running request, and was not resumed without a request since. The last program of a tenant is never
+paused. The tokens of a paused program are evicted first, as room is needed, and its requests wait aside.
 
 **Until when.** The programs of a tenant are resumed in the order of their first requests, as soon as the
 first of them has room. A program is resumed in any case after PAUSED_POOLS times the pool was charged to its
@@ -40,8 +41,8 @@ from agentflow.engine.scheduling.policies import Policy
 from agentflow.engine.scheduling.step_limits import StepCost
 
 DEAR_GAPS = 8
-THRASHING = 0.25
-WINDOW_S = 30.0
+THRASHING = 0.1
+WINDOW_S = 10.0
 """Recomputation is averaged over about this time."""
 PAUSED_POOLS = 1
 PAUSED_S = 120.0

@@ -31,7 +31,7 @@ from agentflow.engine.scheduling.batch_builder import build_batch
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes, divided
-from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.scheduling.kv_memory import KVMemory, NewLiveness
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
@@ -105,6 +105,7 @@ class Scheduler:
         model: The identity of the model.
         on_blocks: As of ``RadixCache``.
         clock: Seconds, for the times between the requests of a state.
+        new_liveness: As of ``KVMemory``.
 
     Raises:
         BadArgument: The policy is unknown.
@@ -120,6 +121,7 @@ class Scheduler:
         model: str = "",
         on_blocks: OnBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_liveness: NewLiveness | None = None,
     ) -> None:
         self.config = config
         self.max_total_tokens = min(max_context, num_slots)
@@ -141,6 +143,7 @@ class Scheduler:
             model=model,
             on_blocks=on_blocks,
             clock=clock,
+            new_liveness=new_liveness,
         )
         self.cost = StepCost()
         target_s = None if config.tpot_target_ms is None else config.tpot_target_ms / 1e3

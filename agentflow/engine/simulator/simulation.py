@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.engine.simulator.published import PUBLISHED_ORDERS, ProgramOrder, Rules
 from agentflow.engine.simulator.workload import Arrival, Workload
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import PromptTooLong
@@ -84,9 +85,13 @@ class _Run:
         *,
         knows_programs: bool,
         knows_returns: bool,
+        knows_steps: bool = False,
     ) -> None:
         self.workload = workload
         self._knows_returns = knows_returns
+        self._knows_steps = knows_steps
+        self._ended: set[int] = set()
+        self._of_program: dict[str, list[int]] = {}
         self._knows_programs = knows_programs
         self.scheduler = scheduler
         self.cost = cost
@@ -100,6 +105,7 @@ class _Run:
         self._numbers: dict[str, int] = {}
         self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
         for index, arrival in enumerate(workload.arrivals):
+            self._of_program.setdefault(arrival.program, []).append(index)
             if arrival.after is None:
                 self.due.append((arrival.at_s, index))
                 continue
@@ -144,6 +150,22 @@ class _Run:
         group = self._number(arrival.task_group)
         state = self._number(arrival.state)
         self.scheduler.place(state, program, group, arrival.objective, None, returns_s)
+
+    def _tell_steps(self, program: str) -> None:
+        """Tells for each state of a program how many requests must end before its next one."""
+        steps: dict[int, int] = {}
+        told: set[str] = set()
+        for index in self._of_program[program]:
+            if index in self._ended:
+                continue
+            arrival = self.workload.arrivals[index]
+            before = [] if arrival.after is None else [arrival.after, *arrival.joins]
+            steps[index] = 1 + max([steps[one] for one in before if one in steps], default=0)
+            if arrival.state and arrival.state not in told:
+                told.add(arrival.state)
+                state, group = self._number(arrival.state), self._number(arrival.task_group)
+                known = self._number(f"program {program}") if self._is_known(arrival) else 0
+                self.scheduler.place(state, known, group, arrival.objective, steps[index])
 
     def _arrive(self, at_s: float, index: int) -> None:
         arrival = self.workload.arrivals[index]
@@ -190,6 +212,9 @@ class _Run:
         self.left_of_state[state] -= 1
         if state and not self.left_of_state[state]:
             self.scheduler.close_state(self._number(state))
+        self._ended.add(index)
+        if self._knows_steps and served.arrival.program:
+            self._tell_steps(served.arrival.program)
         for follower in self.followers.pop(index, ()):
             self._num_missing[follower] -= 1
             if self._num_missing[follower]:
@@ -210,6 +235,7 @@ def simulate(
     on_progress: OnProgress | None = None,
     knows_programs: bool = True,
     knows_returns: bool = False,
+    rules: Rules | None = None,
 ) -> Simulated:
     """Replays the workload to its end.
 
@@ -222,20 +248,27 @@ def simulate(
         on_progress: called with the number of finished requests and their total.
         knows_programs: the scheduler learns which program each request belongs to.
         knows_returns: the scheduler learns when each state continues, as if it saw the future.
+        rules: of a published scheduler; their policy replaces that of ``config``.
     """
+    if rules is not None:
+        config = replace(config, policy=rules.policy)
     scheduler = Scheduler(
         num_slots=kv_tokens or workload.kv_tokens,
         max_context=max_context,
         config=config,
-        policies=SIMULATED_POLICIES,
+        policies={**SIMULATED_POLICIES, **PUBLISHED_ORDERS},
         clock=lambda: run.now_s,
+        new_liveness=None if rules is None else rules.new_liveness,
     )
+    if isinstance(scheduler.waiting, ProgramOrder):
+        scheduler.waiting.memory = scheduler.memory
     run = _Run(
         workload,
         scheduler,
         cost or default_cost(),
         knows_programs=knows_programs,
-        knows_returns=knows_returns,
+        knows_returns=knows_returns or (rules is not None and rules.knows_returns),
+        knows_steps=rules is not None and rules.knows_steps,
     )
     steps: list[float] = []
     start = time.perf_counter()
