@@ -30,7 +30,7 @@ NAMES = {
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
     "programs": (
         "engine.programs",
-        "chains, map-reduce and agents with and without knowledge of programs, simulated",
+        "chains, map-reduce, agents and mixes with and without knowledge of programs, simulated and real",
     ),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),
     "frontend": ("server.frontend", "the cost of a client: CPU per op and token, round trips, stalls"),

@@ -1,13 +1,17 @@
-"""Programs in the scheduler, simulated: dependent requests, groups and agent sessions, with and without the
-scheduler's knowledge of programs.
+"""Programs in the scheduler: chains, groups, agents and mixes in the settings of the Parrot paper (Lin et
+al., OSDI 2024, figures 11 to 19), and agent sessions.
 
-Simulated time follows ``GPU``, so the same commit gives the same figures everywhere. The workloads are
-generated from seeds in shapes that papers publish, not taken from traces.
+Most settings are simulated: time follows ``GPU``, so the same commit gives the same figures everywhere. The
+workloads are generated from seeds in shapes that papers publish, not taken from traces. Each setting runs
+with the program's graph in the service, and as a server of single requests sees it: a client waits for each
+answer and sends the next request after a round trip of 200 to 300 ms, as in the paper, and the scheduler
+knows neither programs nor groups, states or objectives. ``real_programs`` runs small ones on a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +19,7 @@ from rich.console import Console
 
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.simulator.simulation import Simulated, simulate
+from agentflow.engine.simulator.simulation import Served, Simulated, simulate
 from agentflow.engine.simulator.summary import program_times
 from agentflow.engine.simulator.workload import (
     Arrival,
@@ -23,11 +27,14 @@ from agentflow.engine.simulator.workload import (
     agent_sessions,
     beside,
     chains,
+    hot_and_cold,
     map_reduce,
     multi_agent,
     unshared,
 )
 from benchmarks.engine import program_policies
+from benchmarks.engine.real_programs import PROGRAMS, measure_real
+from benchmarks.engine.several_engines import simulate_several
 from benchmarks.report import Report, Result
 
 GPU = CostModel(base_s=5.1e-3, row_s=20.5e-6, logits_s=0.0, read_s=2.5e-8, pair_s=1.2e-9)
@@ -35,86 +42,289 @@ GPU = CostModel(base_s=5.1e-3, row_s=20.5e-6, logits_s=0.0, read_s=2.5e-8, pair_
 (``results/nvidia-h200/gpu.json``: decoding of 1 to 256 requests, prefill of 2,048 tokens)."""
 GPU_CONTEXT = 160_000
 LOAD = 0.7
-"""The arrival rate of chats next to programs, as a part of the rate that the engine serves."""
+"""The arrival rate of other requests, as a part of the rate that the engine serves."""
+ROUND_TRIP_S = (0.2, 0.3)
+BATCH_TOKENS = 12_288
+"""``max_total_tokens`` of the engines in the paper's artifact: the tokens of one batch."""
+TPOT_TARGET_MS = 10
+"""About twice the step of a lone request. The paper's 40 ms is twice its 20 ms."""
+
+Chats = Callable[[int, float], list[Arrival]]
+"""Makes a number of single requests, which arrive at a rate; 0: at the start."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a setting. Each has a pool of ``kv_tokens``."""
+
+    max_running: int = 256
+    kv_tokens: int = BATCH_TOKENS
+    count: int = 1
+
+    def run(
+        self,
+        name: str,
+        arrivals: Sequence[Arrival],
+        *,
+        policy: str = "fair-lpm",
+        knows_programs: bool = True,
+        tpot_target_ms: int | None = None,
+        use_cache: bool = True,
+    ) -> Simulated:
+        """Simulates a workload."""
+        config = SchedulerConfig(
+            max_running=self.max_running,
+            token_budget=4096,
+            policy=policy,
+            tpot_target_ms=tpot_target_ms,
+            use_cache=use_cache,
+        )
+        workload = Workload(name, arrivals, self.kv_tokens)
+        if self.count > 1:
+            return simulate_several(
+                workload,
+                config,
+                num_engines=self.count,
+                cost=GPU,
+                max_context=GPU_CONTEXT,
+                knows_programs=knows_programs,
+            )
+        return simulate(workload, config, cost=GPU, max_context=GPU_CONTEXT, knows_programs=knows_programs)
+
+    def capacity(self, chats: Chats) -> float:
+        """Returns how many of the single requests the engines serve in a second, without the time in which
+        the batch fills and empties."""
+        alone = replace(self, count=1)
+        ended = sorted(one.ended_s for one in alone.run("capacity", chats(500, 0.0)).served)
+        first, last = len(ended) // 5, 4 * len(ended) // 5
+        return self.count * (last - first) / (ended[last] - ended[first])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One workload."""
+    """One workload.
+
+    Args:
+        name: Of its figures.
+        note: What it is, with the figure of the paper.
+        arrivals: Its requests, as a service that knows the programs receives them.
+        engines: What serves them.
+        goal: For the gain of programs that are driven by a client.
+        has_round_trips: A client would send dependent requests after a round trip.
+        tpot_target_ms: The target while the programs are known.
+    """
 
     name: str
     note: str
     arrivals: Sequence[Arrival]
-    max_running: int
-    kv_tokens: int = 400_000
-    goal: str = ""
-
-    def run(self, *, policy: str = "fair-lpm", knows_programs: bool = True) -> Simulated:
-        """Simulates the workload under a policy."""
-        config = SchedulerConfig(max_running=self.max_running, token_budget=4096, policy=policy)
-        return simulate(
-            Workload(self.name, self.arrivals, self.kv_tokens),
-            config,
-            cost=GPU,
-            max_context=GPU_CONTEXT,
-            knows_programs=knows_programs,
-        )
+    engines: Engines
+    goal: str = ">= 1.0"
+    has_round_trips: bool = True
+    tpot_target_ms: int | None = None
 
 
-def chats(num_requests: int, per_s: float, seed: int = 5) -> list[Arrival]:
-    """Returns single requests of chats."""
-    return unshared(num_requests=num_requests, prompt=800, output=200, per_s=per_s, seed=seed)
+def single_requests(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Returns the requests as a server sees them that knows no programs."""
+    return [replace(arrival, task_group="", state="", objective="latency") for arrival in arrivals]
 
 
-def chat_rate(max_running: int) -> float:
-    """Returns the requests of chats per second that the engine serves."""
-    setting = Setting("capacity", "", chats(150, 0.0), max_running)
-    return len(setting.arrivals) / setting.run().elapsed_s
-
-
-def settings(scale: str) -> list[Setting]:
-    """Returns the workloads."""
-    size = 1 if scale == "small" else 2
-    rate = LOAD * chat_rate(16)
-    beside_chat = f"beside chats at {LOAD} of the served rate"
+def over_network(arrivals: Sequence[Arrival], seed: int = 3) -> list[Arrival]:
+    """Returns the requests as a client sends them that waits for the answers which they depend on."""
+    random = np.random.default_rng(seed)
     return [
-        Setting(
-            "chain",
-            f"chains of 15 requests {beside_chat}",
-            beside(chats(150 * size, rate), chains(num_chains=2 * size, per_s=0.2, length=15, seed=2)),
-            16,
-            goal=">= 1.5",
-        ),
-        Setting(
-            "many_chains",
-            "chains of 15 requests that arrive three a second",
-            chains(num_chains=25 * size, per_s=3.0, length=15),
-            8,
-            goal=">= 1.5",
-        ),
-        Setting(
-            "map_reduce",
-            f"24 requests and one over their outputs, {beside_chat}",
-            beside(chats(150 * size, rate), map_reduce(num_programs=5 * size, per_s=0.5, width=24)),
-            16,
-            goal=">= 1.5",
-        ),
-        Setting(
-            "multi_agent",
-            "8 coders and 8 reviewers in three rounds, in the shape of MetaGPT",
-            multi_agent(num_programs=4 * size, per_s=1.0),
-            16,
-            goal=">= 1.0",
-        ),
-        Setting(
-            "agents",
-            "sessions of 43 turns up to 142,000 tokens, generated in that shape; the pool has half of them",
-            agent_sessions(num_sessions=3 * size, per_s=0.2),
-            16,
-            kv_tokens=142_000 * 3 * size // 2,
-            goal=">= 1.0",
-        ),
+        arrival
+        if arrival.after is None
+        else replace(arrival, at_s=arrival.at_s + float(random.uniform(*ROUND_TRIP_S)))
+        for arrival in arrivals
     ]
+
+
+def starting(arrivals: Sequence[Arrival], at_s: float, name: str) -> list[Arrival]:
+    """Returns one program as a program of another name that arrives later."""
+    return [
+        replace(
+            arrival,
+            at_s=arrival.at_s + (at_s if arrival.after is None else 0.0),
+            program=name,
+            task_group=arrival.task_group and name,
+        )
+        for arrival in arrivals
+    ]
+
+
+# The paper's workloads.
+
+
+def background(count: int, per_s: float) -> list[Arrival]:
+    """Requests of figure 12a: prompts of about 512 tokens, 50 generated."""
+    return unshared(num_requests=count, prompt=512, output=50, per_s=per_s, seed=5)
+
+
+def conversations(count: int, per_s: float) -> list[Arrival]:
+    """Requests with the mean lengths of ShareGPT, 161 and 338 tokens (Kwon et al., 2023)."""
+    return unshared(num_requests=count, prompt=161, output=338, per_s=per_s, seed=9)
+
+
+def document_chain(seed: int, chunk: int = 1024) -> list[Arrival]:
+    """A chain over a document of 20,000 tokens, 50 generated of each chunk, as in figures 11 to 13."""
+    return chains(num_chains=1, length=20_480 // chunk, chunk=chunk, summary=50, seed=seed)
+
+
+def document_map(seed: int) -> list[Arrival]:
+    """Map-reduce over a document of 20,000 tokens, as in figure 14."""
+    return map_reduce(num_programs=1, width=20, chunk=1024, summary=50, seed=seed)
+
+
+def copilot(count: int) -> list[Arrival]:
+    """Requests over one prompt of 6,000 tokens, as in figures 15 and 16, which generate about 330."""
+    arrivals = hot_and_cold(
+        num_requests=count, per_s=0.0, num_prefixes=1, prefix=6000, own=100, cold_share=0.0, output=330
+    )
+    return [replace(arrival, program=f"copilot {number}") for number, arrival in enumerate(arrivals)]
+
+
+APPLICATIONS = {"productivity": (7437, 7, 704, 19), "images": (1116, 8, 89, 40)} | {
+    "programming": (1694, 4, 631, 28),
+    "analysis": (2031, 4, 416, 13),
+}
+"""The applications of figure 17, from the paper's artifact: the tokens of the shared prompt, of the query and
+of the output, and the part of the requests in percent."""
+
+
+def applications(count: int, per_s: float) -> list[Arrival]:
+    """Requests of ``APPLICATIONS``."""
+    random = np.random.default_rng(7)
+    names = [*APPLICATIONS]
+    prompts = {
+        name: unshared(num_requests=1, prompt=2 * APPLICATIONS[name][0], seed=i)
+        for i, name in enumerate(names)
+    }
+    chosen = random.choice(len(names), count, p=[APPLICATIONS[name][3] / 100 for name in names])
+    rest = unshared(num_requests=count, prompt=20, output=1500, per_s=per_s, seed=8)
+    arrivals: list[Arrival] = []
+    for number, (index, one) in enumerate(zip(chosen, rest, strict=True)):
+        shared, query, output, _ = APPLICATIONS[names[index]]
+        prompt = np.concatenate((prompts[names[index]][0].prompt[:shared], one.prompt[:query]))
+        arrivals.append(
+            Arrival(
+                prompt, one.output[:output], one.at_s, label=names[index], program=f"application {number}"
+            )
+        )
+    return arrivals
+
+
+def mix(engines: Engines, seconds: float) -> tuple[list[Arrival], float]:
+    """Figure 19: chats and map-reduce, each half of the load. Documents come in threes, with the pauses of
+    the paper's artifact (0.5, 0.5 and 10 s) in proportion. Returns the rate of chats, too."""
+    rate = LOAD / 2 * engines.capacity(conversations)
+    one = replace(engines, count=1).run("document", document_map(0))
+    per_document_s = sum(len(served.arrival.tokens) for served in one.served) * GPU.row_s
+    period_s = 3 * per_document_s / (LOAD / 2 * engines.count)
+    starts = [
+        first + period_s * pause / 11
+        for first in np.arange(0.0, seconds, period_s)
+        for pause in (0.0, 0.5, 1.0)
+    ]
+    documents = [
+        starting(document_map(100 + number), at_s, f"document {number}") for number, at_s in enumerate(starts)
+    ]
+    return beside(conversations(int(rate * seconds), rate), *documents), rate
+
+
+FIGURES = ("latency_gain", "scheduler_gain", "throughput", "chat_tpot_p95_ms")
+
+
+def settings(scale: str, only: str) -> list[Setting]:
+    """Returns the workloads that have a figure whose id contains ``only``."""
+    size = 1 if scale == "small" else 3
+    one, four = Engines(), Engines(max_running=64, kv_tokens=400_000, count=4)
+    found: list[Setting] = []
+
+    def add(name: str, make: Callable[[], Setting]) -> None:
+        if any(only in f"programs.{figure}_{name}_fcfs" for figure in FIGURES):
+            found.append(make())
+
+    def chain_alone() -> Setting:
+        note = "figure 11: a chain of 20 requests over 1,024 tokens each, 50 generated"
+        return Setting("chain_alone", note, document_chain(1), one, ">= 1.2")
+
+    def chain_beside(name: str, load: float, goal: str) -> Setting:
+        rate = load * one.capacity(background)
+        each_s = 16.0
+        documents = [
+            starting(document_chain(number), 2 + each_s * number, f"chain {number}") for number in range(size)
+        ]
+        arrivals = beside(background(int(rate * each_s * size), rate), *documents)
+        note = f"figure 12a: a chain beside requests at {load} of the served rate ({rate:.0f} a second)"
+        return Setting(name, note, arrivals, one, goal)
+
+    def many_chains() -> Setting:
+        note = "figures 12b and 13: 25 chains at a time, of 10 requests over 2,048 tokens each"
+        documents = [starting(document_chain(number, 2048), 0.0, f"chain {number}") for number in range(25)]
+        return Setting("many_chains", note, beside(*documents), one, ">= 1.5")
+
+    def map_alone() -> Setting:
+        note = "figure 14: 20 requests over 1,024 tokens each and one over their outputs"
+        return Setting("map_reduce_alone", note, document_map(1), one)
+
+    def map_beside() -> Setting:
+        rate = LOAD * one.capacity(background)
+        seconds = 12.0 * size
+        documents = [
+            starting(document_map(number), 2 + 3.0 * number, f"document {number}")
+            for number in range(int(seconds / 3) - 1)
+        ]
+        arrivals = beside(background(int(rate * seconds), rate), *documents)
+        note = f"figure 14 beside requests at {LOAD} of the served rate ({rate:.0f} a second)"
+        return Setting("map_reduce", note, arrivals, one, ">= 1.5")
+
+    def copilots() -> Setting:
+        note = "figures 15 and 16: 64 requests over a prompt of 6,000 tokens, 32 at a time"
+        engines = Engines(max_running=32, kv_tokens=100_000)
+        return Setting("copilot", note, copilot(64), engines, has_round_trips=False)
+
+    def mixed_applications() -> Setting:
+        rate = LOAD * four.capacity(applications)
+        note = f"figure 17: four applications, four engines, {LOAD} of the served rate ({rate:.0f} a second)"
+        return Setting("applications", note, applications(200 * size, rate), four, has_round_trips=False)
+
+    def coding() -> Setting:
+        note = "figure 18: 8 coders and 8 reviewers in three rounds, in the shape of MetaGPT"
+        engines = Engines(max_running=64, kv_tokens=400_000)
+        return Setting("multi_agent", note, multi_agent(num_programs=2 * size, per_s=1.0), engines)
+
+    def mixed() -> Setting:
+        arrivals, rate = mix(four, 6.0 * size)
+        note = (
+            f"figure 19: chats ({rate:.0f} a second) and map-reduce on four engines, each half of {LOAD} of "
+            "the served rate"
+        )
+        return Setting("mix", note, arrivals, four, tpot_target_ms=TPOT_TARGET_MS)
+
+    def agents() -> Setting:
+        note = (
+            "sessions of 43 turns up to 142,000 tokens, tools of 1 to 10 s, generated in that shape; the "
+            "pool has half of them"
+        )
+        arrivals = agent_sessions(num_sessions=3 * size, per_s=0.2)
+        engines = Engines(max_running=16, kv_tokens=142_000 * 3 * size // 2)
+        return Setting("agents", note, arrivals, engines, has_round_trips=False)
+
+    add("chain_alone", chain_alone)
+    add("chain", lambda: chain_beside("chain", LOAD, ">= 1.5"))
+    add("chain_busy", lambda: chain_beside("chain_busy", 0.9, ""))
+    add("many_chains", many_chains)
+    add("map_reduce_alone", map_alone)
+    add("map_reduce", map_beside)
+    add("copilot", copilots)
+    add("applications", mixed_applications)
+    add("multi_agent", coding)
+    add("mix", mixed)
+    add("agents", agents)
+    return found
+
+
+# Figures.
 
 
 def mean_s(simulated: Simulated) -> float:
@@ -122,41 +332,80 @@ def mean_s(simulated: Simulated) -> float:
     return float(np.mean([*program_times(simulated).values()]))
 
 
+def others(simulated: Simulated) -> list[Served]:
+    """Returns the requests that belong to no program."""
+    return [served for served in simulated.served if not served.arrival.program]
+
+
+def p95_ms(values: Sequence[float]) -> float:
+    """Returns the 95th percentile of seconds, in milliseconds."""
+    return 1e3 * float(np.percentile(values, 95))
+
+
 def measure(setting: Setting, report: Report) -> None:
-    """Adds the ratios of one workload."""
-    aware = setting.run()
-    unaware = setting.run(knows_programs=False)
-    fcfs = setting.run(policy="fcfs", knows_programs=False)
-    times = [mean_s(one) for one in (aware, unaware, fcfs)]
-    note = f"{setting.note}; mean {times[0]:.2f} s, without programs {times[1]:.2f}, fcfs {times[2]:.2f}"
-    report.results += [
-        Result(
-            f"programs.latency_gain_{setting.name}",
-            round(times[1] / times[0], 3),
-            "ratio",
-            [],
-            note=f"{note}; simulated",
-            goal=setting.goal,
-        ),
-        Result(f"programs.latency_gain_{setting.name}_fcfs", round(times[2] / times[0], 3), "ratio", []),
-        Result(
-            f"programs.throughput_{setting.name}",
-            round(unaware.elapsed_s / aware.elapsed_s, 3),
-            "ratio",
-            [],
-            note="the time of the whole workload without knowledge of programs, by the time with it",
-            goal=">= 0.97",
-        ),
-    ]
+    """Adds the figures of one workload."""
+    engines, name = setting.engines, setting.name
+    wired, alone = setting.arrivals, single_requests(setting.arrivals)
+    driven = over_network(alone) if setting.has_round_trips else alone
+    aware = engines.run(name, wired, tpot_target_ms=setting.tpot_target_ms)
+    unaware = engines.run(name, driven, knows_programs=False)
+    fcfs = engines.run(name, driven, knows_programs=False, policy="fcfs")
+    in_order = engines.run(name, alone, knows_programs=False) if setting.has_round_trips else unaware
+    times = [mean_s(one) for one in (aware, unaware, fcfs, in_order)]
+    after = " after round trips of 200 to 300 ms" if setting.has_round_trips else ""
+    note = (
+        f"{setting.note}; a program takes {times[0]:.2f} s, as single requests{after} {times[1]:.2f}, with "
+        f"fcfs {times[2]:.2f}"
+    )
+    if name == "many_chains":
+        ended, without = program_times(aware), program_times(unaware)
+        note += f"; {sum(ended[one] > without[one] for one in ended)} of {len(ended)} end later"
+    if name == "copilot":
+        uncached = engines.run(name, alone, knows_programs=False, use_cache=False)
+        note += f", without the prefix cache {mean_s(uncached):.2f}"
+    add = report.results.append
+    add(_ratio(f"latency_gain_{name}", times[1] / times[0], f"{note}; simulated", setting.goal))
+    add(_ratio(f"latency_gain_{name}_fcfs", times[2] / times[0]))
+    if setting.has_round_trips:
+        text = "against single requests without round trips: what the scheduler alone gains"
+        add(_ratio(f"scheduler_gain_{name}", times[3] / times[0], text))
+    throughput = "the time of the whole workload as single requests, by the time with programs"
+    add(_ratio(f"throughput_{name}", unaware.elapsed_s / aware.elapsed_s, throughput, ">= 0.97"))
+    if others(aware):
+        _add_waits(report, setting, aware, unaware)
 
 
-def measure_recomputed(report: Report, only: str) -> None:
+def _ratio(name: str, value: float, note: str = "", goal: str = "") -> Result:
+    return Result(f"programs.{name}", round(value, 3), "ratio", [], note=note, goal=goal)
+
+
+def _add_waits(report: Report, setting: Setting, aware: Simulated, unaware: Simulated) -> None:
+    """Adds the time per token of the other requests, and how long requests wait."""
+    engines, target = setting.engines, setting.tpot_target_ms
+    tpot = [p95_ms([one.tpot_s for one in others(run)]) for run in (aware, unaware)]
+    ttft = [p95_ms([one.ttft_s for one in others(run)]) for run in (aware, unaware)]
+    note = f"p95 of the other requests, {tpot[1]:.1f} without programs"
+    if target is not None:
+        without = engines.run(setting.name, setting.arrivals)
+        plain = p95_ms([one.tpot_s for one in others(without)])
+        note += f", {plain:.1f} with programs but without the target"
+    note += f"; first token {ttft[0]:.0f} ms, {ttft[1]:.0f} without programs"
+    steps = [one.ttft_s for one in unaware.served if one.arrival.program]
+    first = min(steps)
+    note += (
+        f"; a program's request waits {1e3 * float(np.mean(steps)):.0f} ms for its first token without "
+        f"programs, at least {1e3 * first:.0f}"
+    )
+    goal = "" if target is None else f"<= {target}"
+    name = f"programs.chat_tpot_p95_ms_{setting.name}"
+    report.results.append(Result(name, round(tpot[0], 2), "ms", [], note=note, goal=goal))
+
+
+def measure_recomputed(report: Report) -> None:
     """Adds the tokens that are computed again in agent sessions, against a cache that knows when each session
     continues, and against one that knows no sessions."""
     arrivals = agent_sessions(num_sessions=8, per_s=1.0, turns=15, first=4000, last=30_000, output=150)
     name = "recomputed_of_optimum"
-    if only and name not in only:
-        return
     unique = sum({arrival.program: len(arrival.tokens) for arrival in arrivals}.values())
 
     def recomputed(arrivals: Sequence[Arrival], *, knows_returns: bool = False) -> int:
@@ -167,25 +416,22 @@ def measure_recomputed(report: Report, only: str) -> None:
 
     ours, optimum = recomputed(arrivals), recomputed(arrivals, knows_returns=True)
     stateless = recomputed([replace(arrival, state="") for arrival in arrivals])
-    report.results.append(
-        Result(
-            f"programs.{name}",
-            round(ours / optimum, 3),
-            "ratio",
-            [],
-            note=f"8 sessions of 15 turns up to 30,000 tokens, the pool has half of them: {ours:,} tokens, "
-            f"{optimum:,} if the time of each tool is known before, {stateless:,} without states; simulated",
-            goal="<= 1.3",
-        )
+    note = (
+        f"8 sessions of 15 turns up to 30,000 tokens, the pool has half of them: {ours:,} tokens, "
+        f"{optimum:,} if the time of each tool is known before, {stateless:,} without states; simulated"
     )
+    report.results.append(_ratio(name, ours / optimum, note, "<= 1.3"))
 
 
 def run(report: Report, console: Console, only: str) -> None:
     """Measures the workloads whose name ``only`` contains, or all."""
-    for setting in settings(report.scale):
-        if not only or setting.name in only:
-            console.print(f"{setting.name}: {len(setting.arrivals):,} requests")
-            measure(setting, report)
-    measure_recomputed(report, only)
+    for setting in settings(report.scale, only):
+        console.print(f"{setting.name}: {len(setting.arrivals):,} requests, simulated")
+        measure(setting, report)
+    if only in "programs.recomputed_of_optimum":
+        measure_recomputed(report)
     program_policies.run(report, console, only)
+    if any(only in f"programs.real_{name}_gain" for name in PROGRAMS):
+        console.print("programs on the model", style="dim")
+        asyncio.run(measure_real(report))
     report.results = [result for result in report.results if only in result.id]

@@ -506,7 +506,8 @@ def map_reduce(
     summary: int = 50,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Summaries of long documents: all chunks next to each other, then one request over their summaries.
+    """Summaries of long documents: all chunks next to each other, then one request over their summaries. The
+    objectives are those that a program's graph deduces.
 
     Args:
         num_programs: the documents.
@@ -525,7 +526,15 @@ def map_reduce(
         for _ in range(width):
             prompt = np.concatenate((instruction, tokens.run(chunk)))
             arrivals.append(
-                Arrival(prompt, tokens.run(summary), at_s, task_group=name, label="map", program=name)
+                Arrival(
+                    prompt,
+                    tokens.run(summary),
+                    at_s,
+                    objective="throughput",
+                    task_group=name,
+                    label="map",
+                    program=name,
+                )
             )
         prompt = np.concatenate((question, *[arrival.output for arrival in arrivals[first:]]))
         arrivals.append(
@@ -553,7 +562,8 @@ def multi_agent(
     seed: int = 0,
 ) -> list[Arrival]:
     """Programs in which an architect designs files, and coders and reviewers work on each file in rounds, in
-    the shape of MetaGPT. Prompts begin with the role and the design, and grow with the rounds.
+    the shape of MetaGPT. Prompts begin with the role and the design, and grow with the rounds. The objectives
+    are those that a program's graph deduces.
 
     Args:
         num_programs: the programs.
@@ -592,11 +602,10 @@ def multi_agent(
         for stage in range(2 * rounds):
             role, output = (1, code) if stage % 2 == 0 else (2, review)
             body = [context, *done]
-            group = f"{name}/{stage}"
-            before = [
-                add(role, [*body, tokens.run(20)], output, before, program=name, task_group=group)
-                for _ in range(num_files)
-            ]
+            place: dict[str, Any] = {"program": name, "task_group": f"{name}/{stage}"}
+            if stage < 2 * rounds - 1:
+                place["objective"] = "throughput"
+            before = [add(role, [*body, tokens.run(20)], output, before, **place) for _ in range(num_files)]
             done += [arrivals[index].output for index in before]
     return arrivals
 

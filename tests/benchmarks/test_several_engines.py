@@ -1,0 +1,55 @@
+"""Simulated engines behind a router."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.simulation import Simulated, simulate
+from agentflow.engine.simulator.workload import Workload, beside, chains, map_reduce, unshared
+from benchmarks.engine.several_engines import simulate_several
+
+COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)
+CONFIG = SchedulerConfig(max_running=4, token_budget=256)
+WORKLOAD = Workload(
+    "w",
+    beside(
+        unshared(num_requests=30, per_s=20.0, prompt=100, output=20),
+        chains(num_chains=3, length=4, chunk=60, summary=5, round_trip_s=0.1),
+        map_reduce(num_programs=2, width=5, chunk=50, summary=5),
+    ),
+    6000,
+)
+
+
+def times(simulated: Simulated) -> list[tuple[float, float, float, int]]:
+    return sorted((one.arrived_s, one.first_s, one.ended_s, one.num_cached) for one in simulated.served)
+
+
+def several(num_engines: int, *, knows_programs: bool = True) -> Simulated:
+    return simulate_several(
+        WORKLOAD,
+        CONFIG,
+        num_engines=num_engines,
+        cost=COST,
+        max_context=1000,
+        knows_programs=knows_programs,
+    )
+
+
+@pytest.mark.parametrize("knows_programs", [True, False])
+def test_one_engine_is_the_simulator(knows_programs: bool) -> None:
+    alone = simulate(WORKLOAD, CONFIG, cost=COST, max_context=1000, knows_programs=knows_programs)
+    one = several(1, knows_programs=knows_programs)
+    for mine, theirs in zip(times(one), times(alone), strict=True):
+        assert mine == pytest.approx(theirs)
+    assert one.elapsed_s == pytest.approx(alone.elapsed_s)
+    assert one.counters.computed_tokens == alone.counters.computed_tokens
+
+
+def test_more_engines_serve_the_same_requests_sooner() -> None:
+    one, three = several(1), several(3)
+    assert len(three.served) == len(one.served) == len(WORKLOAD.arrivals)
+    assert three.elapsed_s < one.elapsed_s
+    assert three.counters.prompt_tokens == one.counters.prompt_tokens
