@@ -7,16 +7,16 @@ has a *bound* on it: the engine's target (``SchedulerConfig.tpot_target_ms``) or
 take PLANNED_PART of the lowest bound among them, by the learned cost of steps. Without urgent requests or
 bounds, nothing of this applies.
 
-- *Decoding* takes at most DECODE_PART of the step: all urgent requests, then as many others as fit. The
-  others take turns: those that were left out of a step come first in the next one, and a step has at least
-  one.
+- *Decoding* takes at most DECODE_PART of the step beyond its constant cost: all urgent requests, then as
+  many others as fit. The others take turns: those that were left out of a step come first in the next one,
+  and a step has at least one.
 - *Prompts* take the rest of the step, in the order of the policy. A step with a prompt computes at least
   ``MIN_CHUNK`` tokens of one (``scheduler``).
 - *Admission*: a request of the objective ``throughput`` starts beside urgent ones only if all that runs could
   then decode in one step. With a target, an urgent one starts only if all urgent ones could.
 
 **Limits of a bound.** Decoding for the urgent requests alone may take longer than their bound allows. Then
-the step takes 1 / DECODE_PART of that, so that prompts go on. A reader's bound does not shorten steps below
+the step takes MIN_STRETCH times that, so that prompts go on. A reader's bound does not shorten steps below
 LEAST_STRETCH times the decoding of the urgent requests: a tenant cannot push out the work of others with it.
 A request that would break the target alone does not wait for it.
 
@@ -44,6 +44,7 @@ from agentflow.engine.scheduling.step_limits import StepCost
 PLANNED_PART = 0.9
 """The rest of a bound is for errors of the learned costs and for the work between steps."""
 DECODE_PART = 0.75
+MIN_STRETCH = 1.1
 LEAST_STRETCH = 2.0
 PASSED_BATCHES = 32
 MAX_TRIED = 64
@@ -103,7 +104,7 @@ class Pace:
             return ready, ()
         chosen = [request for request in ready if is_urgent(request)]
         num_read = sum([request.num_computed for request in chosen])
-        left_s = DECODE_PART * bound_s - self._cost.decode_s(len(chosen), len(chosen), num_read)
+        left_s = self._decode_limit_s(bound_s) - self._cost.decode_s(len(chosen), len(chosen), num_read)
         others = {request: None for request in ready if not is_urgent(request)}
         turns = [request for request in self._left_out if request in others]
         for request in turns:
@@ -153,8 +154,8 @@ class Pace:
         row_s = self._cost.row_s(request.num_tokens)
         if not is_urgent(request):
             bound_s = self._bound_s(self._reader_s, self._urgent_s)
-            return self._all_s + row_s <= DECODE_PART * bound_s
-        limit_s = DECODE_PART * PLANNED_PART * self._target_s
+            return self._all_s + row_s <= self._decode_limit_s(bound_s)
+        limit_s = self._decode_limit_s(PLANNED_PART * self._target_s)
         return self._urgent_s + row_s <= limit_s or self._cost.decode_s(0, 0, 0) + row_s > limit_s
 
     def hold_back(self, request: Request, num_computed: int) -> bool:
@@ -182,7 +183,12 @@ class Pace:
     def _bound_s(self, reader_s: float, urgent_s: float) -> float:
         """The longest step for urgent requests whose decoding alone takes ``urgent_s``."""
         bound_s = min(self._target_s, max(reader_s, LEAST_STRETCH * urgent_s))
-        return math.inf if bound_s == math.inf else max(PLANNED_PART * bound_s, urgent_s / DECODE_PART)
+        return math.inf if bound_s == math.inf else max(PLANNED_PART * bound_s, MIN_STRETCH * urgent_s)
+
+    def _decode_limit_s(self, bound_s: float) -> float:
+        """How long decoding may take in a step of at most ``bound_s``."""
+        constant_s = self._cost.decode_s(0, 0, 0)
+        return constant_s + DECODE_PART * (bound_s - constant_s)
 
 
 def is_urgent(request: Request) -> bool:

@@ -22,7 +22,7 @@ MEMORY_STEPS = 100
 """The weight of a step in the fit halves about every 70 later steps of its kind."""
 FIT_EVERY = 8
 NUM_FEATURES = 5
-RIDGE = np.array([1e-9, *[1e-6] * (NUM_FEATURES - 1)])
+RIDGE = np.array([1e-9, 1e-9, 1e-6, 1e-6, 1e-6])
 RECOVERY_PASSES = 100
 """After this many passes without a failure, larger ones are tried again: memory may be free by then."""
 
@@ -94,8 +94,10 @@ class StepCost:
             self._fit()
 
     def _fit(self) -> None:
-        # The ridge shrinks the coefficient of a feature that never varied to zero, and the constant least: if
-        # all steps had one row, a second one must not seem to cost another step.
+        # The ridge shrinks the coefficient of a feature that never varied to zero, rows before the constant:
+        # if all steps had one row, a second one must not seem to cost another step. The constant and tokens
+        # share equally: if all steps were full, tokens must not seem to be free. Both errors would last,
+        # because steps that disprove them would not be planned.
         ridge = np.diag(RIDGE * (self._scale**2 + 1e-30))
         found = _fit_nonnegative(sum(self._matrices) + ridge, self._targets[0] + self._targets[1])
         self._base_s, self._token_s, self._logits_s, self._read_s, self._pair_s = found.tolist()
