@@ -271,7 +271,7 @@ class _Body:
                 if target is dspy.Prediction and isinstance(self._parents[call], ast.Return):
                     return Use(fields, is_returned=True)
                 is_async = isinstance(call.func, ast.Attribute) and call.func.attr == "acall"
-                if _passes_on(target, name, seen, is_async=is_async):
+                if fields and _passes_on(target, name, seen, is_async=is_async):
                     return Use(fields)
         shown = ast.unparse(node)
         return Use(reason=f"line {self.line(node)}: the program uses {shown[:60]}")

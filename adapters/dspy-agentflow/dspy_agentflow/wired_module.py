@@ -103,9 +103,12 @@ _ROOTS: Final = (WiredModule.forward.__code__, WiredModule.aforward.__code__)
 
 @contextmanager
 def _run() -> Generator[_Run, None, None]:
+    adapter = dspy.settings.adapter or dspy.ChatAdapter()
+    if isinstance(adapter, _WiredAdapter):  # a wired program in a wired one
+        adapter = adapter.inner
     run = _Run()
     try:
-        with dspy.settings.context(adapter=_WiredAdapter(run, dspy.settings.adapter or dspy.ChatAdapter())):
+        with dspy.settings.context(adapter=_WiredAdapter(run, adapter)):
             yield run
     finally:
         run.close()
@@ -187,15 +190,15 @@ class _WiredAdapter:
 
     def __init__(self, run: _Run, inner: Any) -> None:
         self._run = run
-        self._inner = inner
+        self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def __call__(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
         call = self._started(lm, lm_kwargs, signature, demos, inputs)
         if call is None:
-            return self._inner(lm, lm_kwargs, signature, demos, _settled(inputs))
+            return self.inner(lm, lm_kwargs, signature, demos, _settled(inputs))
         return call.values() if call.is_pending else call.outputs.result()
 
     async def acall(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
@@ -204,7 +207,7 @@ class _WiredAdapter:
             for value in inputs.values():
                 if type(value) is _Pending:
                     await asyncio.wrap_future(value.call.outputs)
-            return await self._inner.acall(lm, lm_kwargs, signature, demos, _settled(inputs))
+            return await self.inner.acall(lm, lm_kwargs, signature, demos, _settled(inputs))
         return call.values() if call.is_pending else await asyncio.wrap_future(call.outputs)
 
     def _started(
@@ -216,7 +219,7 @@ class _WiredAdapter:
         if (
             not self._run.is_open
             or not isinstance(lm, BaseAgentflowLM)
-            or _unwired_adapter(self._inner)
+            or _unwired_adapter(self.inner)
             or dspy.settings.send_stream is not None
             or (options.get("n") or 1) > 1
             or options.get("logprobs")
@@ -228,7 +231,7 @@ class _WiredAdapter:
         is_pending = not use.reason and all(is_plain(outputs[name].annotation) for name in needed)
         if not is_pending and not any(type(value) is _Pending for value in inputs.values()):
             return None
-        call = WiredCall(self._run, self._inner, lm, lm_kwargs, signature, demos, inputs, is_pending)
+        call = WiredCall(self._run, self.inner, lm, lm_kwargs, signature, demos, inputs, is_pending)
         self._run.start(call, is_pending=is_pending)
         return call
 

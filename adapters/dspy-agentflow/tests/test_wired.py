@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import dspy
+import msgspec
 import pytest
 from dspy_agentflow import AgentflowLM, wired
 from scripts import Recorded, as_json, chat
@@ -113,6 +114,12 @@ def scripted(adapter: Any, **kwargs: Any) -> tuple[AgentflowLM, Held]:
     return AgentflowLM(backend=backend, **{"cache": False, "num_retries": 0, **kwargs}), backend
 
 
+def requested(generator: Recorded) -> list[str]:
+    """The sampling parameters and constraints of all calls; seeds differ in each run."""
+    params = [msgspec.structs.replace(one, seed=None) for one in generator.params]
+    return sorted([str(pair) for pair in zip(params, generator.constraints, strict=True)])
+
+
 def both(
     program: dspy.Module, adapter: Any, num_awaited: int = 0, *, is_async: bool = False, **inputs: Any
 ) -> Held:
@@ -130,6 +137,7 @@ def both(
                     prediction.toDict(),
                     {name: type(value) for name, value in prediction.items()},
                     sorted(backend.generator.prompts),
+                    requested(backend.generator),
                     [(part, given, made.toDict()) for part, given, made in dspy.settings.trace],
                     sorted([str(entry["messages"]) for entry in lm.history]),
                     sorted([str(entry["outputs"]) for entry in lm.history]),
@@ -256,6 +264,24 @@ def test_independent_calls_of_a_helper_are_sent_together(adapter: Any) -> None:
     assert backend.num_refs == 2
 
 
+def in_context(self: Any, topic: str) -> Any:
+    with dspy.context(lm=dspy.settings.lm.copy(max_tokens=77)):
+        made = self.first(topic=topic)
+    return self.second(draft=made.draft)
+
+
+def wired_inside(self: Any, topic: str) -> Any:
+    self.more["essay"] = wired(self.more["essay"])
+    made = self.more["essay"](topic=topic)
+    return self.second(draft=made.title)
+
+
+@pytest.mark.parametrize(("function", "num_refs"), [(in_context, 1), (wired_inside, 4)])
+def test_settings_and_wired_programs_in_programs(function: Any, num_refs: int) -> None:
+    backend = both(Forward(function, essay=Essay()), ADAPTERS[0], 1, topic="rivers")
+    assert backend.num_refs == num_refs
+
+
 def uses_text(self: Any, topic: str) -> Any:
     made = self.first(topic=topic)
     return self.second(draft=made.draft.upper())
@@ -286,6 +312,11 @@ def gives_parsed(self: Any, topic: str) -> Any:
     return self.second(draft=made.points)
 
 
+def gives_all(self: Any, topic: str) -> Any:
+    made = self.first(topic=topic)
+    return self.second(draft=made)
+
+
 def in_comprehension(self: Any, topic: str) -> Any:
     made = [self.first(topic=one) for one in (topic, "lakes")]
     return self.second(draft="".join([one.draft for one in made]))
@@ -306,7 +337,7 @@ def longest(made: Any) -> str:
 
 @pytest.mark.parametrize(
     "function",
-    [uses_text, branches, tries, keeps, gives_parsed, in_comprehension, in_lambda, to_function],
+    [uses_text, branches, tries, keeps, gives_parsed, gives_all, in_comprehension, in_lambda, to_function],
 )
 def test_values_that_code_needs_are_waited_for(function: Any) -> None:
     backend = both(Forward(function), ADAPTERS[0], 1, topic="rivers")
