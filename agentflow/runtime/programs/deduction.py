@@ -133,7 +133,8 @@ class Node:
         """The steps before a node that depends on this one."""
         if self.depth == BLOCKED or self.kind == "expect":
             return BLOCKED
-        return min(self.depth + self.is_request, MAX_STEPS)
+        level = self.depth + self.is_request
+        return level if level < MAX_STEPS else MAX_STEPS
 
 
 def _count(counts: dict[_KeyT, int], key: _KeyT) -> None:
@@ -244,7 +245,8 @@ class Deduction:
 
     def _descend(self, node: Node) -> int:
         """Returns the number of visited nodes and edges."""
-        depth = max(node.levels, default=0)
+        levels = node.levels
+        depth = max(levels) if levels else 0
         if depth == node.depth or node.has_ended:
             return 1
         before = node.level
@@ -254,7 +256,8 @@ class Deduction:
         if after == before:
             return 1
         for succ in node.succs:
-            _count(succ.levels, after)
+            levels = succ.levels
+            levels[after] = levels.get(after, 0) + 1
             self._drop_level(succ, before)
         return 1 + len(node.succs)
 

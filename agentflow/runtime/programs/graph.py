@@ -90,9 +90,12 @@ class StateInGraph:
 
     def next_request(self) -> Node | None:
         """The unfinished request that is next."""
-        while self.requests and self.requests[0].has_ended:
-            self.requests.popleft()
-        return self.requests[0] if self.requests else None
+        requests = self.requests
+        while requests:
+            if not requests[0].has_ended:
+                return requests[0]
+            requests.popleft()
+        return None
 
 
 class _Named:
