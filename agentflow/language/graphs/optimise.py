@@ -139,8 +139,8 @@ def _shown(parts: ops.Parts, names: Mapping[int, str]) -> str:
 
 
 def _constants_before_variables(parts: ops.Parts) -> ops.Parts:
-    """The parts with constant passages before those with variables. What separates passages stays in its
-    place, as does a label at the end, which the model continues."""
+    """The parts with constant passages before those with variables. The white space between passages stays in
+    its place, as does a label at the end, which the model continues."""
     passages, ends = _passages(parts)
     last = passages.pop() if _is_label(passages[-1]) else None
     constant = [passage for passage in passages if not _has_variable(passage)]

@@ -195,8 +195,8 @@ class ProgramGraph:
             self._end(node, 0.0)
 
     def gather(self, root: int, numbers: Iterable[int]) -> None:
-        """Somebody awaits these states, whose ops are known, as a whole: what nothing else in them needs has
-        one consumer, which leaves with the state ``root``."""
+        """The client awaits these states as a whole, and adds no ops to them. The nodes that no other one
+        needs get one consumer, which leaves with the state ``root``."""
         states = [state for number in numbers if (state := self._states.get(number)) is not None]
         nodes = [node for state in states for node in state.nodes if node.kind != "expect"]
         last = [node for node in nodes if not node.succs]
