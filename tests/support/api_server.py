@@ -16,6 +16,8 @@ from support.fake_engine import TEMPLATE, FakeEngine
 from support.holds import until
 from support.sent_requests import SentRequests
 
+from agentflow.backends.apis.serving import ApiBackend
+from agentflow.backends.local import open_backend_generator
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
@@ -25,7 +27,8 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.app import Access
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.models.models import EngineModel, Models
+from agentflow.server.models.api_model import ApiModel
+from agentflow.server.models.models import EngineModel, Model, Models
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants
@@ -33,6 +36,7 @@ from agentflow.server.tenants.rate_limit import TenantGate
 
 MODEL = "fake"
 EMBEDDER = "embedder"
+VENDOR = "vendor"
 ResultT = TypeVar("ResultT")
 
 
@@ -102,11 +106,12 @@ def api_server(
     has_page: bool = True,
     embedding: EmbeddingFolder | None = None,
     embedder: FakeEngine | None = None,
+    vendor: ApiBackend | None = None,
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose model is called ``fake``. ``embedder``: the engine of another model, of
-    this name. ``embedding``: of the one that makes embeddings. ``gate``: what its tenants' requests pass
-    through. ``constraints``: compiles them; under ``compile_limits`` or by another ``compile_loader``, in a
-    process. ``hosts``: names that it is known by."""
+    this name. ``vendor``: the backend of a third one, of this name. ``embedding``: of the one that makes
+    embeddings. ``gate``: what its tenants' requests pass through. ``constraints``: compiles them; under
+    ``compile_limits`` or by another ``compile_loader``, in a process. ``hosts``: its names."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
@@ -130,10 +135,13 @@ def api_server(
                 max_wait_s=max_wait_s,
                 embedding=embedding,
             )
-            models = [model]
+            models: list[Model] = [model]
             if embedder is not None:
                 other = await stack.enter_async_context(embedder.open_client())
                 models.append(EngineModel(EMBEDDER, other, template, gate=gate, embedding=embedding))
+            if vendor is not None:
+                generator = await stack.enter_async_context(open_backend_generator(vendor))
+                models.append(ApiModel(VENDOR, generator, gate=gate))
             yield Models(models, compiler, gate)
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:

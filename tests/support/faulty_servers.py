@@ -12,6 +12,8 @@ from unittest.mock import patch
 from support.api_server import ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 
+from agentflow.backends.apis.openai import OpenAI
+from agentflow.backends.apis.prices import Costs, Price, Spending
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.tenant import ANONYMOUS, Tenant
@@ -87,6 +89,17 @@ def of_any_address() -> Iterator[None]:
 def limited(*settings: str) -> Iterator[ApiServer]:
     """A server whose only tenant is limited."""
     with api_server(tenants=tenants(*settings), gate=TenantGate(), constraints=False) as server:
+        yield server
+
+
+@contextmanager
+def spent() -> Iterator[ApiServer]:
+    """A server whose only tenant has used up its costs of this day. Its model ``vendor`` is behind an API."""
+    prices = {"m": Price(input=1.0, output=10.0)}
+    vendor = OpenAI("m", base_url="http://127.0.0.1:1", api_key="k").with_costs(Costs(Spending(), prices))
+    gate, setting = TenantGate(), "max_cost_per_day = 1.0"
+    with api_server(tenants=tenants(setting), gate=gate, constraints=False, vendor=vendor) as server:
+        server.call(gate.reserve_cost, Tenant("ann", max_cost_per_day=1.0), 1.0)
         yield server
 
 

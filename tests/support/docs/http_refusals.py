@@ -18,7 +18,7 @@ from support.api_errors import (
     response_to,
     response_to_bytes,
 )
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, VENDOR, ApiServer, api_server
 from support.chat_template_shapes import INST
 from support.docs.connection_refusals import (
     a_long_url,
@@ -41,6 +41,7 @@ from support.faulty_servers import (
     limited,
     of_any_address,
     small_bodies,
+    spent,
     tenants,
 )
 from support.server.apis import CHAT, MESSAGES, Api
@@ -243,6 +244,11 @@ def used_up(setting: str) -> Refused:
     return refused
 
 
+def used_up_costs(_: ApiServer, api: Api) -> Response:
+    with spent() as server:
+        return response_to(server, api, request_fields(model=VENDOR), headers=BEARER)
+
+
 def too_many_of_one_tenant(_: ApiServer, api: Api) -> Response:
     with limited("max_unfinished = 1") as server, gated(server, api, 1, f"x-api-key: {KEY}"):
         return response_to(server, api, request_fields(), headers=BEARER)
@@ -383,6 +389,7 @@ REFUSED: dict[str, Refused] = {
     "slow_body": a_slow_body,
     "requests_per_minute": used_up("requests_per_minute = 1"),
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
+    "max_cost_per_day": used_up_costs,
     "too_many_unfinished": too_many_of_one_tenant,
     "too_many_in_background": only(CHAT, too_many_in_background),
     "program_limit": of_program(another_program, max_programs=1),

@@ -9,11 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 from support.api_errors import gated
-from support.api_server import ApiServer, api_server
+from support.api_server import VENDOR, ApiServer, api_server
 from support.chat_template_shapes import INST
 from support.docs.http_refusals import LOUD, Opened, another
 from support.fake_engine import FakeEngine
-from support.faulty_servers import KEY, changed, failing_engine, tenants
+from support.faulty_servers import KEY, changed, failing_engine, spent, tenants
 from support.server.apis import CHAT
 from support.session_errors import ASK, OPEN, Session, gen, text
 from support.session_errors import session as session_on
@@ -107,6 +107,14 @@ def used_up(setting: str) -> Fails:
             return session.failure()
 
     return fail
+
+
+def used_up_costs(_: ApiServer) -> str:
+    with spent() as server, session_on(server, key=KEY) as session:
+        session.ops(
+            {**OPEN, "model": VENDOR}, *turn("user"), {"op": "begin", "state": 1, "role": "assistant"}, gen()
+        )
+        return session.failure()
 
 
 def too_many_of_one_tenant(_: ApiServer) -> str:
@@ -211,6 +219,7 @@ FAILURES: dict[str, Fails] = {
     "branch_failed": ops(*ASK, FORK, TASK_GROUP, NO_TOKENS, state=1),
     "requests_per_minute": used_up("requests_per_minute = 1"),
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
+    "max_cost_per_day": used_up_costs,
     "too_many_unfinished": too_many_of_one_tenant,
     "revoked_key": a_key_that_is_gone,
     "engine_full": ops(*ASK, gen(), on=busy(max_unfinished=1)),
