@@ -273,8 +273,10 @@ class Generator(Embedder, Protocol[ContextT]):
 
 class SessionModels(NamedTuple):
     """The models of one session: the generator of its default model, the generators of the tenant's other
-    models by name, and the models that make embeddings by name."""
+    models by name, the models that make embeddings by name, and the generators whose counters together are
+    those of all models (none: the default's)."""
 
     default: Generator[Any]
     others: Mapping[str, Generator[Any]] = MappingProxyType({})
     embedders: Mapping[str, Embedder] = MappingProxyType({})
+    counted: Sequence[Generator[Any]] = ()

@@ -128,6 +128,7 @@ class Interpreter(Generic[ContextT]):
         hides_faults: Clients see only an id for faults of the backend, which the log explains.
         models: The generators of further models, by name.
         embedders: Further models that make embeddings, by name.
+        counted: The generators whose counters together are the session's; none: the default model's.
         max_states: The most states that may be open; None: ``state_tree.MAX_STATES``.
         program: The program, for the scheduler, of the states that name none. Unlike the name in ``Open``, it
             makes no task group. Empty: each tree of states is a program.
@@ -143,6 +144,7 @@ class Interpreter(Generic[ContextT]):
         hides_faults: bool = False,
         models: Mapping[str, Generator[ContextT]] = MappingProxyType({}),
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
+        counted: Sequence[Generator[ContextT]] = (),
         max_states: float | None = None,
         program: str = "",
         graphs: TenantGraphs | None = None,
@@ -167,7 +169,7 @@ class Interpreter(Generic[ContextT]):
         self._ops = _OpExecution(
             self._find, self._embedders, self._variables, self._memory, self._start_child
         )
-        self._stats = StatsAnswers(generator, task_group, self.events)
+        self._stats = StatsAnswers(counted or (generator,), task_group, self.events)
         self._graphs = GraphAnswers(self._graph, self._tenant_graphs, self.events, self._later)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
 

@@ -29,6 +29,7 @@ from agentflow.protocol.events import (
     TreeNode,
     Watched,
     WatchedRequest,
+    summed,
 )
 from agentflow.protocol.op_table import spec_of
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
@@ -48,10 +49,12 @@ MAX_TICKETS = 1_000
 
 
 class StatsAnswers(Generic[ContextT]):
-    """Answers ``GetStats``. Concurrent ones share one query of the generator."""
+    """Answers ``GetStats`` with the sums of the generators. Concurrent ones share one query of each."""
 
-    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
-        self._generator = generator
+    def __init__(
+        self, generators: Sequence[Generator[ContextT]], tasks: TaskGroup, events: EventCursor
+    ) -> None:
+        self._generators = generators
         self._tasks = tasks
         self._events = events
         self._tickets: list[int] = []
@@ -70,7 +73,7 @@ class StatsAnswers(Generic[ContextT]):
 
     async def _answer(self) -> None:
         try:
-            reply = StatsReply(0, await self._generator.stats())
+            reply = StatsReply(0, summed([await one.stats() for one in self._generators]))
         except AgentflowError as error:  # such as an engine that restarts
             reply = StatsReply(0, error=ErrorInfo.of(error))
         tickets, self._tickets = self._tickets, []

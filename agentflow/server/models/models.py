@@ -283,11 +283,26 @@ class Models:
     def of_session(self, name: str | None, tenant: Tenant) -> SessionModels:
         """The models of a session of the tenant, whose default is the model of this name, or the tenant's
         first one for None. ``UnknownModel``."""
-        default = self.find(name, tenant).generator(tenant)
+        found = self.find(name, tenant)
+        default = found.generator(tenant)
         generators: dict[bool, dict[str, Generator[Any]]] = {True: {}, False: {}}
         for one in self.seen_by(tenant):
             generators[one.makes_embeddings][one.name] = one.generator(tenant)
-        return SessionModels(default, others=generators[False], embedders=generators[True])
+        counted = self._counted(found, tenant)
+        return SessionModels(default, generators[False], generators[True], counted)
+
+    def _counted(self, default: Model, tenant: Tenant) -> list[Generator[Any]]:
+        """The generators whose counters together are those of the tenant's models, the default's first. The
+        counters of an engine include all of its names for a tenant that sees its metrics."""
+        found: list[Generator[Any]] = []
+        for model in self:
+            names = [model, *model.named(), *model.adapted()]
+            seen = [one for one in names if one is default or tenant.may_use(one.name)]
+            if tenant.sees_metrics and isinstance(model, EngineModel):
+                seen = [default] if default in seen else seen[:1]
+            generators = [one.generator(tenant) for one in seen]
+            found = [*generators, *found] if default in seen else [*found, *generators]
+        return found
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
         """The models that the tenant may use, under all of their names. Models with adapters

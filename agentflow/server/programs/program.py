@@ -129,6 +129,7 @@ class ServedProgram:
             hides_faults=True,
             models=models.others,
             embedders=models.embedders,
+            counted=models.counted,
             program=self.id,
             graphs=self._graphs,
         )

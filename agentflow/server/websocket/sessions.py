@@ -72,6 +72,7 @@ class ServedSession(Generic[ContextT]):
             hides_faults=True,
             models=models.others,
             embedders=models.embedders,
+            counted=models.counted,
             graphs=graphs,
         )
         self.num_taken = 0

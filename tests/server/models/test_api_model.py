@@ -244,6 +244,21 @@ async def test_stats_are_of_the_tenant_alone(tmp_path: Path) -> None:
     assert stats.cost > 0
 
 
+async def test_stats_are_the_sums_of_the_sessions_models() -> None:
+    async with served_apis(last_words, BOTH) as served, af.session(served.ws_url, model="claude") as flow:
+        usages = []
+        for model in BOTH:
+            s = flow.state(model=model)
+            s += af.user("hello") + af.assistant(af.gen("word"))
+            await s
+            usages.append(s["word"].usage)
+        stats = await flow.stats()
+    total = usages[0] + usages[1]
+    assert (stats.model, stats.prompt_tokens) == ("claude", total.prompt_tokens)
+    assert (stats.generated_tokens, stats.cost) == (total.output_tokens, pytest.approx(total.cost))
+    assert min([usage.output_tokens for usage in usages]) > 0
+
+
 async def test_tenants_have_different_salts_where_servers_take_some(tmp_path: Path) -> None:
     tenants = Tenants(file=keys_file(tmp_path))
     async with served_apis(last_words, {"own": "compatible:m"}, tenants=tenants) as served:

@@ -75,6 +75,18 @@ async def test_f25d_the_names_of_a_model_share_its_engine_and_its_cache():
         assert len(list(models)) == 1  # for the metrics and the health check
 
 
+async def test_the_counters_of_an_engine_are_counted_once():
+    async with FakeEngine().open_client() as client:
+        models = Models([EngineModel("served", client, TEMPLATE, aliases=["gpt-4o"]), named("other")])
+        for sees_metrics, expected in (
+            (True, ["scripted", "served"]),
+            (False, ["scripted", "served", "gpt-4o"]),
+        ):
+            tenant = Tenant("ann", sees_metrics=sees_metrics)
+            counted = models.of_session("other", tenant).counted
+            assert [one.capabilities.model for one in counted] == expected
+
+
 async def test_tenants_that_are_others_than_before():
     """As after a reload of the keys file: one has another share, one is gone."""
     async with FakeEngine().open_client() as client:
