@@ -232,8 +232,9 @@ class Link:
 
     async def _leave(self, link: Link) -> None:
         """The limits are those of one link again, whose backend does not know what the other has used."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_STATS_S), suppress(AgentflowError):
-            self._ended_stats = [summed([*self._ended_stats, await link._backend_stats()])]
+        if anyio.current_effective_deadline() != -math.inf:  # else the tasks of the link are cancelled, too
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_STATS_S), suppress(AgentflowError):
+                self._ended_stats = [summed([*self._ended_stats, await link._backend_stats()])]
         if link in self._links:
             self._links.remove(link)
         if self._tokens_left is not None:

@@ -22,6 +22,7 @@ from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_ser
 import agentflow as af
 from agentflow.backends.apis.batches import collector
 from agentflow.errors import BadArgument, RequestRefused
+from agentflow.language import link
 
 pytestmark = pytest.mark.anyio
 
@@ -122,6 +123,13 @@ async def test_a_map_that_ends_at_any_request_sends_no_request_twice(
             assert vendor.num_batches == 2
             number += 1
         assert number >= 6
+
+
+async def test_a_cancelled_map_waits_for_no_counters(
+    vendor: FakeVendor, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_STATS_S", 1_000.0)
+    assert await interrupted(vendor, ask, path, 2, acts=True)
 
 
 async def test_the_file_of_batches_is_removed_when_all_inputs_have_results(
