@@ -92,6 +92,7 @@ class Session(AsyncOnly):
         'A'
         """
         check_program(program, "run")
+        self._link.check_alive()  # before it waits, which it can only in the session's event loop
         await self._link.starts.pause()
         return await execute(Run(self._link, name=name_of(program)), program, args, kwargs)
 
