@@ -389,6 +389,11 @@ def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward:
 
 
 def static_plans(
-    num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+    num_rows: Sequence[int],
+    num_slots: int,
+    num_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+    windows: Sequence[int] = (0,),
 ) -> None:
     return None

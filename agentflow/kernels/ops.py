@@ -146,7 +146,13 @@ class Kernels(Protocol):
         """Decides once for all layers how to compute the attention of a batch. ``dtype``: of the queries."""
 
     def static_plans(
-        self, num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+        self,
+        num_rows: Sequence[int],
+        num_slots: int,
+        num_heads: int,
+        num_kv_heads: int,
+        device: torch.device,
+        windows: Sequence[int] = (0,),
     ) -> StaticPlans | None:
         """Returns buffers for the plans of decode batches, which captured graphs read; None if this
         implementation has none.
@@ -157,6 +163,7 @@ class Kernels(Protocol):
             num_heads: the query heads of a layer.
             num_kv_heads: the KV heads of a layer.
             device: where the buffers are.
+            windows: of the layers; 0: none.
         """
 
     def attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:

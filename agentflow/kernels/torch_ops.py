@@ -127,7 +127,12 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
 
 
 def static_plans(
-    num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+    num_rows: Sequence[int],
+    num_slots: int,
+    num_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+    windows: Sequence[int] = (0,),
 ) -> None:
     return None
 

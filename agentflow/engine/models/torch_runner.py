@@ -21,6 +21,7 @@ from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
+from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import AdapterWeights, read_adapter
@@ -182,9 +183,8 @@ class TorchRunner:
                 has_head=embedding is None,
             )
             self._model, described = loaded.model, _described(loaded, torch_dtype)
-            if isinstance(self._model, LlamaModel):
-                with torch.inference_mode():
-                    self._model.prepare(self._kv_pool.layers)
+            with torch.inference_mode():
+                self._model.prepare(self._kv_pool.layers)
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
@@ -193,8 +193,10 @@ class TorchRunner:
         # Other kernels and models wait for the device during a forward pass: a batch that is launched behind
         # another one would only delay its results.
         self._ahead: DeviceSteps | None = None
-        if stream is not None and embedding is None and isinstance(self._model, LlamaModel):
-            self._ahead = DeviceSteps(self._model, kernels, stream)
+        if stream is not None and embedding is None:
+            model = self._model
+            if isinstance(model, LlamaModel) or (isinstance(model, Decoder) and model.queues_work):
+                self._ahead = DeviceSteps(model, kernels, stream)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,

@@ -100,10 +100,15 @@ def ruled_attention(
 
 
 def static_plans(
-    num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+    num_rows: Sequence[int],
+    num_slots: int,
+    num_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+    windows: Sequence[int] = (0,),
 ) -> StaticPlans:
     most_keys = num_slots + num_rows[-1] * LEAST_SAVING  # longer shared runs are stored once
-    return StaticPlans(num_rows, most_keys, num_heads, num_kv_heads, device)
+    return StaticPlans(num_rows, most_keys, num_heads, num_kv_heads, device, windows)
 
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:

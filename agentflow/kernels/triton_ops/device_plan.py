@@ -80,10 +80,11 @@ _ALIGNED = ALIGNMENT // 4
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The launches of a captured graph: for ``num_rows`` rows, with or without wide tiles."""
+    """The launches of a captured graph: for ``num_rows`` rows, and for each window with or without wide
+    tiles."""
 
     num_rows: int
-    has_wide: bool
+    has_wide: tuple[bool, ...]
 
 
 class StaticPlans:
@@ -96,16 +97,69 @@ class StaticPlans:
         num_heads: the query heads of a layer.
         num_kv_heads: the KV heads of a layer.
         device: where the buffers are.
+        windows: of the layers; 0: none.
     """
 
     def __init__(
-        self, num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+        self,
+        num_rows: Sequence[int],
+        num_slots: int,
+        num_heads: int,
+        num_kv_heads: int,
+        device: torch.device,
+        windows: Sequence[int] = (0,),
     ) -> None:
-        self._shape = num_heads, num_kv_heads
-        self._num_rows, self._device = tuple(num_rows), device
+        self._num_rows = tuple(num_rows)
+        shape = num_heads, num_kv_heads
+        self._units = {
+            (*shape, window): _StaticUnits(num_rows[-1], num_slots, *shape, device, window)
+            for window in windows
+        }
+
+    def forms(self) -> list[Form]:
+        """Returns the most frequent forms, in the order of their frequency."""
+        num = len(self._units)
+        return [Form(rows, (has_wide,) * num) for has_wide in (False, True) for rows in self._num_rows]
+
+    def update(self, plan: TritonPlan) -> Form | None:
+        """Writes the plan of a decode batch to the device, after the work before. Returns its form; None if
+        it does not fit."""
+        num_rows = len(plan.query_lens)
+        bucket = next((size for size in self._num_rows if size >= num_rows), None)
+        if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
+            return None
+        has_wide = []
+        for units in self._units.values():
+            if (is_wide := units.update(plan.groups, bucket)) is None:
+                return None
+            has_wide.append(is_wide)
+        return Form(bucket, tuple(has_wide))
+
+    def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:
+        """Returns a plan whose units are the buffers, to capture the form's graph with."""
+        cut_units = {
+            key: units.launched(form.num_rows, has_wide)
+            for (key, units), has_wide in zip(self._units.items(), form.has_wide, strict=True)
+        }
+        return replace(plan, cut_units=cut_units)
+
+
+class _StaticUnits:
+    """The buffers for the layers with one window. The arguments are those of ``StaticPlans``; ``most``: the
+    most rows."""
+
+    def __init__(
+        self,
+        most: int,
+        num_slots: int,
+        num_heads: int,
+        num_kv_heads: int,
+        device: torch.device,
+        window: int,
+    ) -> None:
+        self._device, self._window = device, window
         self._queries_per_kv = num_heads // num_kv_heads
         self._wanted = wanted_units(num_kv_heads, device)
-        most = self._num_rows[-1]
         narrow, wide = self._capacity(most)
         narrow_rows, wide_rows = (
             max(1, size // self._queries_per_kv) for size in block_rows(self._queries_per_kv)
@@ -116,7 +170,7 @@ class StaticPlans:
             "wide": wide * UNIT_COLUMNS,
             "rows": self._num_entries,
             "at": self._num_entries,
-            "lows": 0,
+            "lows": self._num_entries if window else 0,
             "partial": self._num_entries,
             "ends": 1,
             "merged_rows": most,
@@ -135,18 +189,10 @@ class StaticPlans:
         """Returns the numbers of narrow and wide units of a form with this number of rows."""
         return num_rows + self._wanted, num_rows // 4 + self._wanted
 
-    def forms(self) -> list[Form]:
-        """Returns all forms, the most frequent ones first."""
-        return [Form(num, has_wide) for has_wide in (False, True) for num in self._num_rows]
-
-    def update(self, plan: TritonPlan) -> Form | None:
-        """Writes the plan of a decode batch to the device, after the work before. Returns its form; None if
-        it does not fit."""
-        num_rows = len(plan.query_lens)
-        bucket = next((size for size in self._num_rows if size >= num_rows), None)
-        if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
-            return None
-        units = cut(plan.groups, self._queries_per_kv, self._wanted)
+    def update(self, groups: Groups, bucket: int) -> bool | None:
+        """Cuts units for a form of ``bucket`` rows, and writes them to the device. Returns whether some are
+        wide; None if they do not fit."""
+        units = cut(groups, self._queries_per_kv, self._wanted, self._window)
         narrow, wide = self._capacity(bucket)
         if len(units.narrow) > narrow or len(units.wide) > wide or len(units.rows) > self._num_entries:
             return None
@@ -157,22 +203,22 @@ class StaticPlans:
         staged = torch.empty(used, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         host = staged.numpy()
         host[self._places["ends"]] = 0
-        for name in ("narrow", "wide", "rows", "at", "partial", "slots", "merged_rows", "merged_bounds"):
-            values, place = getattr(units, name).reshape(-1), self._places[name]
-            host[place.start : place.start + len(values)] = values
-            if name != "slots":
-                fill = values[-1] if name == "merged_bounds" else 0
-                host[place.start + len(values) : place.stop] = fill
+        for name, place in self._places.items():
+            if name != "ends":
+                values = getattr(units, name).reshape(-1)
+                host[place.start : place.start + len(values)] = values
+                if name != "slots":
+                    fill = values[-1] if name == "merged_bounds" else 0
+                    host[place.start + len(values) : place.stop] = fill
         self._buffer[:used].copy_(staged, non_blocking=True)
-        return Form(bucket, len(units.wide) > 0)
+        return len(units.wide) > 0
 
-    def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:
-        """Returns a plan whose units are the buffers, to capture the form's graph with."""
-        narrow, wide = self._capacity(form.num_rows)
+    def launched(self, num_rows: int, has_wide: bool) -> DeviceUnits:
+        """Returns the units that the graph of a form launches."""
+        narrow, wide = self._capacity(num_rows)
         tensors = {name: self._buffer[place] for name, place in self._places.items()}
         tensors["narrow"] = tensors["narrow"].view(-1, UNIT_COLUMNS)[:narrow]
-        tensors["wide"] = tensors["wide"].view(-1, UNIT_COLUMNS)[: wide if form.has_wide else 0]
-        tensors["merged_rows"] = tensors["merged_rows"][: form.num_rows]
-        tensors["merged_bounds"] = tensors["merged_bounds"][: form.num_rows + 1]
-        units = DeviceUnits(**tensors, num_partials=self._num_entries)
-        return replace(plan, cut_units={(*self._shape, 0): units})
+        tensors["wide"] = tensors["wide"].view(-1, UNIT_COLUMNS)[: wide if has_wide else 0]
+        tensors["merged_rows"] = tensors["merged_rows"][:num_rows]
+        tensors["merged_bounds"] = tensors["merged_bounds"][: num_rows + 1]
+        return DeviceUnits(**tensors, num_partials=self._num_entries)

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.engine.family_models import saved_model
 from torch import Tensor
 
+from agentflow.engine.models.families.registry import read_config
+from agentflow.engine.models.forward import decoder
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput
-from agentflow.engine.models.forward.fused_decoder import LlamaModel
+from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from agentflow.kernels.ops import Kernels
@@ -59,7 +63,7 @@ class ReplayedGraphs(DecodeGraphs):
 class Requests:
     """Some requests on one model. Request r has the slots from ``20 * r``."""
 
-    model: LlamaModel
+    model: Any
     kernels: Kernels
     pool: tuple[Tensor, ...]
     cached: np.ndarray[Any, np.dtype[np.int64]]
@@ -113,3 +117,39 @@ def test_f42d_graphs_compute_any_decode_steps(monkeypatch: pytest.MonkeyPatch) -
         torch.stack(graphed.pool), torch.stack(alone.pool), rtol=2e-4, atol=2e-4, equal_nan=True
     )
     assert graphs.num_captured == 4  # for 8, 2, 4 and 1 rows
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values
+@pytest.mark.parametrize("name", ["gemma3", "phi3_partial", "gpt2"])
+def test_graphs_of_other_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows that texts outgrow between replays, parts of heads that rotate, and learned positions."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    saved_model(name, tmp_path)
+    config = read_config(tmp_path)
+    weights = WeightFormat(torch.float32)
+    models = [
+        load_model(tmp_path, config, weights=weights, device=CPU, kernels=kernels).model
+        for kernels in (torch_ops, triton_ops)
+    ]
+    pools = [
+        torch.full((config.num_layers, NUM_SLOTS, 2, config.num_kv_heads, config.head_dim), torch.nan).unbind(
+            0
+        )
+        for _ in models
+    ]
+    alone, graphed = (
+        Requests(model, kernels, pool, np.zeros(10, dtype=np.int64))
+        for model, kernels, pool in zip(models, (torch_ops, triton_ops), pools, strict=True)
+    )
+    monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
+    graphed.model._graphs = graphed.model.graphs()
+    rng = np.random.default_rng(0)
+    steps = [([0, 1, 2], [3, 15, 6]), ([0, 1, 2], [1] * 3), ([2, 1], [1] * 2), ([1, 2, 0], [1] * 3)]
+    for requests, counts in steps:
+        tokens = rng.integers(10, 300, sum(counts))
+        expected = alone.step(requests, counts, tokens)
+        torch.testing.assert_close(graphed.step(requests, counts, tokens), expected, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(
+        torch.stack(graphed.pool), torch.stack(alone.pool), rtol=2e-4, atol=2e-4, equal_nan=True
+    )
+    assert graphed.model._graphs.num_captured == 2  # for 4 and 2 rows

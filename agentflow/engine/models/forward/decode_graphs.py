@@ -68,14 +68,21 @@ class DecodeGraphs:
         forward: the forward pass; launches kernels and never waits for the device.
         kernels: the implementation that ``forward`` uses.
         num_heads, num_kv_heads: of all layers.
+        windows: of the layers; 0: none.
     """
 
     def __init__(
-        self, forward: Callable[[DeviceInput], Tensor], kernels: Kernels, num_heads: int, num_kv_heads: int
+        self,
+        forward: Callable[[DeviceInput], Tensor],
+        kernels: Kernels,
+        num_heads: int,
+        num_kv_heads: int,
+        windows: Sequence[int] = (0,),
     ) -> None:
         self._forward = forward
         self._kernels = kernels
         self._heads = num_heads, num_kv_heads
+        self._windows = windows
         self._plans: Any = None
         self._kv_layers: tuple[Tensor, ...] = ()
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -123,7 +130,7 @@ class DecodeGraphs:
             return
         device, num_slots = kv_layers[0].device, kv_layers[0].shape[0]
         self._captured.clear()
-        self._plans = self._kernels.static_plans(NUM_ROWS, num_slots, *self._heads, device)
+        self._plans = self._kernels.static_plans(NUM_ROWS, num_slots, *self._heads, device, self._windows)
         self._kv_layers = kv_layers
         padding = torch.from_numpy(_PADDING).expand(3, NUM_ROWS[-1])
         self._padding = padding.contiguous().to(device)

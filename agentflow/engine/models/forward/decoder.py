@@ -12,8 +12,10 @@ from torch import Tensor
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LayerShape
 from agentflow.engine.models.families.gpt_oss import ALPHA, LIMIT
 from agentflow.engine.models.forward.adapted_products import Products
+from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, arrays_of, on_device
 from agentflow.engine.models.forward.latent_attention import LatentAttention
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies, rope_angles
+from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import ForwardInput, LinearWeight
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
@@ -73,29 +75,32 @@ class Layer:
 
 
 class _Batch:
-    """The data that all layers of one forward pass use: tensors of its rows, angles, and attention plans."""
+    """The data that all layers of one forward pass use: tensors of its rows, angles, and attention plans.
+    ``is_captured``: in a graph, which is replayed for texts of any length."""
 
-    def __init__(self, given: ForwardInput, device: torch.device, kernels: Kernels) -> None:
-        self.given = given
-        self.token_ids, self.positions, self.write_slots, self.rows = (
-            torch.from_numpy(array).to(device)
-            for array in (given.token_ids, given.positions, given.write_slots, given.rows)
-        )
-        self.angles: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, given: DeviceInput, kernels: Kernels, *, is_captured: bool = False) -> None:
+        self.given, self.rows = given, given.rows
+        self.token_ids, self.positions, self.write_slots = given.arrays
+        self.angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._is_captured = is_captured
         self._longest = max(
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
-        self.plans = MaskedPlans(given.plan, device)
-        self.products = Products(kernels, given.adapters, device)
+        self.plans = MaskedPlans(given.plan, self.rows.device)
+        self.products = Products(kernels, given.adapters, self.rows.device)
 
     def window(self, layer: LayerShape) -> int:
         """Returns the layer's window, or 0 if all texts of the batch fit into it."""
-        return layer.window if self._longest > layer.window else 0
+        return layer.window if self._is_captured or self._longest > layer.window else 0
 
 
 def _tree_lens(trees: object) -> list[int]:
     prefix_lens, path_lens = trees.prefix_lens, trees.path_lens  # type: ignore[attr-defined]
     return [int(prefix_lens.max()) + int(path_lens.max())]
+
+
+MAX_HEAD_DIM = 256
+"""The largest size of a head in graphs: kernels compute larger ones by plans that a graph cannot read."""
 
 
 class Decoder:
@@ -132,6 +137,12 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
+        self._is_queued = kernels.ruled_attention is not None and not config.latent and not config.experts
+        self._graphs: DecodeGraphs | None = None
+        if final_norm.weight.device.type == "cuda" and self._is_queued and config.head_dim <= MAX_HEAD_DIM:
+            self._graphs = self.graphs()
+        scale = torch.tensor(config.embedding_scale, dtype=final_norm.weight.dtype)
+        self._embedding_scale = float(scale)
         self._ropes: dict[str, RopeConfig] = {"global": config.rope}
         if config.local_rope is not None:
             self._ropes["local"] = config.local_rope
@@ -140,10 +151,40 @@ class Decoder:
             for name, rope in self._ropes.items()
         }
 
+    @property
+    def queues_work(self) -> bool:
+        """Whether ``launch`` never waits for the device. It does for experts, to divide the rows among
+        them."""
+        return self._kernels.QUEUES_WORK and self._is_queued
+
+    def graphs(self) -> DecodeGraphs:
+        """Returns graphs of decode steps, without any captured."""
+        config = self.config
+        windows = {config.layer(i).window for i in range(len(self._layers))}
+        return DecodeGraphs(
+            lambda given: self._forward(_Batch(given, self._kernels, is_captured=True)),
+            self._kernels,
+            config.num_heads,
+            config.num_kv_heads,
+            sorted(windows),
+        )
+
+    def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
+        """Captures the graphs of decode steps, on a GPU."""
+        if self._graphs is not None:
+            self._graphs.prepare(kv_layers)
+
     def forward(self, given: ForwardInput) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
         ``given.rows``: [S, hidden_size]."""
-        return self._forward(_Batch(given, self._final_norm.weight.device, self._kernels))
+        stream = DeviceStream(self._final_norm.weight.device)
+        return self.launch(on_device(given, stream.upload(arrays_of(given))))
+
+    def launch(self, given: DeviceInput) -> Tensor:
+        """The same kernel by kernel, with the arrays on the device. The result is overwritten by the next
+        call."""
+        hidden = None if self._graphs is None else self._graphs.run(given)
+        return self._forward(_Batch(given, self._kernels)) if hidden is None else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to [S, vocab_size] in float32."""
@@ -155,7 +196,7 @@ class Decoder:
         config, kernels = self.config, self._kernels
         hidden = kernels.embed(batch.token_ids, self._embedding, self._final_norm.weight.dtype)
         if config.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(config.embedding_scale, dtype=hidden.dtype, device=hidden.device)
+            hidden = hidden * self._embedding_scale
         if self._positions is not None:
             assert config.position_offset is not None
             places = batch.positions + config.position_offset
@@ -207,11 +248,18 @@ class Decoder:
                 part = qkv[:, first:end]
                 rows = part.flatten(1) if config.qk_norm == "row" else part
                 qkv[:, first:end] = norm(rows, kernels).view_as(part)
-        if shape.rope is not None:
-            cos, sin = batch.angles[shape.rope]
+        rope = shape.rope
+        if rope is not None and (batch.angles[rope][0].shape[-1] < head_dim or not self._is_queued):
+            cos, sin = batch.angles[rope]
             rotated = qkv[:, : num_heads + num_kv_heads, : cos.shape[-1]]
             swapped = rotated.roll(cos.shape[-1] // 2, -1) * sin
             rotated.copy_(rotated * cos + swapped)
+            rope = None
+        if self._is_queued:  # only the kernel can skip padding rows of graphs, which have no slot
+            if rope is None and None not in batch.angles:
+                unturned = torch.ones_like(qkv[:, :1])
+                batch.angles[None] = unturned, torch.zeros_like(unturned)
+            return kernels.rope_and_write(qkv, *batch.angles[rope], kv_layer, batch.write_slots)
         kv_layer.index_copy_(0, batch.write_slots, qkv[:, num_heads:].reshape(-1, 2, num_kv_heads, head_dim))
         return qkv[:, :num_heads]
 
