@@ -19,7 +19,10 @@ try:
 except ImportError:  # for x86-64 and Linux
     KERNELS = NATIVE_KERNELS
 else:
-    KERNELS = pytest.mark.parametrize("kernels", [*NATIVE_PARAMS, pytest.param(triton_ops, id="triton")])
+    # On a GPU, each of these cases would be compiled; ``test_quantised_on_gpu`` has a few.
+    compiled = pytest.mark.skipif(not triton_ops.IS_INTERPRETED, reason="takes minutes to compile")
+    TRITON = pytest.param(triton_ops, id="triton", marks=compiled)
+    KERNELS = pytest.mark.parametrize("kernels", [*NATIVE_PARAMS, TRITON])
 
 TYPES = pytest.mark.parametrize("block_type", native_ops.BLOCK_TYPES)
 IN = 512  # two blocks of the largest types

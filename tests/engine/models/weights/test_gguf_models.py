@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.engine.device import DEVICE
 from support.engine.family_models import IN_BLOCKS, YARN, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
@@ -61,10 +62,14 @@ def save_model(name: str, folder: Path) -> None:
 
 
 def logprobs(
-    path: Path, dtype: str = "float32", quantize: str | None = None, num_tokens: int = 120
+    path: Path,
+    dtype: str = "float32",
+    quantize: str | None = None,
+    num_tokens: int = 120,
+    device: str = "cpu",
 ) -> tuple[NDArray[np.float32], TorchRunner]:
     """Of random tokens after each of a random text."""
-    runner = TorchRunner(path, num_slots=200, device="cpu", dtype=dtype, quantize=quantize)
+    runner = TorchRunner(path, num_slots=200, device=device, dtype=dtype, quantize=quantize)
     tokens = np.random.default_rng(1).integers(10, 320, num_tokens)
     driver = Driver(runner)
     walker = driver.add(tokens.tolist())
@@ -130,6 +135,7 @@ def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tm
     assert dense.info.weights == "bfloat16 weights"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("source", "tolerance"), [("gguf", 0.25), ("safetensors", 1e-3)])
 def test_the_kernels_for_gpus_multiply_quantised_weights(
     source: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +147,7 @@ def test_the_kernels_for_gpus_multiply_quantised_weights(
     options = (file, "auto", None) if source == "gguf" else (tmp_path, "float32", "int8")
     expected, native = logprobs(*options, num_tokens=6)
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
-    found, runner = logprobs(*options, num_tokens=6)
+    found, runner = logprobs(*options, num_tokens=6, device=DEVICE)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
     assert runner.info.weights == native.info.weights
     assert "Q8_0" in runner.info.weights
@@ -158,6 +164,7 @@ def test_f42k_the_weights_take_what_was_estimated(name: str, kind: str, tmp_path
     assert need.vocabulary == 8192
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
 def test_the_weights_take_what_was_estimated_on_a_gpu(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +175,7 @@ def test_the_weights_take_what_was_estimated_on_a_gpu(
     saved_model("llama_tied", tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
     write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
     need = memory_need("", file, "auto", None, on_gpu=True)
-    runner = TorchRunner(file, num_slots=200, device="cpu")
+    runner = TorchRunner(file, num_slots=200, device=DEVICE)
     assert need.weight_bytes == pytest.approx(runner.info.weight_bytes, rel=0.1)
 
 
