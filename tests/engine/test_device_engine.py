@@ -31,8 +31,10 @@ from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Finished
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -48,9 +50,12 @@ PATTERNS = [
 
 class AheadRunner(TorchRunner):
     """Launches ahead. Where a queue stands in for a GPU, the arrays of a batch are overwritten after its
-    launch, and slots that are free then, behind the batches in flight. ``engine`` uses it."""
+    launch, and slots that are free then, behind the batches in flight. ``engine`` uses it. ``fails_at``: the
+    calls of ``launch`` and ``collect``, from 0, that run out of memory."""
 
     engine: Engine | None = None
+    num_calls = 0
+    fails_at: frozenset[int] = frozenset()
 
     def __init__(self, folder: Path, stream: QueuedStream | None) -> None:
         super().__init__(folder, num_slots=NUM_SLOTS, device=DEVICE, dtype="float32", stream=stream)
@@ -59,7 +64,13 @@ class AheadRunner(TorchRunner):
         self._num_in_flight = 0
         self._stand_in = stream
 
+    def _call(self) -> None:
+        self.num_calls += 1
+        if self.num_calls - 1 in self.fails_at:
+            raise OutOfMemory
+
     def launch(self, batch: Batch) -> Any:
+        self._call()
         self.num_ahead += self._num_in_flight > 0
         self._num_in_flight += 1
         if self._stand_in is None:
@@ -77,7 +88,9 @@ class AheadRunner(TorchRunner):
 
     def collect(self, handle: Any) -> BatchOutput:
         self._num_in_flight -= 1
-        return super().collect(handle)
+        output = super().collect(handle)
+        self._call()
+        return output
 
     def close(self) -> None:
         """Keeps the model for the next engine."""
@@ -148,6 +161,9 @@ class Job:
             )
         except EnoughText:
             return None
+        except EngineFailed:  # out of memory
+            assert aborts
+            return None
 
 
 _DFAS = {pattern: build_dfa(parse_regex(pattern)).to_bytes() for pattern in PATTERNS}
@@ -194,6 +210,7 @@ def run_all(
     *,
     num_slots: int = NUM_SLOTS,
     ahead: bool = True,
+    fails_at: frozenset[int] = frozenset(),
 ) -> int:
     """Runs all jobs together, and each alone, and compares their ends. Returns the number of preemptions."""
     ends: dict[int, Finished | None] = {}
@@ -212,12 +229,15 @@ def run_all(
                 expected.append(await job.run(client, aborts=False))
         runner = model.ahead
         runner.info = replace(runner.all_info, num_slots=num_slots, launches_ahead=ahead)
+        runner.num_calls, runner.fails_at = 0, fails_at
         async with running_engine(lambda: (runner, model.tokenizer, config)) as client:
             runner.engine = client.engine
             async with anyio.create_task_group() as group:
                 for number in range(len(work)):
                     group.start_soon(one, client, number)
             num_preemptions = (await client.stats()).preemptions
+            runner.fails_at = frozenset()
+            await client.compute([10, 11])  # behind a batch in flight whose requests have all ended
             client.engine.scheduler.check_idle()
 
     anyio.run(main)
@@ -283,13 +303,20 @@ def test_f42e_a_feature_beside_greedy_requests(
     num_slots=st.integers(110, 300),
     max_running=st.integers(1, 6),
     token_budget=st.integers(4, 80),
+    fails_at=st.frozensets(st.integers(0, 100), max_size=4),
 )
 def test_f42e_any_requests_have_the_results_that_they_have_alone(
-    model: Model, work: list[Job], num_slots: int, max_running: int, token_budget: int
+    model: Model,
+    work: list[Job],
+    num_slots: int,
+    max_running: int,
+    token_budget: int,
+    fails_at: frozenset[int],
 ) -> None:
-    """With few slots, requests are preempted; some are aborted while a batch with them runs."""
+    """With few slots, requests are preempted; some are aborted while a batch with them runs; some batches run
+    out of memory, at the launch or after it, while another one is in flight."""
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
-    run_all(model, work, config, num_slots=num_slots)
+    run_all(model, work, config, num_slots=num_slots, fails_at=fails_at)
 
 
 def test_f42e_preempted_requests_have_the_results_that_they_have_alone(model: Model) -> None:
