@@ -11,9 +11,9 @@ threads of a program read a tile of outputs in consecutive loads of 16 bytes:
 A word of 32 bits has the float16 scales of a step's groups, ``[steps, outputs]``; another has their minimums
 or, where a scale is for 16 inputs, the scales of the second halves.
 
-A single row is multiplied without tensor cores, up to ``MAX_ROWS`` rows in tiles of ``tl.dot``, and more rows
-by torch, with weights that are dequantised in slices. A product with few outputs is split over its inputs;
-the program that ends last adds the parts, always in the same order.
+Up to ``MAX_ROWS`` rows are multiplied on tensor cores, even a single one, because that takes the fewest
+instructions; more rows by torch, with weights that are dequantised in slices. A product with few outputs is
+split over its inputs; the program that ends last adds the parts, always in the same order.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPane
             for number, scale in enumerate(scales):
                 halves[number, :, some] = scale.half().view(len(rows), num_steps, 2).transpose(0, 1)
         first += part.shape[0]
-    # One for each tile of a product: 64 outputs of a row, or 128 outputs of up to 4 blocks of rows.
+    # One for each tile of a product: 128 outputs of up to 4 blocks of rows.
     counters = torch.zeros(num_columns // 32, dtype=torch.int32, device=device)
     return QuantisedPanels(name, codes, num_out, words, counters)
 
@@ -187,10 +187,14 @@ def _half(words, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _dequantised(codes, first_words, second_words, NUMBER: tl.constexpr, SECOND: tl.constexpr):
+def _dequantised(
+    codes, first_words, second_words, NUMBER: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr
+):
     """Returns the weights of group ``NUMBER`` of a step as float32. ``codes`` [columns, 32], words [columns,
     1]."""
     scale = _half(first_words, NUMBER)
+    if BITS == 4 and NUMBER == 1:  # the upper bits of a byte were not shifted
+        scale *= 0.0625
     if SECOND == "halves":
         is_second = (tl.arange(0, 32) >= 16)[None, :]
         scale = tl.where(is_second, _half(second_words, NUMBER), scale)
@@ -206,7 +210,7 @@ def _multiply(
     num_rows, num_in, num_out, num_columns, num_steps, part_steps, num_parts, row_stride, added_stride,
     out_stride,
     BITS: tl.constexpr, SECOND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADDED: tl.constexpr,
-    IS_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row_block = tl.program_id(0)
     column_block = tl.program_id(1)
@@ -221,11 +225,8 @@ def _multiply(
     plane = num_steps * wide
     tile = codes + columns[:, None] * 32 + inner[None, :]
     word = words + columns[:, None]
-    if BLOCK_ROWS == 1:
-        sums = tl.zeros([BLOCK_COLUMNS, 32], dtype=tl.float32)
-    else:
-        sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], dtype=tl.float32)
-    for step in tl.range(first, end, loop_unroll_factor=UNROLL):
+    sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], dtype=tl.float32)
+    for step in range(first, end):
         at = step * wide
         first_words = tl.load(word + at)
         second_words = first_words
@@ -234,30 +235,22 @@ def _multiply(
         if BITS == 4:
             both = tl.load(tile + at * 32)
         for number in tl.static_range(2):
-            if BITS == 4:  # noqa: SIM108
-                values = (both >> (4 * number)) & 15
+            if BITS == 4:
+                values = both.to(tl.uint8, bitcast=True) & (15 << (4 * number))
             else:
                 values = tl.load(tile + (2 * at + number * wide) * 32)
-            weights = _dequantised(values, first_words, second_words, number, SECOND)
             inputs = step * 64 + number * 32 + inner
-            is_input = inputs < num_in
-            if BLOCK_ROWS == 1:
-                row = tl.load(x + row_block.to(tl.int64) * row_stride + inputs, mask=is_input, other=0.0)
-                sums += weights * row.to(tl.float32)[None, :]
-            else:
-                columns_of_x = tl.load(
-                    x + rows.to(tl.int64)[None, :] * row_stride + inputs[:, None],
-                    mask=is_row[None, :] & is_input[:, None], other=0.0,
-                )  # fmt: skip
-                sums += dot(rounded(weights, x.dtype.element_ty), columns_of_x)
-    result = sums
-    if BLOCK_ROWS == 1:
-        result = tl.sum(sums, 1)[:, None]
+            weights = _dequantised(values, first_words, second_words, number, BITS, SECOND)
+            columns_of_x = tl.load(
+                x + rows.to(tl.int64)[None, :] * row_stride + inputs[:, None],
+                mask=is_row[None, :] & (inputs < num_in)[:, None], other=0.0,
+            )  # fmt: skip
+            sums += dot(rounded(weights, x.dtype.element_ty), columns_of_x)
     is_stored = is_row[None, :] & (columns < num_out)[:, None]
     if IS_SPLIT:
         place = partial + rows[None, :].to(tl.int64) * num_columns + columns[:, None]
         part_size = num_rows * wide
-        tl.store(place + part * part_size, result, mask=is_row[None, :])
+        tl.store(place + part * part_size, sums, mask=is_row[None, :])
         tl.debug_barrier()  # all threads have stored their sums before the part counts
         counter = counters + column_block * tl.num_programs(0) + row_block
         if tl.atomic_add(counter, 1) == num_parts - 1:
@@ -282,7 +275,7 @@ def _multiply(
             )
     else:
         _store(
-            result, out, bias, added, rows, columns, is_stored, out_stride, added_stride, HAS_BIAS, HAS_ADDED
+            sums, out, bias, added, rows, columns, is_stored, out_stride, added_stride, HAS_BIAS, HAS_ADDED
         )
 
 
@@ -323,11 +316,11 @@ def _dequantise(
     for number in tl.static_range(2):
         if BITS == 4:
             values = tl.load(codes + at * 32 + inner[None, :], mask=is_row[:, None], other=0)
-            values = (values >> (4 * number)) & 15
+            values = values.to(tl.uint8, bitcast=True) & (15 << (4 * number))
         else:
             place = codes + (at + (step + number) * num_columns) * 32 + inner[None, :]
             values = tl.load(place, mask=is_row[:, None], other=0)
-        weights = _dequantised(values, first_words, second_words, number, SECOND)
+        weights = _dequantised(values, first_words, second_words, number, BITS, SECOND)
         inputs = step * 64 + number * 32 + inner
         tl.store(
             out + rows[:, None].to(tl.int64) * num_in + inputs[None, :],
@@ -399,12 +392,7 @@ def _multiply_fused(
     num_rows, layout = len(x), _FORMATS[part.format]
     num_steps, num_columns = part.scales.shape[1:]
     # All programs run at once: a few that began when others end would nearly double the time.
-    if num_rows == 1:
-        block_rows, block_columns, at_once = 1, 64, 7
-        options = {"UNROLL": 4, "num_warps": 4, "num_stages": 1}
-    else:
-        block_rows, block_columns, at_once = (16, 128, 4) if num_rows <= 16 else (64, 128, 2)
-        options = {"UNROLL": 1, "num_warps": 4, "num_stages": 4}
+    block_rows, block_columns, at_once = (16, 128, 4) if num_rows <= 16 else (64, 128, 2)
     row_blocks, column_blocks = -(-num_rows // block_rows), -(-part.num_panels // block_columns)
     num_parts = at_once * _num_processors(x.device) // (row_blocks * column_blocks)
     num_parts = max(1, min(num_parts, num_steps // _LEAST_STEPS))
@@ -418,7 +406,7 @@ def _multiply_fused(
         part.counters, num_rows, num_in, part.num_panels, num_columns, num_steps, part_steps, num_parts,
         x.stride(0), 0 if added is None else added.stride(0), out.stride(0),
         BITS=layout.bits, SECOND=layout.second, HAS_BIAS=bias is not None, HAS_ADDED=added is not None,
-        IS_SPLIT=num_parts > 1, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, **options,
+        IS_SPLIT=num_parts > 1, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=4, num_stages=4,
     )  # fmt: skip
 
 
