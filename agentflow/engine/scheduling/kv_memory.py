@@ -55,7 +55,7 @@ MEAN_OF = 4
 """Means of times follow about this many of the latest ones."""
 OVERDUE_AFTER = 4
 """A state that continues sooner than requests take is overdue after this many of their mean time."""
-LATE_AFTER = 2
+LATE_AFTER = 3
 """Another state is overdue after this many times the mean time between its requests."""
 LEAST_WAIT_S = 0.1
 """An overdue state is expected no sooner than this."""
