@@ -64,7 +64,10 @@ def pending_use(roots: Container[CodeType], depth: int = 1) -> Use:
     num_functions = 0
     while frame is not None and frame.f_code not in roots:
         if frame.f_globals.get("__name__") not in _THROUGH:
-            use = _use_in(frame, callee)
+            inner, position = frame, _position(frame)
+            if frame.f_code.co_name == "<listcomp>" and frame.f_back is not None:  # before Python 3.12
+                frame = frame.f_back
+            use = _use_in(frame, {**frame.f_locals, **inner.f_locals}, position, callee)
             if use.reason or not use.is_returned:
                 return use if not num_functions else use._replace(fields=None)
             num_functions += 1
@@ -94,15 +97,17 @@ def unwired_calls(module: Any, *, is_async: bool = False) -> Iterator[UnwiredPar
             yield from unwired_calls(target, is_async=is_async)
 
 
-def _use_in(frame: FrameType, callee: CodeType | None) -> Use:
-    """The use of the result of the call that the frame is in."""
+def _use_in(
+    frame: FrameType, local: dict[str, Any], position: tuple[int | None, ...], callee: CodeType | None
+) -> Use:
+    """The use of the result of the call at a position in the frame's function."""
     body = _body(frame.f_code)
-    call = None if body is None else body.call_at(_position(frame))
+    call = None if body is None else body.call_at(position)
     if body is None or call is None:
         return Use(reason=f"the source of {frame.f_code.co_name} is not available")
 
     def names(name: str) -> Any:
-        return frame.f_locals.get(name, frame.f_globals.get(name))
+        return local.get(name, frame.f_globals.get(name))
 
     target = _resolved(call.func, names)
     if not isinstance(target, dspy.Module) and getattr(target, "__code__", None) is not callee:
@@ -223,9 +228,17 @@ class _Body:
             return Use()
         return self._use(node, frozenset(), names, ())
 
-    def uses_of_name(self, name: str, fields: frozenset[str], names: Names, seen: tuple[Any, ...]) -> Use:
-        """The use of a result that the name stands for. ``fields``: its outputs, if it is not a
-        prediction."""
+    def uses_of_name(
+        self,
+        name: str,
+        fields: frozenset[str],
+        names: Names,
+        seen: tuple[Any, ...],
+        *,
+        is_list: bool = False,
+    ) -> Use:
+        """The use of a result that the name stands for. ``fields``: its outputs, if it is not a prediction.
+        ``is_list``: it is a list of predictions, or of outputs."""
         if (self, name) in seen:
             return Use()
         found = Use()
@@ -240,7 +253,7 @@ class _Body:
                 continue
             if any(isinstance(around, _SCOPES) for around in self._around(node)):
                 return Use(reason=f"line {self.line(node)}: an inner function uses {name}")
-            use = self._use(node, fields, names, (*seen, (self, name)))
+            use = self._use(node, fields, names, (*seen, (self, name)), is_list=is_list)
             if use.reason:
                 return use
             found = Use(
@@ -249,20 +262,36 @@ class _Body:
             )
         return found
 
-    def _use(self, node: ast.expr, fields: frozenset[str], names: Names, seen: tuple[Any, ...]) -> Use:
-        """The use of an expression that is a result, or one of its outputs."""
+    def _use(
+        self,
+        node: ast.expr,
+        fields: frozenset[str],
+        names: Names,
+        seen: tuple[Any, ...],
+        *,
+        is_list: bool = False,
+    ) -> Use:
+        """The use of an expression. The arguments are as in ``uses_of_name``."""
         parent = self._parents[node]
         match parent:
-            case ast.Attribute(attr=name) if not fields:
+            case ast.Attribute(attr=name) if not fields and not is_list:
                 return self._use(parent, frozenset((name,)), names, seen)
-            case ast.Subscript(value=inner, slice=ast.Constant(value=str() as name)) if (
-                inner is node and not fields
-            ):
-                return self._use(parent, frozenset((name,)), names, seen)
+            case ast.Subscript(value=value, slice=ast.Constant(value=str() as name)) if value is node:
+                if not fields and not is_list:
+                    return self._use(parent, frozenset((name,)), names, seen)
+            case ast.Subscript(value=value, slice=ast.Constant(value=int())) if value is node and is_list:
+                return self._use(parent, fields, names, seen)
+            case ast.ListComp(elt=value) if value is node and not is_list:
+                return self._use(parent, fields, names, seen, is_list=True)
+            case (
+                ast.comprehension(iter=value, target=ast.Name(id=name), is_async=0)
+                | ast.For(iter=value, target=ast.Name(id=name))
+            ) if value is node and is_list:
+                return self.uses_of_name(name, fields, names, seen)
             case ast.Return():
                 return Use(fields, is_returned=True)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                use = self.uses_of_name(name, fields, names, seen)
+                use = self.uses_of_name(name, fields, names, seen, is_list=is_list)
                 return use if use.fields is None else use._replace(fields=use.fields | fields)
             case ast.keyword(arg=str() as name):
                 call = self._parents[parent]
@@ -271,7 +300,7 @@ class _Body:
                 if target is dspy.Prediction and isinstance(self._parents[call], ast.Return):
                     return Use(fields, is_returned=True)
                 is_async = isinstance(call.func, ast.Attribute) and call.func.attr == "acall"
-                if fields and _passes_on(target, name, seen, is_async=is_async):
+                if fields and _passes_on(target, name, seen, is_async=is_async, is_list=is_list):
                     return Use(fields)
         shown = ast.unparse(node)
         return Use(reason=f"line {self.line(node)}: the program uses {shown[:60]}")
@@ -281,7 +310,7 @@ class _Body:
             yield node
 
 
-def _passes_on(target: Any, name: str, seen: tuple[Any, ...], *, is_async: bool) -> bool:
+def _passes_on(target: Any, name: str, seen: tuple[Any, ...], *, is_async: bool, is_list: bool) -> bool:
     """Whether a module gives its input only to parts that do the same, down to predictors."""
     if type(target) in LEAVES:
         return name not in _SETTINGS
@@ -289,5 +318,5 @@ def _passes_on(target: Any, name: str, seen: tuple[Any, ...], *, is_async: bool)
     body = None if code is None else _body(code)
     if body is None or name not in body.parameters:
         return False
-    use = body.uses_of_name(name, frozenset((name,)), _names_in(target, body), seen)
+    use = body.uses_of_name(name, frozenset((name,)), _names_in(target, body), seen, is_list=is_list)
     return not (use.reason or use.is_returned)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import re
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
@@ -204,9 +204,8 @@ class _WiredAdapter:
     async def acall(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
         call = self._started(lm, lm_kwargs, signature, demos, inputs)
         if call is None:
-            for value in inputs.values():
-                if type(value) is _Pending:
-                    await asyncio.wrap_future(value.call.outputs)
+            for pending in _pending_in(inputs):
+                await asyncio.wrap_future(pending.call.outputs)
             return await self.inner.acall(lm, lm_kwargs, signature, demos, _settled(inputs))
         return call.values() if call.is_pending else await asyncio.wrap_future(call.outputs)
 
@@ -229,7 +228,7 @@ class _WiredAdapter:
         outputs = signature.output_fields
         needed = [name for name in outputs if use.fields is None or name in use.fields]
         is_pending = not use.reason and all(is_plain(outputs[name].annotation) for name in needed)
-        if not is_pending and not any(type(value) is _Pending for value in inputs.values()):
+        if not is_pending and not any(True for _ in _pending_in(inputs)):
             return None
         call = WiredCall(self._run, self.inner, lm, lm_kwargs, signature, demos, inputs, is_pending)
         self._run.start(call, is_pending=is_pending)
@@ -358,6 +357,10 @@ class WiredCall:
 
     async def _given(self, value: Any) -> Any:
         """An input: a placeholder where the prompt can refer to the value."""
+        if type(value) is list:
+            for pending in _pending_in({"": value}):
+                await pending.call._has_ended.wait()
+            return [one.value() if type(one) is _Pending else one for one in value]
         if type(value) is not _Pending:
             return value
         source = value.call
@@ -427,6 +430,14 @@ def is_plain(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return all(isinstance(value, str) for value in get_args(annotation))
     return annotation in (str, int, bool)
+
+
+def _pending_in(inputs: dict[str, Any]) -> Iterator[_Pending]:
+    """The pending outputs among a predictor's inputs, and in lists of them."""
+    for value in inputs.values():
+        for one in value if type(value) is list else [value]:
+            if type(one) is _Pending:
+                yield one
 
 
 def _unwired_adapter(adapter: Any) -> str:

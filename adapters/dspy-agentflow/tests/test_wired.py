@@ -276,10 +276,29 @@ def wired_inside(self: Any, topic: str) -> Any:
     return self.second(draft=made.title)
 
 
-@pytest.mark.parametrize(("function", "num_refs"), [(in_context, 1), (wired_inside, 4)])
-def test_settings_and_wired_programs_in_programs(function: Any, num_refs: int) -> None:
-    backend = both(Forward(function, essay=Essay()), ADAPTERS[0], 1, topic="rivers")
+@pytest.mark.parametrize(("function", "num_sent", "num_refs"), [(in_context, 2, 1), (wired_inside, 3, 4)])
+def test_settings_and_wired_programs_in_programs(function: Any, num_sent: int, num_refs: int) -> None:
+    backend = both(Forward(function, essay=Essay()), ADAPTERS[0], num_sent, topic="rivers")
     assert backend.num_refs == num_refs
+
+
+def in_parts(self: Any, topic: str) -> Any:
+    made = [self.first(topic=f"{topic} {number}") for number in range(3)]
+    texts = [one.draft for one in made]
+    each = [self.second(draft=one.draft) for one in made]
+    answers: list[Any] = []
+    for text in texts:
+        last = self.second(draft=text)
+    whole = self.more["merge"](texts=[one.answer for one in each], first=texts[0], last=last.answer)
+    return dspy.Prediction(made=made, texts=texts, whole=whole.verdict, first=each[0]["answer"], all=answers)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=IDS)
+def test_calls_of_comprehensions_are_sent_together(adapter: Any) -> None:
+    merge = dspy.Predict("texts: list[str], first, last -> verdict")
+    backend = both(Forward(in_parts, merge=merge), adapter, 9, topic="rivers")
+    assert backend.num_gens == 10
+    assert backend.num_refs >= 6  # the last call needs a list, so it waits
 
 
 def uses_text(self: Any, topic: str) -> Any:
