@@ -1,3 +1,3 @@
-"""Programs as data: ``graph`` can be drawn, optimised and submitted as one op, and ``trace`` makes it by
-running a program on a link that only collects ops.
+"""Programs as data: a ``graph`` can be drawn and submitted as one op, ``optimise`` rewrites it, and ``trace``
+makes it by running a program on a link that only collects ops.
 """

@@ -1049,9 +1049,9 @@ export interface LiveNode {
   id: number;
   /** Its state, which may be closed if the node is done. */
   state: number;
-  /** Its op, or `reply`. */
+  /** Its op, `reply`, or `gather`: the end of a submitted graph. */
   kind: string;
-  /** 0: a fork; by default `0`. */
+  /** 0: a fork, or the end of a submitted graph; by default `0`. */
   var?: number;
   /** By default `""`. */
   name?: string;

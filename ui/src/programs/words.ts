@@ -13,6 +13,7 @@ const KINDS: Readonly<Record<string, string>> = {
   done: "end",
   expect: "value from the client",
   fork: "fork",
+  gather: "end of a submitted graph",
 };
 
 const MISSES: Readonly<Record<string, string>> = {
