@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol, TypeAlias
 
+from agentflow.protocol.events import Usage
+
 Settle: TypeAlias = Callable[[float | None], None]
 """Called when a call has ended, with its cost; None: it is unknown, as the answer was lost."""
 
@@ -26,6 +28,9 @@ class Payer(Protocol):
             RateLimited: The payer cannot pay as much now.
             NotSupported: The payer does not pay for calls of unknown price.
         """
+
+    def waste(self, usage: Usage) -> None:
+        """Counts the tokens of a call that are in no value's usage. Their cost is part of the call's."""
 
 
 PAYER: ContextVar[Payer | None] = ContextVar("payer", default=None)

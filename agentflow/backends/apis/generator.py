@@ -505,6 +505,8 @@ class ApiGenerator:
             except Exception as error:  # of one call, not of all that share the task group
                 logger.exception("a call failed because of a fault of the backend")
                 ahead.fail(EngineFailed(f"the call failed: {error!r}"))
+        if ahead.scope.cancelled_caught:
+            ahead.leave(len(request.body) // CHARS_PER_TOKEN)
 
     async def _taken(
         self,
@@ -579,6 +581,8 @@ class ApiGenerator:
             ahead.num_users -= 1
             if not ahead.num_users:
                 ahead.scope.cancel()
+                if ahead.answer is not None:
+                    ahead.leave(0)
 
     async def _answered(
         self,

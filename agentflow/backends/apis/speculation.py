@@ -24,6 +24,7 @@ from agentflow.errors import AgentflowError, NotSupported
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Upcoming, UpcomingGen
+from agentflow.runtime.payer import PAYER
 
 CHARS_PER_TOKEN = 3
 """To estimate the tokens of fixed text, which the model writes too."""
@@ -48,6 +49,7 @@ class Ahead:
         self.num_users = 1
         self.num_served = 0
         self.scope = anyio.CancelScope()
+        self._payer = PAYER.get()
         self._ends: list[int] = [len(before)]  # where the deltas end
         self._charged = Usage()
         self._changed = anyio.Event()
@@ -141,6 +143,17 @@ class Ahead:
         """The pieces of the text from character ``start`` on, as they came: at least one token each."""
         ends = [start, *self._ends[bisect_right(self._ends, start) :]]
         return [self.text[first:end] for first, end in pairwise(ends)]
+
+    def leave(self, num_read: int) -> None:
+        """The call is over and has no users any more: its payer counts the tokens that no value was charged.
+
+        Args:
+            num_read: The estimated tokens of the prompt, for a call that was cancelled.
+        """
+        usage = Usage(num_read, 0, len(self._ends) - 1) if self.answer is None else self.answer.usage
+        if self._payer is not None:
+            self._payer.waste(usage - self._charged)
+        self._charged = usage
 
     def charge(self, num_tokens: int) -> Usage:
         """The usage of the next value, of ``num_tokens`` tokens: once the call's is known, all that was not

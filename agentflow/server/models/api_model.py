@@ -546,3 +546,7 @@ class _TenantPayer:
                     self._call.is_paid = True
 
         return end
+
+    def waste(self, usage: Usage) -> None:
+        """Counts tokens that are in no value's usage."""
+        self._generator.charge(_unpaid(usage))

@@ -244,6 +244,26 @@ async def test_stats_are_of_the_tenant_alone(tmp_path: Path) -> None:
     assert stats.cost > 0
 
 
+async def test_tokens_that_no_value_took_are_counted() -> None:
+    """The call goes on for a gen whose place in the turn the model does not reach."""
+    words = ("Name: Ada\n", "Work: ")
+    async with (
+        served_apis([stream(text_chunks(*words), Hold())]) as served,
+        af.session(served.ws_url) as flow,
+    ):
+        async with flow.state() as s:
+            s += af.user("Who?")
+            s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
+            assert await s["name"] == "Ada"
+            with pytest.raises(NotSupported):
+                await s["job"]
+        await served.vendor.wait_until_gone()
+        await served.server.service.models.until_idle()
+        stats = await flow.stats()
+    assert stats.generated_tokens == len(words)
+    assert stats.prompt_tokens > 0
+
+
 async def test_stats_are_the_sums_of_the_sessions_models() -> None:
     async with served_apis(last_words, BOTH) as served, af.session(served.ws_url, model="claude") as flow:
         usages = []
