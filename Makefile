@@ -222,16 +222,18 @@ WITH_WHEELS = site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 gpu-check: ## compare the model on this machine's GPU with its CPU and with the GPU's limits
 	@$(WITH_WHEELS) $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
 
-# The tests marked gpu and only_gpu come first. Those that need the default model need a network. Warnings depend on the
+# Tests without these marks do not use the GPU. Those that need the default model need a network. Warnings depend on the
 # versions of the packages, which are not pinned here.
 GPU_TESTS := tests/engine tests/kernels
-GPU_MARKS := not full and not model
+GPU_MARKS := (gpu or only_gpu) and not full and not model
+GPU_TEST_S := 600
 gpu-test: JOBS := $(if $(filter file,$(origin JOBS)),8,$(JOBS))
 gpu-test: export AGENTFLOW_DEVICE := cuda
-gpu-test: ## run the tests of the engine and the kernels on this machine's GPU
+gpu-test: ## run the tests of the engine and the kernels that use this machine's GPU
 	@if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  echo "gpu-test: there is no CUDA GPU here, or no torch that finds it, so nothing was tested"; exit 0; \
-	fi; $(WITH_WHEELS) $(PYTHON) -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
+	fi; $(WITH_WHEELS) timeout --kill-after 30 $(GPU_TEST_S) \
+	  $(PYTHON) -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
 	  --durations 20 -W default -m '$(GPU_MARKS)' $(GPU_TESTS) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, pyright, spelling, and the directions of imports

@@ -31,8 +31,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Containers often forbid it: hundreds of child processes, and each worker, would compile all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Without a GPU, Triton's interpreter runs the kernels that are for one.
-if not os.path.exists("/dev/nvidiactl") and os.environ.get("AGENTFLOW_DEVICE") != "cuda":
+# Only ``make gpu-test`` uses a GPU. Elsewhere torch finds none, engines without a device run on the CPU, and
+# Triton's interpreter runs the kernels for GPUs.
+if os.environ.get("AGENTFLOW_DEVICE") != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests compute in the event loop, and would be warned of it.
 os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
@@ -56,17 +58,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
 
 @pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests with ``trio_in_full`` as ``full`` on trio, and those of the default model as ``model``. On
-    a GPU, the tests that use it come first."""
+    """Marks tests with ``trio_in_full`` as ``full`` on trio, and those of the default model as
+    ``model``."""
     for item in items:
         if not {"model_folder", "model_url"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
         on_trio = getattr(item, "callspec", None) is not None and "trio" in item.callspec.params.values()  # type: ignore[attr-defined]
         if on_trio and item.get_closest_marker("trio_in_full"):
             item.add_marker(pytest.mark.full)
-    if os.environ.get("AGENTFLOW_DEVICE") == "cuda":
-        marks = {"gpu", "only_gpu"}
-        items.sort(key=lambda item: marks.isdisjoint([mark.name for mark in item.iter_markers()]))
 
 
 def pytest_collection_finish() -> None:

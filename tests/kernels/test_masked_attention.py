@@ -79,6 +79,7 @@ def test_each_row_sees_its_window(
     assert_windows("torch", case, rows, rule, has_sinks)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="triton is for x86-64 and Linux")
 @settings(max_examples=8)
 @given(batches(4), RULES, st.booleans(), st.integers(0, 1000))
@@ -89,7 +90,10 @@ def test_each_row_sees_its_window_on_a_gpu(
     assert_windows("triton", case, rows, rule, has_sinks)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=[pytest.mark.gpu] if name == "triton" else []) for name in IMPLEMENTATIONS],
+)
 @pytest.mark.parametrize("head_dim", [8, 96, 264])
 @pytest.mark.parametrize("window", [0, 70, 130])
 def test_windows_over_long_contexts(

@@ -22,6 +22,7 @@ from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
 
 pytestmark = pytest.mark.gpu
+NATIVE = ("native",) if DEVICE == "cpu" else ()  # these kernels are for CPUs
 
 
 def assert_equal_to_transformers(
@@ -145,8 +146,8 @@ def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        *((name, kernels) for kernels in ("native", "torch", "reference") for name in MODELS),
-        *((name, "native") for name in COMPOSED),
+        *((name, kernels) for kernels in (*NATIVE, "torch", "reference") for name in MODELS),
+        *((name, kernels) for kernels in NATIVE for name in COMPOSED),
         *(pytest.param(name, "torch", marks=pytest.mark.full) for name in COMPOSED),
     ],
 )
