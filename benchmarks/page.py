@@ -113,8 +113,11 @@ REMARKS = {
     "gpu": (
         "A random model with the shapes of Llama 3.1 8B in bfloat16. `of_limit`: the least time for a step's "
         "bytes and operations on this GPU, whose limits are measured in the same run, over its time; "
-        "`over_torch`: the time of the step with torch's operations over its time. The last two compare the "
-        "attention of one layer over shared prefixes with attention that reads them for each request. "
+        "`over_torch`: the time of the step with torch's operations over its time. `attention_gain` compares "
+        "the attention of one layer over shared prefixes with attention that reads them for each request; "
+        "`outside_kernels` is the part of a step in which no kernel runs. `choice` figures are for a "
+        "vocabulary of 128,256, and `int8` and `int4` ones for the products of one layer; `over_bf16`: the "
+        "time of cuBLAS with weights in bfloat16 over their time. "
         "[Kernels](internals/kernels.md#how-a-forward-pass-runs-on-a-gpu) says what was tried."
     ),
     "ablation": (
