@@ -183,8 +183,9 @@ class TorchRunner:
                 has_head=embedding is None,
             )
             self._model, described = loaded.model, _described(loaded, torch_dtype)
-            with torch.inference_mode():
-                self._model.prepare(self._kv_pool.layers)
+            if embedding is None:  # other models never decode
+                with torch.inference_mode():
+                    self._model.prepare(self._kv_pool.layers)
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)

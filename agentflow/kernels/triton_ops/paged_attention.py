@@ -231,7 +231,8 @@ def attend(
     narrow_rows, wide_rows = block_rows(queries_per_kv)
     if q.is_cuda and len(units.narrow) and len(units.wide):
         # Neither launch fills the GPU until its end, so they run concurrently.
-        main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+        main = torch.cuda.current_stream(q.device)
+        side = _side_stream(main)
         side.wait_stream(main)
         launch(units.wide, wide_rows)
         with torch.cuda.stream(side):
@@ -251,8 +252,10 @@ def attend(
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream(main: torch.cuda.Stream) -> Any:
+    """Returns a stream for work beside that of ``main``. While one thread captures a graph, the streams of
+    other threads must not be part of it."""
+    return torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
 
 def _options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:

@@ -14,6 +14,7 @@ import torch
 from support.engine.family_models import saved_model
 from torch import Tensor
 
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.forward import decoder
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput
@@ -30,6 +31,7 @@ from agentflow.kernels import triton_ops
 pytestmark = pytest.mark.skipif(not triton_ops.IS_INTERPRETED, reason="graphs are captured on a GPU")
 CPU = torch.device("cpu")
 CONFIG = llama_config(32, 48, 2, 4, 2, 100)
+WIDE_HEADS = llama_config(1056, 48, 2, 4, 2, 100)
 NUM_SLOTS = 200
 
 
@@ -49,8 +51,11 @@ class ReplayedGraphs(DecodeGraphs):
     """Graphs without a GPU."""
 
     num_captured = 0
+    has_memory = True
 
     def _capture(self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any) -> tuple[Any, Tensor]:
+        if not self.has_memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self.num_captured += 1
         num = form.num_rows
         plan = self._plans.capture_with(form, plan)
@@ -69,9 +74,9 @@ class Requests:
     cached: np.ndarray[Any, np.dtype[np.int64]]
 
     @classmethod
-    def on(cls, kernels: Kernels) -> Requests:
-        model = random_llama(CONFIG, kernels, torch.float32, CPU)
-        pool = torch.full((2, NUM_SLOTS, 2, 2, 8), torch.nan).unbind(0)
+    def on(cls, kernels: Kernels, config: DecoderConfig = CONFIG) -> Requests:
+        model = random_llama(config, kernels, torch.float32, CPU)
+        pool = torch.full((2, NUM_SLOTS, 2, 2, config.head_dim), torch.nan).unbind(0)
         return cls(model, kernels, pool, np.zeros(10, dtype=np.int64))
 
     @torch.inference_mode()
@@ -117,6 +122,25 @@ def test_f42d_graphs_compute_any_decode_steps(monkeypatch: pytest.MonkeyPatch) -
         torch.stack(graphed.pool), torch.stack(alone.pool), rtol=2e-4, atol=2e-4, equal_nan=True
     )
     assert graphs.num_captured == 4  # for 8, 2, 4 and 1 rows
+
+
+@pytest.mark.parametrize(("config", "has_memory"), [(WIDE_HEADS, True), (CONFIG, False)])
+def test_steps_run_without_graphs(
+    config: DecoderConfig, has_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plans of wide heads are not at fixed addresses, and a GPU may have no memory for graphs."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    alone, graphed = Requests.on(torch_ops, config), Requests.on(triton_ops, config)
+    graphs = ReplayedGraphs(graphed.model._forward, triton_ops, config.num_heads, config.num_kv_heads)
+    graphs.has_memory = has_memory
+    graphed.model._graphs = graphs
+    graphs.prepare(graphed.pool)
+    rng = np.random.default_rng(0)
+    for requests, counts in [([0, 1, 2], [3, 1, 6]), ([0, 1], [1, 1]), ([2, 0], [1, 1])]:
+        tokens = rng.integers(0, 100, sum(counts))
+        expected = alone.step(requests, counts, tokens)
+        torch.testing.assert_close(graphed.step(requests, counts, tokens), expected, rtol=2e-4, atol=2e-4)
+    assert graphs.num_captured == 0
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values

@@ -8,6 +8,7 @@ rows have no slot, and their results are dropped.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows for which graphs are captured."""
 CAPTURE_S = 20.0
+MAX_HEAD_DIM = 256
+"""The largest size of a head in graphs: kernels compute larger ones by plans that a graph cannot read."""
+_capturing = threading.Lock()
+"""torch captures one graph at a time in a process, and the engines of a process have threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class DecodeGraphs:
         self._windows = windows
         self._plans: Any = None
         self._kv_layers: tuple[Tensor, ...] = ()
-        self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # By form; None: the GPU has no memory for the graph.
+        self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._num_rows = 0  # the columns of ``_arrays`` from here on are padding
 
     def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
@@ -99,10 +105,10 @@ class DecodeGraphs:
         plan = self._kernels.plan_attention(batch, kv_layers[0].dtype, kv_layers[0].device)
         began = time.perf_counter()
         for form in self._plans.forms():
-            if time.perf_counter() - began > CAPTURE_S:
+            if time.perf_counter() - began > CAPTURE_S or not self._keep(form, kv_layers, plan):
                 break
-            self._captured[form] = self._capture(form, kv_layers, plan)
-        logger.info("captured %d graphs in %.1f s", len(self._captured), time.perf_counter() - began)
+        num = sum(captured is not None for captured in self._captured.values())
+        logger.info("captured %d graphs in %.1f s", num, time.perf_counter() - began)
 
     def run(self, given: DeviceInput) -> Tensor | None:
         """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
@@ -119,8 +125,11 @@ class DecodeGraphs:
             self._arrays[:, num : self._num_rows].copy_(self._padding[:, num : self._num_rows])
         self._num_rows = num
         if form not in self._captured:
-            self._captured[form] = self._capture(form, given.kv_layers, given.plan)
-        graph, hidden = self._captured[form]
+            self._keep(form, given.kv_layers, given.plan)
+        captured = self._captured[form]
+        if captured is None:
+            return None
+        graph, hidden = captured
         graph.replay()
         return hidden[:num] if given.has_all_rows else hidden.index_select(0, given.rows)
 
@@ -128,16 +137,34 @@ class DecodeGraphs:
         """Makes the tensors that the graphs read, unless they exist for this KV pool already."""
         if kv_layers is self._kv_layers:
             return
-        device, num_slots = kv_layers[0].device, kv_layers[0].shape[0]
+        device, num_slots, head_dim = kv_layers[0].device, kv_layers[0].shape[0], kv_layers[0].shape[-1]
         self._captured.clear()
-        self._plans = self._kernels.static_plans(NUM_ROWS, num_slots, *self._heads, device, self._windows)
-        self._kv_layers = kv_layers
+        self._kv_layers, self._plans = kv_layers, None
+        if head_dim > MAX_HEAD_DIM:
+            return
+        plans = self._kernels.static_plans(NUM_ROWS, num_slots, *self._heads, device, self._windows)
         padding = torch.from_numpy(_PADDING).expand(3, NUM_ROWS[-1])
         self._padding = padding.contiguous().to(device)
         self._arrays = self._padding.clone()
         self._num_rows = 0
         self._all_rows = torch.arange(NUM_ROWS[-1], device=device)
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: the libraries keep memory for each stream that they have used.
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._plans = plans
+
+    def _keep(self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any) -> bool:
+        """Captures the graph of a form, and keeps it. Returns whether there was enough memory."""
+        self._captured[form] = None
+        try:
+            self._captured[form] = self._capture(form, kv_layers, plan)
+        except torch.OutOfMemoryError as error:
+            logger.warning(
+                "no memory for the graph of %d rows, which run more slowly: %s", form.num_rows, error
+            )
+        return self._captured[form] is not None
 
     def _capture(
         self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any
@@ -146,13 +173,14 @@ class DecodeGraphs:
         plan = self._plans.capture_with(form, plan)
         inputs = DeviceInput(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ())
         # Compiles kernels and creates handles. This computes the batch, which the replay then computes again.
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._forward(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process may allocate memory meanwhile.
+        with _capturing, torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             hidden = self._forward(inputs)
         return graph, hidden
 

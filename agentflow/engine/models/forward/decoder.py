@@ -99,10 +99,6 @@ def _tree_lens(trees: object) -> list[int]:
     return [int(prefix_lens.max()) + int(path_lens.max())]
 
 
-MAX_HEAD_DIM = 256
-"""The largest size of a head in graphs: kernels compute larger ones by plans that a graph cannot read."""
-
-
 class Decoder:
     """Weights and forward pass. Keeps no state between calls: the KV pool is an argument.
 
@@ -139,7 +135,7 @@ class Decoder:
         self._head = head
         self._is_queued = kernels.ruled_attention is not None and not config.latent and not config.experts
         self._graphs: DecodeGraphs | None = None
-        if final_norm.weight.device.type == "cuda" and self._is_queued and config.head_dim <= MAX_HEAD_DIM:
+        if final_norm.weight.device.type == "cuda" and self._is_queued:
             self._graphs = self.graphs()
         scale = torch.tensor(config.embedding_scale, dtype=final_norm.weight.dtype)
         self._embedding_scale = float(scale)
