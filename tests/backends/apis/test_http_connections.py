@@ -174,15 +174,16 @@ async def test_an_endless_head_is_an_error(answer: RawAnswer) -> None:
         await connections.aclose()
 
 
-async def test_an_answer_before_the_end_of_the_request_is_read() -> None:
+@pytest.mark.parametrize("closes", [False, True])
+async def test_an_answer_before_the_end_of_the_request_is_read(closes: bool) -> None:
+    is_over = anyio.Event()
+
     async def refuse(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             await stream.receive(10)
             await stream.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
-            await stream.send_eof()
-            with anyio.move_on_after(20):
-                async for _ in stream:
-                    pass
+            if not closes:  # and reads nothing
+                await is_over.wait()
 
     async with (
         await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
@@ -190,9 +191,25 @@ async def test_an_answer_before_the_end_of_the_request_is_read() -> None:
     ):
         group.start_soon(listener.serve, refuse)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        found = await answered(pool(), f"http://127.0.0.1:{port}", b"x" * 3_000_000)
-        assert found[0] == 413
+        connections = pool()
+        for _ in range(3):  # with a new connection for each, because the request was not sent whole
+            request = httpx2.Request("POST", f"http://127.0.0.1:{port}", content=b"x" * 25_000_000)
+            with anyio.fail_after(30):
+                response = await connections.handle_async_request(request)
+            assert response.status_code == 413
+            await response.aclose()
+        is_over.set()
+        await connections.aclose()
         group.cancel_scope.cancel()
+
+
+async def test_a_connection_is_used_again_after_a_large_request() -> None:
+    async with fake_server([WHOLE, WHOLE]) as server:
+        connections = pool()
+        for _ in range(2):
+            assert await asked(connections, server, b"x" * 3_000_000) == 200
+        assert server.num_connections == 1
+        await connections.aclose()
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx-b: c", b"a\nb", b"a\0"])

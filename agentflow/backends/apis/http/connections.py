@@ -25,6 +25,8 @@ from anyio.abc import ByteStream, SocketAttribute
 
 MAX_HEAD_BYTES = 100 * 1024
 """The most bytes of a response's head, and of its framing between two parts of its body."""
+SMALL_BYTES = 64 * 1024
+"""A request of this size fits into the buffers of the network, so that its sending does not wait."""
 _Origin = tuple[str, str, int]
 _FIELDS = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\r\n\0]*\r\n)*")
 _LOST = (anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError, OSError)
@@ -159,12 +161,18 @@ class _Connection:
         self.reason = b""
         self.http_version = b""
         self.headers: list[tuple[bytes, bytes]] = []
-        self.may_be_kept = False
+        self._keeps_alive = False
+        self._is_sent = False
         self._parts: list[bytes] = []  # of the body, that were not read yet
         self._num_framing_bytes = 0
         self._has_head = self._is_complete = False
 
     # The pool
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether the connection can become idle: the request was sent, and its response received, whole."""
+        return self._keeps_alive and self._is_sent
 
     @property
     def is_expired(self) -> bool:
@@ -191,8 +199,29 @@ class _Connection:
     async def exchange(self, head: bytes, body: bytes) -> None:
         """Sends a request, and receives the head of the response."""
         self._begin()
-        with suppress(*_LOST):  # a server may answer before it has read everything, and close
-            await self._stream.send(head + body)
+        if len(body) <= SMALL_BYTES:
+            await self._send(head + body)
+            await self._receive_head()
+            return
+        # A server may refuse a request before it has read everything, and read no more.
+        failure: httpx2.TransportError | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._send, head + body)
+            try:
+                await self._receive_head()
+            except httpx2.TransportError as error:
+                failure = error
+            if failure is not None or self.status >= 400:
+                group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _send(self, data: bytes) -> None:
+        with suppress(*_LOST):  # the server may have answered before
+            await self._stream.send(data)
+            self._is_sent = True
+
+    async def _receive_head(self) -> None:
         while not self._has_head:
             await self._receive()
 
@@ -218,7 +247,7 @@ class _Connection:
         except httptools.HttpParserUpgrade as error:
             raise httpx2.RemoteProtocolError("the server changes the protocol") from error
         except httptools.HttpParserError as error:
-            self.may_be_kept = False
+            self._keeps_alive = False
             if not self._is_complete:
                 raise httpx2.RemoteProtocolError(f"the answer is no HTTP ({error})") from error
         if self._parts or self._is_complete:
@@ -230,7 +259,7 @@ class _Connection:
 
     def _end(self) -> None:
         """The server has closed the connection, which is the end of a body without a length."""
-        self.may_be_kept = False
+        self._keeps_alive = False
         names = {name.lower() for name, _ in self.headers}
         if not self._has_head:
             raise httpx2.RemoteProtocolError("the server closed the connection without an answer")
@@ -241,7 +270,7 @@ class _Connection:
     # The parser
 
     def on_message_begin(self) -> None:
-        self.may_be_kept = False  # also if the server sends a second response
+        self._keeps_alive = False  # also if the server sends a second response
 
     def on_status(self, reason: bytes) -> None:
         self.reason += reason
@@ -265,7 +294,7 @@ class _Connection:
         if not self._has_head:  # an informational response, before the real one
             self.headers, self.reason = [], b""
             return
-        self.may_be_kept = not self._is_complete and self._parser.should_keep_alive()
+        self._keeps_alive = not self._is_complete and self._parser.should_keep_alive()
         self._is_complete = True
 
 
