@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
-from agentflow.protocol.images import Image, PlacedImage, parts_of
+from agentflow.protocol.images import Image, PlacedImage, check_source, parts_of
 from agentflow.protocol.schema_walk import subschemas
 
 ROLES: Final = ("system", "user", "assistant", "tool")
@@ -140,6 +140,8 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
             places = [0, *[placed.at for placed in message.images], len(message.content)]
             if places != sorted(places):
                 raise BadArgument("conversation: an image is outside its text", param="messages")
+            for placed in message.images:
+                check_source(placed.image.source, "messages")
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -19,6 +20,9 @@ MAX_IMAGE_BYTES: Final = 20_000_000
 UPLOAD_BYTES: Final = 3_000_000
 """The most bytes of an image in one op. In JSON, which has them in base64, they still fit into a frame."""
 DIGEST: Final = "sha256:"
+FILE: Final = re.compile(DIGEST + "[0-9a-f]{64}")
+"""The ``source`` of a file."""
+_MAX_URL_CHARS: Final = 8_000
 _STARTS: Final = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
 
 
@@ -65,11 +69,23 @@ def digest_of(data: bytes | bytearray) -> str:
     return DIGEST + hashlib.sha256(data).hexdigest()
 
 
+def check_source(source: str, param: str) -> None:
+    """``BadArgument`` of ``param`` for another ``source`` than that of a file, or an ``https:`` URL."""
+    if not source.startswith("https:") and not FILE.fullmatch(source):
+        raise BadArgument(
+            f"image: the source must be sha256: with a digest, or an https: URL, not {source[:40]!r}",
+            param=param,
+        )
+    if len(source) > _MAX_URL_CHARS:
+        raise BadArgument(f"image: a URL has {_MAX_URL_CHARS:,} characters at most", param=param)
+
+
 def image_at(url: str) -> Image:
     """The image at an ``https:`` URL, or in a ``data:`` URL. ``BadArgument`` for another URL, and as
     ``image_file``."""
     head, comma, body = url.partition(",")
     if url.startswith("https:"):
+        check_source(url, "image")
         return Image(url)
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
         raise BadArgument(

@@ -15,7 +15,6 @@ checks it again before it runs. Checks that need the session's states and variab
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -34,7 +33,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import DIGEST, MAX_IMAGE_BYTES
+from agentflow.protocol.images import FILE, MAX_IMAGE_BYTES, check_source
 from agentflow.protocol.transform import check_transforms, check_written
 
 ROOT: Final = 1
@@ -42,9 +41,6 @@ ROOT: Final = 1
 GRAPH_TICKET: Final = 1
 """The root of a submitted graph reaches this ticket when all states of the graph have ended."""
 MAX_GRAPH_OPS: Final = 10_000
-
-_FILE: Final = re.compile(DIGEST + "[0-9a-f]{64}")
-_MAX_URL_CHARS: Final = 8_000
 
 OP_BYTES: Final = 600
 """The memory of a waiting op in bytes, without the op itself."""
@@ -79,18 +75,14 @@ def _check_upload(op: ops.Upload) -> None:
         raise BadArgument(f"upload: an image has 1 to {MAX_IMAGE_BYTES:,} bytes, not {op.size:,}")
     if not 0 <= op.at <= op.size - len(op.data):
         raise BadArgument(f"upload: {len(op.data):,} bytes at {op.at:,} of {op.size:,}")
-    if not _FILE.fullmatch(op.source):
+    if not FILE.fullmatch(op.source):
         raise BadArgument(f"upload: {op.source[:100]!r} is no digest of a file")
 
 
-def _check_image(op: ops.Image) -> None:
-    if not op.source.startswith("https:") and not _FILE.fullmatch(op.source):
-        raise BadArgument(
-            f"image: the source must be sha256: with a digest, or an https: URL, not {op.source[:40]!r}",
-            param="source",
-        )
-    if len(op.source) > _MAX_URL_CHARS:
-        raise BadArgument(f"image: a URL has {_MAX_URL_CHARS:,} characters at most", param="source")
+def _require_converse(op: ops.Converse, capabilities: Capabilities) -> None:
+    capabilities.require_conversations()
+    if op.conversation.images:
+        capabilities.require_images()
 
 
 def _check_tools(op: ops.Tools) -> None:
@@ -180,13 +172,13 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Upload: OpSpec(check=_check_upload),
     ops.Release: OpSpec(),
     ops.Image: _step(
-        check=_check_image,
+        check=lambda op: check_source(op.source, "source"),
         require=lambda op, capabilities: capabilities.require_images(),
         label=lambda op, names: "image",
     ),
     ops.Converse: _step(
         check=lambda op: op.conversation.check(),
-        require=lambda op, capabilities: capabilities.require_conversations(),
+        require=_require_converse,
         label=lambda op, names: f"conversation of {len(op.conversation.messages)} messages",
     ),
     ops.Tools: _step(

@@ -123,7 +123,10 @@ def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
         ([{"\ud83d": 1}], "is not a message"),
         ([{"content": "x"}], "is not a message: Object missing required field `role`"),
         ([{"role": "user", "content": ["x"]}], "is not a message: Expected `object`, got `str`"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only texts are taken"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "missing required field `url`",
+        ),
         ([{"role": "user", "text": "x"}], "is not a message: Object contains unknown field `text`"),
         ([{"role": "judge", "content": "x"}], "unknown role 'judge' (known: system, user, assi"),
         ([af.Message("judge", "x")], "unknown role 'judge'"),

@@ -7,8 +7,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from agentflow.errors import ProtocolError
+from agentflow.errors import BadArgument, NotSupported, ProtocolError
 from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation, Message
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.images import Image, PlacedImage
 from agentflow.protocol.op_table import (
     OPS,
     declared,
@@ -19,6 +22,7 @@ from agentflow.protocol.op_table import (
     opened,
     references,
     rejected,
+    require,
 )
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized
@@ -92,3 +96,28 @@ def test_a_rejected_op_names_what_it_would_have_declared() -> None:
     assert rejected(ops.Provide(2), error).names == {2: ""}
     assert rejected(ops.SubmitGraph(11, GRAPH, outputs=(7,)), error).names == {17: "end"}
     assert {rejected(op, error).kind for op in GRAPH} == {kind_of(op) for op in GRAPH}
+
+
+def shown(source: str) -> list[ops.Op]:
+    """The ops that show an image."""
+    message = Message("user", "", images=(PlacedImage(0, Image(source)),))
+    return [ops.Image(1, source), ops.Converse(1, Conversation((message,)))]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_image_needs_a_model_with_vision(number: int) -> None:
+    op = shown("https://example.org/x.png")[number]
+    OPS[type(op)].check(op)
+    require(op, Capabilities("m", conversations=True, images=True))
+    with pytest.raises(NotSupported):
+        require(op, Capabilities("m", conversations=True))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    "source", ["http://example.org/x.png", "file:///x.png", "data:image/png;base64,", "https:" + "x" * 9_000]
+)
+def test_an_image_is_an_uploaded_file_or_behind_https(source: str, number: int) -> None:
+    op = shown(source)[number]
+    with pytest.raises(BadArgument):
+        OPS[type(op)].check(op)

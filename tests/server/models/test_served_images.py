@@ -95,3 +95,15 @@ async def test_the_turns_of_the_assistant_have_no_images() -> None:
     async with served_apis([]) as served:
         answer = await post(served.url, "/v1/chat/completions", body)
     assert answer.status_code == 400
+
+
+async def test_a_model_without_vision_continues_no_response_with_images() -> None:
+    models = {"gpt": "openai:gpt-4.1-mini", "blind": "vllm:words"}
+    path, body = REQUESTS["responses"]
+    async with served_apis([text_stream("a cat"), text_stream("a dog")], models) as served:
+        first = await post(served.url, path, body)
+        assert first.status_code == 200, first.text
+        follows = {"input": "And now?", "previous_response_id": first.json()["id"]}
+        refused = await post(served.url, path, follows, model="blind")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+        assert (await post(served.url, path, follows)).status_code == 200

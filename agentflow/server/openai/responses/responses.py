@@ -27,6 +27,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
+from agentflow.server.compatible.images import check_images
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import announce, report, stream_completion
@@ -161,6 +162,9 @@ class _Turn:
         elif body.previous_response_id is not None:
             self._history = _history_of(call, body.previous_response_id)
             before = self._history.messages()
+        if any(message.images for message in before):  # another model may have read them
+            place = "conversation" if self._history is None else "previous_response_id"
+            check_images(place, generator.capabilities)
         given = items_of(body.input)
         if not given and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
