@@ -47,16 +47,24 @@ class Uploads:
         found: list[ops.Op] = []
         while self._unused:
             source = self._unused.popleft()
-            if source in self._sent and known_file(source) is None:  # not loaded again meanwhile
-                self._sent.remove(source)
-                found.append(ops.Release(source))
+            if source not in self._sent:
+                continue
+            if (image := known_file(source)) is not None:  # loaded again meanwhile
+                self._release_after(image)
+                continue
+            self._sent.remove(source)
+            found.append(ops.Release(source))
         for op in sent:
             for image in images_in(op) if type(op) in REFERRING else ():
                 if image.source not in self._sent:
                     self._sent.add(image.source)
-                    finalize(image, self._unused.append, image.source).atexit = False
+                    self._release_after(image)
                     found += parts_of_upload(image)
         return found
+
+    def _release_after(self, image: Image) -> None:
+        """Notes the image as unused when nothing refers to it any more."""
+        finalize(image, self._unused.append, image.source).atexit = False
 
     def clear(self) -> None:
         """The backend has lost all images."""

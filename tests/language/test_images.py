@@ -76,6 +76,23 @@ async def test_an_image_is_released_when_nothing_uses_it():
     assert [op.source for op in observed.of(ops.Upload)] == [digest(one) for one in (first, second, first)]
 
 
+async def test_an_image_that_is_loaded_again_is_released_later():
+    first, other = png("loaded twice"), png("another")
+    observed = Observed(af.Scripted("a"))
+    async with af.session(backend=observed) as flow:
+        for _ in range(2):  # the second time, nothing was sent since the first image left
+            async with flow.state() as s:
+                s += af.user(af.image(first))
+                await s
+            del s
+            gc.collect()
+        async with flow.state() as s:
+            s += af.user(af.image(other))
+            await s
+    assert observed.of(ops.Release) == [ops.Release(digest(first))]
+    assert [op.source for op in observed.of(ops.Upload)] == [digest(first), digest(other)]
+
+
 async def test_a_script_sees_the_images_of_its_prompt():
     data = png("seen")
     backend = af.Scripted("a cat")
