@@ -223,6 +223,19 @@ async def test_a_failure_of_the_judge_is_raised() -> None:
         await grade.trace().optimised(reorder=True, judge=judge)
 
 
+async def says_no(old: str, new: str) -> Any:
+    return "no"
+
+
+@pytest.mark.parametrize(
+    "judge", [says_no, lambda old, new: True, "yes"], ids=["a text", "not async", "no function"]
+)
+async def test_other_judges_than_async_functions_that_return_a_bool_are_rejected(judge: Any) -> None:
+    with pytest.raises(af.errors.BadArgument) as caught:
+        await grade.trace().optimised(reorder=True, judge=judge)
+    assert caught.value.param == "judge"
+
+
 @pytest.mark.parametrize("options", [{"reorder": True}, {"judge": accept}])
 def test_reorder_and_judge_are_given_together(options: Any) -> None:
     with pytest.raises(af.errors.BadArgument, match="reorder=True and a judge"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import isawaitable
 from typing import Any, Literal, NamedTuple, overload
 
 from agentflow.errors import BadArgument
@@ -150,10 +151,12 @@ class Graph:
         Args:
             reorder: Also move constant passages.
             judge: An async function of the old and the new text of a turn, with the names of variables in
-                braces. It returns whether the meaning stays. It may ask a model.
+                braces. It returns whether the meaning stays, True or False. It may ask a model. Its
+                exceptions propagate.
 
         Raises:
-            BadArgument: ``reorder`` without a judge, or a judge without ``reorder``.
+            BadArgument: ``reorder`` without a judge, or a judge without ``reorder``. When it is awaited: the
+                judge is no async function, or returns something else than a bool.
 
         >>> @af.program
         ... async def greet(s: af.State, name: str) -> str:
@@ -184,7 +187,17 @@ async def _reordered(graph: Graph, judge: Judge) -> Graph:
     found = list(graph.ops)
 
     async def attempt(move: Move) -> None:
-        if await judge(move.old, move.new):
+        answer = judge(move.old, move.new) if callable(judge) else None
+        if not isawaitable(answer):
+            raise BadArgument(
+                f"optimised: the judge must be an async function, not {judge!r:.80}", param="judge"
+            )
+        is_allowed = await answer
+        if not isinstance(is_allowed, bool):  # the text "no" would be true
+            raise BadArgument(
+                f"optimised: the judge must return True or False, not {is_allowed!r:.80}", param="judge"
+            )
+        if is_allowed:
             found[move.at] = move.op
 
     async with open_task_group() as group:
