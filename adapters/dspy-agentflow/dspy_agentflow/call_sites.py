@@ -76,8 +76,11 @@ def pending_use(roots: Container[CodeType], depth: int = 1) -> Use:
     return Use() if frame is not None else Use(reason="another thread or task makes the call")
 
 
-def unwired_calls(module: Any, *, is_async: bool = False) -> Iterator[UnwiredPart]:
-    """Yields the calls in the module's function, and in those of its parts, that the code waits for."""
+def unwired_calls(
+    module: Any, roots: Container[CodeType] = (), *, is_async: bool = False
+) -> Iterator[UnwiredPart]:
+    """Yields the calls in the module's function, and in those of its parts, that the code waits for.
+    ``roots``: as in ``pending_use``."""
     code = _code_of(module, is_async=is_async)
     if type(module) in LEAVES or code is None:
         return
@@ -90,11 +93,15 @@ def unwired_calls(module: Any, *, is_async: bool = False) -> Iterator[UnwiredPar
         target = _resolved(call.func, names)
         if not isinstance(target, dspy.Module):
             continue
+        part = ast.unparse(call.func).removeprefix("self.")
+        if _code_of(target, is_async=is_async) in roots:
+            yield UnwiredPart(part, f"line {body.line(call)}: it is wired separately")
+            continue
         use = body.use_of(call, names)
         if use.reason:
-            yield UnwiredPart(ast.unparse(call.func).removeprefix("self."), use.reason)
+            yield UnwiredPart(part, use.reason)
         if target is not module:
-            yield from unwired_calls(target, is_async=is_async)
+            yield from unwired_calls(target, roots, is_async=is_async)
 
 
 def _use_in(

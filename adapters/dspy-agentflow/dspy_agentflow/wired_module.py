@@ -53,13 +53,16 @@ def wired(module: dspy.Module) -> WiredModule:
 
     ``dspy.Predict`` and ``dspy.ChainOfThought`` are wired where the code only passes their outputs to other
     predictors and returns them. Other calls are waited for, as in DSPy; ``unwired`` lists them.
+    ``BadArgument`` for anything but a module.
 
     >>> program = wired(Essay())  # its forward: outline = self.outline(topic=topic), self.write(outline=…)
     >>> program.unwired
     ()
     >>> program(topic="rivers").essay
     """
-    return WiredModule(module)
+    if not isinstance(module, dspy.Module):
+        raise af.errors.BadArgument(f"wired: give a dspy.Module, not {module!r:.80}", param="module")
+    return WiredModule(module.module if isinstance(module, WiredModule) else module)
 
 
 class WiredModule(dspy.Module):
@@ -81,7 +84,7 @@ class WiredModule(dspy.Module):
             for name, predictor in self.named_predictors()
             if not isinstance(predictor.lm or dspy.settings.lm, BaseAgentflowLM | None)
         ]
-        return (*models, *unwired_calls(self.module))
+        return (*models, *unwired_calls(self.module, _ROOTS))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""

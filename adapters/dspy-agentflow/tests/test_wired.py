@@ -422,6 +422,32 @@ def test_unwired_calls_are_listed() -> None:
         ]
 
 
+class WiredInside(dspy.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = wired(Sides())
+        self.last = dspy.Predict("draft -> answer")
+
+    def forward(self, topic: str) -> Any:
+        return self.last(draft=self.inner(topic=topic).verdict)
+
+
+def test_a_wired_program_in_a_wired_one_is_listed() -> None:
+    assert [part.part for part in wired(WiredInside()).unwired] == ["inner"]
+    both(WiredInside(), ADAPTERS[0], topic="rivers")
+
+
+def test_a_wired_program_is_wired_once() -> None:
+    program = Essay()
+    assert wired(wired(program)).module is program
+
+
+@pytest.mark.parametrize("given", [Essay, lambda topic: topic, "topic -> essay"])
+def test_only_modules_are_wired(given: Any) -> None:
+    with pytest.raises(af.errors.BadArgument, match=r"dspy\.Module"):
+        wired(given)
+
+
 def test_other_adapters_and_models_run_as_before() -> None:
     def xml(prompt: Any) -> str:
         names = ("draft", "is_long", "points", "share", "answer")
