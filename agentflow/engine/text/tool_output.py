@@ -271,6 +271,8 @@ class ToolOutput(PieceReader):
     def _read_after_arguments(self, is_over: bool) -> bool:
         assert self._heads is not None
         found = self._heads.after.match(self._held, partial=True)
+        if found is not None and found.partial and is_over and self._is_truncated:
+            return self._drop_call()  # only markup is left
         if found is None or (is_over and found.partial):
             self._state = _State.CALL_END
             return True
@@ -320,7 +322,7 @@ class ToolOutput(PieceReader):
         return True
 
     def _drop_call(self) -> bool:
-        """Handles an answer that was truncated before the name of a call."""
+        """Handles an answer that was truncated in the markup before the name of a call, or after a call."""
         self._held = self._space = ""
         self._state = _State.GAP
         return False
