@@ -83,6 +83,8 @@ def allowed_values(kind: inspect.Type) -> str:
             return f"one of {', '.join(map(str, values))}"
         case inspect.VarTupleType(item_type=item):
             return f"a list in which each item is {allowed_values(plain_type(item))}"
+        case inspect.StrType(pattern=str() as pattern):
+            return f"a text of the form {pattern.strip('^$')}"
         case _:
             return "a non-empty string"
 

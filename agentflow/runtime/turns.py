@@ -66,10 +66,12 @@ class Starts:
     __slots__ = ("_front", "_turn")
 
     def __init__(self) -> None:
-        self._front = anyio.Lock(fast_acquire=True)
+        self._front: anyio.Lock | None = None  # of the event loop in which the first task begins
         self._turn = Turn(MAX_STARTS)
 
     async def pause(self) -> None:
         """Waits until the task may begin: if it is not among the first ones, the event loop runs before."""
+        if self._front is None:
+            self._front = anyio.Lock(fast_acquire=True)
         async with self._front:
             await self._turn.pause()

@@ -30,7 +30,7 @@ from agentflow.server.anthropic.types import (
     ToolUseBlock,
     UrlSource,
 )
-from agentflow.server.compatible.images import image_of
+from agentflow.server.compatible.images import check_images, image_of
 from agentflow.server.errors import invalid_field
 
 _BETWEEN_MESSAGES = "\n\n"
@@ -123,6 +123,7 @@ class _Turns:
     def _part(self, block: object, place: str) -> str | Image:
         if not isinstance(block, ImageBlock):
             return _only_text(block, place)
+        check_images(place, self.model)
         match block.source:
             case Base64Source(media_type=media_type, data=data):
                 return image_of(f"data:{media_type};base64,{data}", f"{place}.source.data", self.model)

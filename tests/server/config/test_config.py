@@ -159,6 +159,7 @@ def test_engine_options_are_those_of_the_model():
         ({"kv_tokens": "0"}, ("--kv-tokens", "1", "'0'")),
         ({"memory_share": "nan"}, ("--memory-share", "0", "1", "nan")),
         ({"max_wait_s": "inf"}, ("--max-wait-s", "0", "inf")),
+        ({"device": "gpu"}, ("--device", "cpu", "cuda", "gpu")),
         ({"dtype": "int8"}, ("--dtype", "bfloat16", "float32", "int8")),
         ({"host": ""}, ("--host", "''")),
         (
@@ -265,6 +266,8 @@ def _value_of(kind: inspect.Type) -> st.SearchStrategy:
             return st.floats(kind.ge or kind.gt or 0, kind.le or 1e12, exclude_min=kind.gt is not None)
         case inspect.VarTupleType():
             return st.lists(_TEXTS, max_size=3)
+        case inspect.StrType(pattern=str() as pattern):
+            return st.from_regex(pattern, fullmatch=True)
         case _:
             return _TEXTS
 
@@ -319,6 +322,8 @@ def test_every_setting_has_a_flag_a_variable_and_a_key(name, file):
             value = 1 if kind.le == 1 else 5000
         case inspect.VarTupleType():
             value = ["a", "b"]
+        case inspect.StrType(pattern=str()):
+            value = "cpu"  # of the device, the only one
         case _:
             value = "a"
     written = str(value).lower() if isinstance(value, bool | int | float) else repr(value)

@@ -222,7 +222,7 @@ RESPONSES: list[Row] = [
     ({"nothing": 1}, "nothing", INVALID),
 ]
 MESSAGES: list[Row] = [
-    ({"messages": turns([IMAGE])}, "messages[0].content[0].type", UNSUPPORTED),
+    ({"messages": turns([IMAGE])}, "messages[0].content[0]", UNSUPPORTED),
     ({"messages": turns([{"type": "document"}])}, "messages[0].content[0].type", UNSUPPORTED),
     ({"messages": turns([THOUGHT])}, "messages[0].content[0]", VALUE),
     ({"messages": [*SAYS, *turns([SEARCHED], role="assistant")]}, None, UNSUPPORTED),
