@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from agentflow.kernels.inputs import BlockMatrix
 try:
     from agentflow.kernels import triton_ops
 except ImportError:  # for x86-64 and Linux
-    KERNELS = NATIVE_KERNELS
+    KERNELS, TRITON = NATIVE_KERNELS, None
 else:
     # On a GPU, each of these cases would be compiled; ``test_quantised_on_gpu`` has a few.
     compiled = pytest.mark.skipif(not triton_ops.IS_INTERPRETED, reason="takes minutes to compile")
@@ -25,6 +28,7 @@ else:
     KERNELS = pytest.mark.parametrize("kernels", [*NATIVE_PARAMS, TRITON])
 
 TYPES = pytest.mark.parametrize("block_type", native_ops.BLOCK_TYPES)
+ONE_OF_EACH_FORMAT = ("Q8_0", "Q4_1", "Q6_K", "Q4_K")  # in which Triton has the weights
 IN = 512  # two blocks of the largest types
 # Scales of K blocks are products of two numbers, which the panels round to float16.
 TOLERANCE = dict.fromkeys(native_ops.BLOCK_TYPES, 1e-6) | dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), 1e-3)
@@ -64,8 +68,17 @@ def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) ->
             kernels.embed(torch.tensor([70]), weight, torch.float32)
 
 
-@KERNELS
-@TYPES
+def product_cases() -> Iterator[Any]:
+    """Kernels and types of blocks. The interpreter takes 10 s for each type, so most are for ``test-full``."""
+    for block_type in native_ops.BLOCK_TYPES:
+        for native in NATIVE_PARAMS:
+            yield pytest.param(*native.values, block_type, id=f"{native.id}-{block_type}", marks=native.marks)
+        if TRITON is not None:
+            marks = TRITON.marks if block_type in ONE_OF_EACH_FORMAT else (*TRITON.marks, pytest.mark.full)
+            yield pytest.param(*TRITON.values, block_type, id=f"triton-{block_type}", marks=marks)
+
+
+@pytest.mark.parametrize(("kernels", "block_type"), product_cases())
 @given(
     num_rows=st.integers(1, 40), num_out=st.integers(1, 100), seed=st.integers(0, 99), has_bias=st.booleans()
 )
