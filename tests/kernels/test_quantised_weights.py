@@ -69,7 +69,7 @@ def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) ->
 
 
 def product_cases() -> Iterator[Any]:
-    """Kernels and types of blocks. The interpreter takes 10 s for each type, so most are for ``test-full``."""
+    """Kernels and types of blocks. Triton's interpreter takes 10 s for each, so most are for ``test-full``."""
     for block_type in native_ops.BLOCK_TYPES:
         for native in NATIVE_PARAMS:
             yield pytest.param(*native.values, block_type, id=f"{native.id}-{block_type}", marks=native.marks)
@@ -78,7 +78,7 @@ def product_cases() -> Iterator[Any]:
             yield pytest.param(*TRITON.values, block_type, id=f"triton-{block_type}", marks=marks)
 
 
-@pytest.mark.parametrize(("kernels", "block_type"), product_cases())
+@pytest.mark.parametrize(("kernels", "block_type"), [*product_cases()])
 @given(
     num_rows=st.integers(1, 40), num_out=st.integers(1, 100), seed=st.integers(0, 99), has_bias=st.booleans()
 )
