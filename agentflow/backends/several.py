@@ -23,6 +23,7 @@ import anyio
 import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, NotSupported, RunFailed
+from agentflow.language.uploads import parts_of_upload
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
@@ -40,6 +41,7 @@ from agentflow.protocol.events import (
     VarFailed,
     summed,
 )
+from agentflow.protocol.images import known_file
 from agentflow.protocol.op_table import declared, expanded
 
 
@@ -103,6 +105,11 @@ class _Place:
     name: str
     connection: Connection = field(init=False)
     error: Exception | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its models accept images."""
+        return self.error is None and any(model.images for model in self.connection.models.values())
 
 
 @dataclass(eq=False)
@@ -193,6 +200,7 @@ class SeveralConnection:
         self._token_limits: list[_TokenLimit] = []
         self._deadlines: list[tuple[_State | None, float]] = []
         self._asked: dict[int, _Asked] = {}  # by the tickets of ops.GetStats
+        self._images: set[str] = set()  # the sources of those that the session has uploaded
         self._asked_graphs: set[int] = set()  # tickets of ops.GetGraph without an answer
 
     def add(self, place: _Place) -> None:
@@ -279,9 +287,12 @@ class SeveralConnection:
                 yield self._place(""), op
                 self._asked_graphs.add(op.ticket)
             case ops.Upload() | ops.Release():
+                if isinstance(op, ops.Upload):
+                    self._images.add(op.source)
+                else:
+                    self._images.discard(op.source)
                 for place in self._places.values():
-                    models = place.connection.models.values() if place.error is None else ()
-                    if any(model.images for model in models):
+                    if place.has_images:
                         yield place, op
             case ops.Watch() | ops.Unwatch() | ops.Peek():
                 yield self._default, op
@@ -582,8 +593,11 @@ class SeveralConnection:
         if place is self._default:
             failures += [GraphReply(ticket, None, info) for ticket in self._asked_graphs]
         self.receive(place, failures)
-        if not is_final:  # the limits of the session are lost as well
+        if not is_final:  # the limits and images of the session are lost as well
             self._react(self._left((None,), place, 0))
+            images = [known_file(source) for source in self._images if place.has_images]
+            for image in images:
+                self._react([(place, op) for op in (parts_of_upload(image) if image is not None else ())])
 
     def _forget(self, state: _State) -> None:
         state.is_closed = True

@@ -343,9 +343,12 @@ class Link:
             refers = refers or type(op) in REFERRING
         if self._first_id:
             recorded = [op for op in recorded if not self._is_of_lost(op)]
-        if refers:
-            recorded = [*self._uploads.before(recorded), *recorded]
-        self._connection.send(recorded)
+        added = self._uploads.before(recorded) if refers else []
+        try:
+            self._connection.send([*added, *recorded])
+        except AgentflowError:
+            self._uploads.take_back(added)
+            raise
 
     def _is_of_lost(self, op: ops.Op) -> bool:
         own: int = getattr(op, "state", None) or getattr(op, "var", None) or self._first_id

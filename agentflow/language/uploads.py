@@ -43,7 +43,7 @@ class Uploads:
 
     def before(self, sent: Iterable[ops.Op]) -> list[ops.Op]:
         """The ops to send before ``sent``: uploads of new images, and releases of unused ones. The caller
-        must send them."""
+        must send them, or call ``take_back``."""
         found: list[ops.Op] = []
         while self._unused:
             source = self._unused.popleft()
@@ -65,6 +65,16 @@ class Uploads:
     def _release_after(self, image: Image) -> None:
         """Notes the image as unused when nothing refers to it any more."""
         finalize(image, self._unused.append, image.source).atexit = False
+
+    def take_back(self, found: Iterable[ops.Op]) -> None:
+        """The ops of ``before`` could not be sent."""
+        for op in found:
+            match op:
+                case ops.Upload():
+                    self._sent.discard(op.source)
+                case ops.Release():
+                    self._sent.add(op.source)
+                    self._unused.append(op.source)
 
     def clear(self) -> None:
         """The backend has lost all images."""

@@ -69,7 +69,7 @@ def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) ->
 
 
 def product_cases() -> Iterator[Any]:
-    """Kernels and types of blocks. Triton's interpreter takes 10 s for each, so most are for ``test-full``."""
+    """Kernels and types of blocks. Triton's interpreter takes 10 s for each; ``make test`` has few."""
     for block_type in native_ops.BLOCK_TYPES:
         for native in NATIVE_PARAMS:
             yield pytest.param(*native.values, block_type, id=f"{native.id}-{block_type}", marks=native.marks)

@@ -180,3 +180,27 @@ def test_a_file_of_the_largest_size_is_taken():
     assert af.image(png("", MAX_IMAGE_BYTES - 8)).image.data
     with pytest.raises(af.errors.BadArgument, match="more than"):
         af.image(png("", MAX_IMAGE_BYTES - 7))
+
+
+async def test_an_image_of_ops_that_cannot_be_sent_is_sent_with_later_ones():
+    data = png("again")
+    large = Observed(af.Scripted("a cat"))
+    async with af.session(models={"small": af.Scripted("a"), "large": large}) as flow:
+        async with flow.state(model="large") as s:
+            large.lose(af.ServerLost("restarted"), is_final=False)
+            with pytest.raises(af.ServerLost):
+                s += af.user(af.image(data))
+        async with flow.state(model="large") as s:
+            s += af.user(af.image(data)) + af.assistant(af.gen("x"))
+            assert await s["x"] == "a cat"
+
+
+async def test_a_model_whose_session_begins_again_gets_the_images_again():
+    data = png("kept")
+    small, large = Observed(af.Scripted("a draft")), Observed(af.Scripted("a verdict"))
+    async with af.session(models={"small": small, "large": large}) as flow, flow.state() as s:
+        s += af.user(af.image(data))
+        await s
+        large.lose(af.ServerLost("restarted"), is_final=False)
+        assert large.of(ops.Upload) == 2 * [ops.Upload(digest(data), len(data), 0, data)]
+        assert len(small.of(ops.Upload)) == 1
