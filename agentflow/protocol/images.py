@@ -34,6 +34,10 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     media_type: str = ""
     data: bytes = b""
 
+    def __repr__(self) -> str:
+        """Without the bytes, which are large, and private in logs and errors."""
+        return f"Image({self.source!r})"
+
     @property
     def is_file(self) -> bool:
         """Whether it is a file, and no URL."""
@@ -139,7 +143,7 @@ def parts_of(text: str, images: tuple[PlacedImage, ...]) -> list[str | Image]:
     """The text cut at its images, in order, without empty texts.
 
     >>> parts_of("ab", (PlacedImage(1, Image("https://example.org/x.png")),))
-    ['a', Image(source='https://example.org/x.png'), 'b']
+    ['a', Image('https://example.org/x.png'), 'b']
     """
     parts: list[str | Image] = []
     done = 0

@@ -12,6 +12,7 @@ from weakref import finalize
 
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.protocol import ops
+from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.images import DIGEST, Image, media_type_of
 from agentflow.protocol.op_table import OPS
 from agentflow.runtime.limits import MemoryBudget, Reservation
@@ -45,7 +46,7 @@ class ImageStore:
         self._memory = memory
         self._images: dict[str, Image] = {}
         self._partial: dict[str, _Upload] = {}
-        self._errors: dict[str, AgentflowError] = {}
+        self._errors: dict[str, ErrorInfo] = {}
 
     def upload(self, op: ops.Upload) -> Iterator[None]:
         """Takes a part of an image, in steps. An error is that of the ops that use the image."""
@@ -56,8 +57,7 @@ class ImageStore:
             self._partial.pop(op.source, None)
             while len(self._errors) >= _MAX_ERRORS:
                 del self._errors[next(iter(self._errors))]
-            # Its traceback would keep the bytes.
-            self._errors[op.source[:100]] = error.with_traceback(None)
+            self._errors[op.source[:100]] = ErrorInfo.of(error)
 
     def _take(self, op: ops.Upload) -> Iterator[None]:
         if op.source in self._images:
@@ -106,7 +106,12 @@ class ImageStore:
         if image is not None:
             return image
         if source.startswith(DIGEST):
-            raise self._errors.get(source) or BadArgument(f"image: {source[:100]!r} was not uploaded")
+            error = self._errors.get(source)  # a new one each time, because tracebacks keep their frames
+            raise (
+                BadArgument(f"image: {source[:100]!r} was not uploaded")
+                if error is None
+                else error.to_exception()
+            )
         return Image(source)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from traceback import walk_tb
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from agentflow.errors import AgentflowError, BadArgument, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message
-from agentflow.protocol.images import MAX_IMAGE_BYTES, Image, PlacedImage
+from agentflow.protocol.images import MAX_IMAGE_BYTES, Image, PlacedImage, image_file
 from agentflow.runtime.image_store import ImageStore
 from agentflow.runtime.limits import MemoryBudget
 
@@ -126,3 +127,18 @@ def test_the_bytes_in_a_conversation_are_the_uploaded_ones() -> None:
     message = Message("user", "ab", images=(PlacedImage(1, claimed),))
     (image,) = store.images_of(ops.Converse(1, Conversation((message,))))
     assert (image.data, image.media_type) == (FILES[1], "image/png")
+
+
+def test_the_error_of_an_upload_keeps_none_of_the_ops_that_used_the_image() -> None:
+    store = ImageStore(MemoryBudget())
+    upload(store, ops.Upload(source_of(b"text"), 4, 0, b"text"))
+    num_frames: list[int] = []
+    for _ in range(2):
+        with pytest.raises(BadArgument) as caught:
+            used(store, source_of(b"text"))
+        num_frames.append(len([*walk_tb(caught.value.__traceback__)]))
+    assert num_frames[0] == num_frames[1]
+
+
+def test_the_bytes_of_an_image_are_in_no_text() -> None:
+    assert "secret" not in repr(image_file(b"\x89PNG\r\n\x1a\nsecret"))
