@@ -23,7 +23,7 @@ export default function ProgramsView() {
     <View
       name="programs"
       title="Programs"
-      lead="The requests and variables of the programs that run now, and what each one waits for. What has ended leaves, unless something needs it."
+      lead="The requests and variables of the programs that run now, and what each one waits for. Nodes that have ended leave, unless something needs them."
       actions={
         <button type="button" aria-pressed={isPaused} onClick={() => setPaused(!isPaused)}>
           {isPaused ? "Resume" : "Pause"}
@@ -77,7 +77,7 @@ function States({ graph }: { graph: LiveGraph }) {
         <table>
           <thead>
             <tr>
-              {["State", "Next request", "Counts by its", "Task group", "Last request not cached"].map((name) => (
+              {["State", "Next request", "Objective", "Task group", "Last request not cached"].map((name) => (
                 <th key={name} scope="col">
                   {name}
                 </th>

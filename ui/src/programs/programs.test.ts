@@ -90,6 +90,14 @@ describe("words about a graph", () => {
     expect(Object.fromEntries(factsOf(graph.nodes![1]!, graph))).toMatchObject({ Needs: "n1", State: "1 of a" });
   });
 
+  it("name at most 20 of the nodes that one needs", () => {
+    const needs = Array.from({ length: 1000 }, (_, i) => i + 1);
+    const many = { nodes: [...needs.map((id) => node(id)), node(1001, needs)] };
+    const said = Object.fromEntries(factsOf(many.nodes[1000]!, many))["Needs"]!;
+    expect(said.split(", ")).toHaveLength(20);
+    expect(said).toMatch(/ and 980 more$/);
+  });
+
   it("name its programs, count its nodes, and explain what was not cached", () => {
     expect(titleOf(graph)).toBe("a, b, c and 1 more");
     expect(titleOf({})).toBe("no program name");

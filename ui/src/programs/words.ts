@@ -1,6 +1,6 @@
 // Nodes and states of a live graph in words.
 import type { LiveGraph, LiveNode, LiveState } from "agentflow-client";
-import { counted } from "../charts/numbers";
+import { count, counted } from "../charts/numbers";
 
 const KINDS: Readonly<Record<string, string>> = {
   gen: "gen",
@@ -33,6 +33,8 @@ export function missOf(reason: string | undefined, numTokens: number | undefined
 }
 
 const MAX_NAME_CHARS = 200;
+/** In the facts about one node, which may need 1,000 others. */
+const MAX_NAMES = 20;
 
 export function nameOf(node: LiveNode): string {
   return node.name?.slice(0, MAX_NAME_CHARS) || kindOf(node);
@@ -64,18 +66,23 @@ function isUnfinished(node: LiveNode): boolean {
 export function factsOf(node: LiveNode, graph: LiveGraph): [name: string, value: string][] {
   const nodes = graph.nodes ?? [];
   const state = graph.states?.find(({ id }) => id === node.state);
-  const namesOf = (found: readonly LiveNode[]): string => found.map(nameOf).join(", ") || "nothing";
   const facts: [string, string][] = [
     ["Kind", kindOf(node)],
     ["State", state ? stateName(state) : `${node.state}, closed`],
     ["Status", statusOf(node)],
   ];
-  if (isUnfinished(node)) facts.push(["Counts by its", node.objective ?? "latency"]);
+  if (isUnfinished(node)) facts.push(["Objective", node.objective ?? "latency"]);
   if (node.group) facts.push(["Task group", String(node.group)]);
-  if (node.awaited) facts.push(["Somebody", node.awaited === "stream" ? "reads it as it grows" : "awaits it"]);
+  if (node.awaited) facts.push(["Awaited", node.awaited === "stream" ? "as it grows" : "as a whole"]);
   facts.push(["Needs", namesOf(nodes.filter(({ id }) => node.needs?.includes(id)))]);
   facts.push(["Needed by", namesOf(nodes.filter(({ needs }) => needs?.includes(node.id)))]);
   return facts;
+}
+
+function namesOf(nodes: readonly LiveNode[]): string {
+  const shown = nodes.slice(0, MAX_NAMES).map(nameOf).join(", ");
+  const more = nodes.length - MAX_NAMES;
+  return more > 0 ? `${shown} and ${count(more)} more` : shown || "nothing";
 }
 
 /** `3 of judge`. */
