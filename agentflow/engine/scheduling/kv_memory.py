@@ -347,10 +347,10 @@ class LiveProgram:
 
     __slots__ = ("is_paused", "number", "states")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, is_paused: bool) -> None:
         self.number = number
         self.states: dict[Hashable, None] = {}
-        self.is_paused = False
+        self.is_paused = is_paused
 
 
 class Liveness:
@@ -384,6 +384,7 @@ class Liveness:
         self._max_states = num_slots
         self._ends: dict[Hashable, _End] = {}  # least recently refreshed first
         self._num_programs = 0
+        self._paused: set[ProgramKey] = set()
         self.programs: dict[str, dict[ProgramKey, LiveProgram]] = {}
         """The programs with open states, by tenant."""
 
@@ -412,8 +413,9 @@ class Liveness:
             return
         now = self._clock()
         if not is_ahead:
-            arrived = self._arrivals.pop(state, now)
-            self._request_s += (now - arrived - self._request_s) / MEAN_OF
+            arrived = self._arrivals.pop(state, None)
+            if arrived is not None:
+                self._request_s += (now - arrived - self._request_s) / MEAN_OF
         new = _End(end, num_computed, step, now, is_ahead=is_ahead, program=program)
         self._put(state, self._expected(new, self._gaps.get(state, 0.0)))
         if len(self._ends) > self._max_states:
@@ -424,7 +426,7 @@ class Liveness:
         client's time is known."""
         now = self._clock()
         end = self._ends.get(state)
-        if end is not None:
+        if end is not None and state not in self._arrivals:  # not a second one at the same time
             if not end.is_ahead:
                 gap, before = now - end.ended, self._gaps.get(state)
                 self._gaps[state] = gap if before is None else before + (gap - before) / MEAN_OF
@@ -459,11 +461,13 @@ class Liveness:
         return 0 if end is None else end.match.num_tokens
 
     def pause(self, program: ProgramKey) -> None:
-        """Keeps the tokens of a known program no longer."""
+        """Keeps the tokens of a program no longer."""
+        self._paused.add(program)
         self._set_paused(program, is_paused=True)
 
     def resume(self, program: ProgramKey) -> None:
-        """Keeps the tokens of the program that are left. Unknown programs are ignored."""
+        """Keeps the tokens of the program that are left."""
+        self._paused.discard(program)
         self._set_paused(program, is_paused=False)
 
     def _set_paused(self, key: ProgramKey, *, is_paused: bool) -> None:
@@ -506,7 +510,7 @@ class Liveness:
         program = programs.get(key)
         if program is None:
             self._num_programs += 1
-            program = programs[key] = LiveProgram(self._num_programs)
+            program = programs[key] = LiveProgram(self._num_programs, is_paused=key in self._paused)
         program.states[state] = None
         return program
 

@@ -79,7 +79,9 @@ class ProgramPauses:
         self._clock = clock
         self._tenants: dict[str, _TenantPauses] = {}
         self._resumed: set[ProgramKey] = set()  # without a request that ended since
+        self._started: dict[int, ProgramKey] = {}  # running requests, by id, with their programs at the start
         self._num_running: dict[ProgramKey, int] = {}
+        self._without: set[str] = set()  # tenants in which nothing more can be paused in this step
         self._lost_s = 0.0  # decayed seconds of recomputation
         self._decayed_at = -math.inf
 
@@ -88,6 +90,7 @@ class ProgramPauses:
         key, state = program_key(request), request.origin.state
         if key is None:
             return
+        self._started[request.id] = key
         self._num_running[key] = self._num_running.get(key, 0) + 1
         if request.was_admitted or key in self._resumed:
             return
@@ -100,8 +103,8 @@ class ProgramPauses:
 
     def stopped(self, request: Request, *, has_ended: bool) -> None:
         """A running request stopped: it ended or was preempted."""
-        key = program_key(request)
-        if key is None or key not in self._num_running:
+        key = self._started.pop(request.id, None)
+        if key is None:
             return
         self._num_running[key] -= 1
         if not self._num_running[key]:
@@ -122,6 +125,8 @@ class ProgramPauses:
         if self._lost_s <= THRASHING * WINDOW_S or leaf.returns - now > DEAR_GAPS * redo_s:
             return False
         tenant = str(leaf.account.owner)
+        if tenant in self._without:
+            return False
         active = {
             key: program
             for key, program in self._memory.liveness.programs.get(tenant, {}).items()
@@ -129,12 +134,14 @@ class ProgramPauses:
         }
         sizes = {key: self._size(program) for key, program in active.items() if self._may_pause(key, program)}
         if len(active) < 2 or not sizes:
+            self._without.add(tenant)
             return False
         self._pause(min(sizes, key=lambda key: (sizes[key], -active[key].number)), active, sizes)
         return True
 
     def resume(self) -> None:
-        """Resumes the programs that have room, and those that were paused long enough."""
+        """Begins a step: resumes the programs that have room, and those that were paused long enough."""
+        self._without.clear()
         for tenant, pauses in [*self._tenants.items()]:
             while pauses.by_pause and (paused := self._next(tenant, pauses)) is not None:
                 del pauses.by_pause[paused.key]

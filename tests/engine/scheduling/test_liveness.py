@@ -118,6 +118,38 @@ def test_the_earlier_times_of_a_client_are_expected_again():
     assert ends.evicted() == "bac"
 
 
+def test_two_requests_of_a_state_at_the_same_time_count_once_for_the_time_of_requests():
+    ends = Ends("ab")
+    ends.live.arrived("a")
+    ends.clock.now += 10.0
+    ends.live.arrived("a")
+    ends.end("a")
+    ends.end("a")
+    ends.live.place("a", 2, None)
+    ends.live.place("b", None, 4.5)
+    assert ends.evicted() == "ab"
+
+
+def test_a_request_next_to_another_one_of_its_state_does_not_count_for_the_time_between_requests():
+    ends = Ends("ab")
+    ends.turn("a", 9.0)
+    ends.turn("b", 9.0)
+    ends.live.arrived("a")
+    ends.clock.now += 50.0
+    ends.live.arrived("a")
+    ends.end("a")
+    ends.live.place("a", None, None)
+    ends.live.place("b", None, 20.0)
+    assert ends.evicted() == "ba"
+
+
+def test_a_state_that_joins_a_paused_program_loses_its_tokens_first():
+    ends = Ends("abc")
+    ends.live.pause(("", 1))
+    ends.live.refresh("c", ends.ends["c"], num_computed=0, step=1, program=("", 1))
+    assert ends.evicted() == "cab"
+
+
 def test_a_state_that_is_long_overdue_comes_after_others():
     ends = Ends("ab")
     ends.live.place("a", None, 1.0)

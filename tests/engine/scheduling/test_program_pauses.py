@@ -1,5 +1,6 @@
 """Whole programs are paused while the states of a tenant need more than the pool, and resumed in time."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -118,6 +119,35 @@ def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
     of_other = [one for one in done.served if one.arrival.tenant == "other"]
     took_s = of_other[-1].ended_s - of_other[0].arrived_s
     assert took_s < 1.5 * next(iter(program_times(alone).values()))
+
+
+def test_a_program_is_not_busy_with_a_request_that_was_placed_in_another_one(monkeypatch):
+    monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
+    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    config = SchedulerConfig(max_running=4)
+    times = itertools.count()
+    scheduler = Scheduler(num_slots=64, max_context=64, config=config, clock=lambda: float(next(times)))
+    runner = FakeRunner(num_slots=64, max_context=64)
+
+    def run_request(number: int, size: int, state: int, program: int, moves_to: int | None = None) -> None:
+        scheduler.add(
+            request_of(number, np.full(size, state, dtype=np.int32), 2, state=state, program=program)
+        )
+        for _ in range(2):
+            batch = scheduler.schedule()
+            assert batch is not None
+            if moves_to is not None:
+                scheduler.place(state, moves_to, 0, "latency")
+            for row in scheduler.complete(run_batch(runner, batch), 0.01):
+                if row.request.num_generated == 2:
+                    scheduler.finish(row.request)
+
+    run_request(0, 4, state=9, program=1, moves_to=3)
+    scheduler.close_state(9)
+    for number, (size, state) in enumerate([(10, 1), (20, 2), (10, 1), (20, 2)], 1):
+        run_request(number, size, state=state, program=state)
+    run_request(5, 50, state=4, program=0)
+    assert scheduler.pauses.paused == [("", 1)]
 
 
 def free(request: Request, match: int) -> bool:
