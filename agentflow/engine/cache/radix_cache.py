@@ -231,8 +231,8 @@ class RadixCache:
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
         node = found.node
-        # Locked only by the caller and without children: nothing else refers to the end of this edge.
-        can_grow = node is match.node and node.locks == 1 and not node.children
+        # Locked only by the caller, without children or states: nothing else refers to the end of this edge.
+        can_grow = node is match.node and node.locks == 1 and not node.children and not node.keeps
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)
         else:

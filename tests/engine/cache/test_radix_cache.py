@@ -281,6 +281,18 @@ def test_a_long_leaf_loses_its_tail_and_no_more():
     cache.check()
 
 
+def test_tokens_after_the_end_of_a_state_are_not_kept_with_it():
+    cache = RadixCache()
+    known, _ = insert(cache, None, [1, 2], [0, 1])
+    cache.keep(known)
+    cache.lock(known)
+    cache.extend(known, None, as_run([1, 2, 3, 4]), as_array([0, 1, 2, 3]))
+    cache.unlock(known)
+    insert(cache, None, [5], [4])
+    assert cache.evict(3).tolist() == [2, 3, 4]
+    cache.check()
+
+
 owned = st.lists(
     st.tuples(st.integers(1, 60), st.integers(0, 60), st.sampled_from([1.0, 1.0, 0.25, 3.0])),
     min_size=1,
