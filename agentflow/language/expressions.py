@@ -244,11 +244,11 @@ def image(source: Any) -> ImageExpression:
 
     Args:
         source: The path of a file, its bytes, an image of Pillow, an array of numpy (height × width, or
-            height × width × 3 or 4, of bytes), or a URL. ``data:`` URLs contain a file; what is behind an
-            ``https:`` URL is read by the model's provider.
+            height × width × 3 or 4, of bytes), or a URL. ``data:`` URLs contain a file; the model's provider
+            fetches ``https:`` URLs.
 
     Raises:
-        BadArgument: The file cannot be read, is no PNG, JPEG, GIF or WebP, or is larger than 20 MB.
+        BadArgument: The file cannot be read, is not a PNG, JPEG, GIF or WebP file, or is larger than 20 MB.
 
     Appending it raises ``NotSupported`` if the backend's model has no vision. A session sends the bytes of an
     image once, however many states have it.
@@ -279,7 +279,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 
 
 def _encoded(picture: Any) -> bytes:
-    """A picture of Pillow as a file: without loss, unless it was read from a JPEG."""
+    """A Pillow image as a file: a PNG, or a JPEG if it was read from one."""
     written = io.BytesIO()
     try:
         picture.save(written, "JPEG" if getattr(picture, "format", None) == "JPEG" else "PNG")

@@ -1,6 +1,7 @@
-"""The images that a session has sent to its backend: each once, before the first op that refers to it.
+"""The images that a session has sent to its backend.
 
-An image is released when no part of the program uses it any more.
+Each image is sent once, before the first op that refers to it, and released when no part of the program uses
+it any more.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Uploads:
                 if image.source not in self._sent:
                     self._sent.add(image.source)
                     self._release_after(image)
-                    found += parts_of_upload(image)
+                    found += _parts_of_upload(image)
         return found
 
     def _release_after(self, image: Image) -> None:
@@ -81,7 +82,7 @@ class Uploads:
         self._sent.clear()
 
 
-def parts_of_upload(image: Image) -> list[ops.Op]:
+def _parts_of_upload(image: Image) -> list[ops.Op]:
     """The ops that send an image."""
     size = len(image.data)
     return [

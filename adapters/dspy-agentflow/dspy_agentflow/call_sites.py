@@ -1,8 +1,8 @@
-"""Which outputs of a module call only pass on: to the inputs of other modules, and out of the program.
+"""Finds the outputs of a module call that a program only passes on, to other modules or to its caller.
 
-``pending_use`` is asked during a call. It reads the source of the functions on the stack, up to the one that
-is given as a root, and finds every use of the call's result. Code is read, never run: names are looked up
-in the frame, attributes in ``vars`` of their objects.
+``pending_use`` is called during the module call. It reads the source of the functions on the stack, up to one
+of the roots, and finds every use of the call's result. Code is read, never run: names are looked up in the
+frame, attributes in ``vars`` of their objects.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _SETTINGS: Final = frozenset(("signature", "demos", "config", "lm", "new_signatu
 
 
 class Use(NamedTuple):
-    """``fields``: the outputs that other modules get; None for any. ``is_returned``: the function returns
-    some of them. ``reason``: why the code needs the result; empty if it only passes it on."""
+    """How code uses the result of a call. ``fields``: the outputs that other modules get; None if any may be
+    used. ``is_returned``: the function returns some of them. ``reason``: why the code needs the result; empty
+    if it only passes it on."""
 
     fields: frozenset[str] | None = frozenset()
     is_returned: bool = False
@@ -56,7 +57,7 @@ def pending_use(roots: Container[CodeType], depth: int = 1) -> Use:
     """Returns the use of the result of the module call that runs.
 
     Args:
-        roots: The codes of the functions that settle everything they return.
+        roots: The code objects of the functions that replace pending outputs in their results.
         depth: The number of frames to skip.
     """
     frame: FrameType | None = sys._getframe(depth + 1)

@@ -1,11 +1,11 @@
 """``wired``: a DSPy program whose predictors get each other's outputs by reference.
 
-A run calls the program as it is, with an adapter around the configured one. The adapter starts each
+A run calls the program unchanged, with an adapter around the configured one. The adapter starts each
 predictor's call in a background loop. If the code only passes the outputs on (``call_sites``), the call
-returns ``_Pending`` values without waiting; in the prompt of a later predictor, DSPy's adapter formats a
-placeholder for such a value, and ``answers`` asks ``WiredCall`` to send the prompt with references instead.
-The texts that the references stood for are compared with the outputs that DSPy parsed: where they differ, the
-later call is made again with DSPy's.
+returns ``_Pending`` values without waiting. In the prompt of a later predictor, DSPy's adapter formats a
+placeholder for such a value, and ``answers`` has ``WiredCall`` send the prompt with references instead.
+The texts behind the references are then compared with the outputs that DSPy parsed. If they differ, the
+later call is repeated with DSPy's outputs.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class _WiredAdapter:
 
 
 class WiredCall:
-    """One call of a predictor. ``outputs``: what the adapter returns for it."""
+    """One call of a predictor. ``outputs``: the result of the adapter."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class Run:
         index: The run's number, from which its seeds are derived; by default the next one.
         root_id: The number of a root that a graph opens; by default the run opens a root.
         objective: A hint for all states.
-        group: Runs of the same group are one stage, of which the program waits for all results.
+        group: The program waits for all runs with the same group, which are one task group.
         program: Calls with the same name are siblings to the scheduler.
         model: The model of the root; by default the session's.
         name: The name of the running program, for watchers and for a new ``record``.
@@ -489,7 +489,7 @@ class VariableNode:
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
         self.span: GenSpan | None = None
-        self.wanted: Literal["", "value", "stream"] = ""  # as the backend knows
+        self.wanted: Literal["", "value", "stream"] = ""  # how the program waits, as the backend was told
         self.is_used = False  # a text refers to it
         self.is_generated = False  # appended where it is declared, as the value of a gen or select
         self._reply = ReplySoFar() if value_type.is_reply else None
@@ -563,8 +563,8 @@ class VariableNode:
             self.state.link.send([ops.Want(self.id, how)], quiet=True)
 
     async def awaited(self) -> None:
-        """Waits until it is complete or has failed. Tells the backend of it, which knows it anyway unless
-        something else needs the value."""
+        """Waits until it is complete or has failed. Tells the backend if another text refers to it;
+        otherwise, the backend assumes that the program awaits it."""
         if self.is_used:
             self._want("value")
         await self.settled()

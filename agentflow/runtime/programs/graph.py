@@ -99,7 +99,7 @@ class StateInGraph:
 
 
 class _Named:
-    """The numbers of names, each while a state with the name is open."""
+    """Numbers names. A name keeps its number while a state with this name is open."""
 
     def __init__(self, next_number: Callable[[], int]) -> None:
         self._next_number = next_number
@@ -107,14 +107,14 @@ class _Named:
         self._names: dict[int, str] = {}
 
     def open(self, state: int, name: str) -> int:
-        """The number of the name, which the state has."""
+        """Returns the number of the name. The state has this name until ``close``."""
         number, num_states = self._numbers.get(name) or (self._next_number(), 0)
         self._numbers[name] = number, num_states + 1
         self._names[state] = name
         return number
 
     def close(self, state: int) -> None:
-        """The state, which may have no name, is closed."""
+        """Notes that the state is closed. It may have no name."""
         name = self._names.pop(state, None)
         if name is not None:
             number, num_states = self._numbers.pop(name)
@@ -195,8 +195,8 @@ class ProgramGraph:
             self._end(node, 0.0)
 
     def gather(self, root: int, numbers: Iterable[int]) -> None:
-        """The client awaits these states as a whole, and adds no ops to them. The nodes that no other one
-        needs get one consumer, which leaves with the state ``root``."""
+        """Gives the nodes of these states that no other node needs one consumer, because the client waits for
+        all of them and adds no ops. The consumer leaves with the state ``root``."""
         states = [state for number in numbers if (state := self._states.get(number)) is not None]
         nodes = [node for state in states for node in state.nodes if node.kind != "expect"]
         last = [node for node in nodes if not node.succs]

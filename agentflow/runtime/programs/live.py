@@ -38,7 +38,7 @@ class OpenGraphs:
 
 @dataclass
 class Room:
-    """How many more states, nodes and edges an answer may have."""
+    """The numbers of states, nodes and edges that still fit into an answer."""
 
     num_states: int = MAX_SHOWN
     num_nodes: int = MAX_SHOWN
@@ -51,7 +51,7 @@ def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
     groups: dict[int, int] = {0: 0}
     states: list[LiveState] = []
     nodes: list[LiveNode] = []
-    done: dict[Node, None] = {}  # that unfinished ones depend on
+    done: dict[Node, None] = {}  # ended nodes that unfinished ones depend on
     num_nodes = 0
 
     def add(node: Node, group: int = 0) -> None:
@@ -92,7 +92,8 @@ def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
 
 
 def _live_node(node: Node, group: int, groups: dict[int, int]) -> LiveNode:
-    """``group``: of its state. ``groups``: the numbers of groups in the answer."""
+    """The node as clients see it. ``group``: the group of its state. ``groups``: maps groups to their numbers
+    in the answer."""
     if node.stage is not None and len(node.stage.members) > 1:
         group = node.stage.number
     if not node.is_request:
