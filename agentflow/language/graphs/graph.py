@@ -150,9 +150,9 @@ class Graph:
 
         Args:
             reorder: Also move constant passages.
-            judge: An async function of the old and the new text of a turn, with the names of variables in
-                braces. It returns whether the meaning stays, True or False. It may ask a model. Its
-                exceptions propagate.
+            judge: An async function of the old and the new text of a turn, or of its part between images,
+                with the names of variables in braces. It returns whether the meaning stays, True or False. It
+                may ask a model. Its exceptions propagate.
 
         Raises:
             BadArgument: ``reorder`` without a judge, or a judge without ``reorder``. When it is awaited: the
