@@ -65,6 +65,11 @@ class PlacedImage(msgspec.Struct, frozen=True):
     image: Image
 
 
+def num_base64_chars(num_bytes: int) -> int:
+    """The length of bytes in base64."""
+    return (num_bytes + 2) // 3 * 4
+
+
 _files: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
 

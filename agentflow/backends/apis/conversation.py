@@ -83,6 +83,11 @@ def chain(last: MessageNode | None) -> list[MessageNode]:
     return nodes
 
 
+def images_of(nodes: Sequence[MessageNode]) -> tuple[Image, ...]:
+    """The images of the messages."""
+    return tuple([placed.image for node in nodes for placed in node.message.images])
+
+
 def shared_gate(nodes: Sequence[MessageNode], min_tokens: int) -> PrefixGate | None:
     """The gate of the longest prefix that other states share; None if it has fewer than ``min_tokens``
     tokens, so that no cache keeps it. They are estimated by bytes, since other scripts have fewer characters
@@ -316,6 +321,8 @@ def _shown(message: Message) -> str:
 
 IMAGE_TOKENS = 1_000
 """About the tokens of an image of a megapixel, with which the providers count their prices."""
+MAX_IMAGE_TOKENS = 50_000
+"""The most tokens of an image: the small models of OpenAI count a large one 33 times."""
 
 
 def _num_bytes(message: Message) -> int:

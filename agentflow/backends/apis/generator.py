@@ -506,7 +506,7 @@ class ApiGenerator:
                 logger.exception("a call failed because of a fault of the backend")
                 ahead.fail(EngineFailed(f"the call failed: {error!r}"))
         if ahead.scope.cancelled_caught:
-            ahead.leave(len(request.body) // CHARS_PER_TOKEN)
+            ahead.leave(request.num_chars // CHARS_PER_TOKEN)
 
     async def _taken(
         self,
@@ -684,12 +684,12 @@ class ApiGenerator:
             return sink if lane is None else lane.sink(sink)
 
         most = call.params.max_tokens or self.capabilities.default_max_tokens
-        with self._billing.charged(len(request.body), most) as charged:
+        with self._billing.charged(request.most_tokens, most) as charged:
 
             def charge_left(*, is_lost: bool = False) -> None:
                 # The provider stops when the connection ends, and charges what it has read and written.
                 num_deltas = answers[-1].num_deltas if answers else 0
-                num_read = len(request.body) // CHARS_PER_TOKEN if answers else 0
+                num_read = request.num_chars // CHARS_PER_TOKEN if answers else 0
                 self._total += charged(Usage(num_read, 0, num_deltas), is_lost=is_lost)
 
             self._num_running += 1

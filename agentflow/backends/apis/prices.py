@@ -116,7 +116,7 @@ def highest_cost(price: Price, prompt_tokens: int, max_tokens: int) -> float:
 
     Args:
         price: The prices of the model.
-        prompt_tokens: At least as many tokens as the prompt has. The bytes of the request are such a number.
+        prompt_tokens: At least as many tokens as the prompt has. The bytes of a text are such a number.
         max_tokens: The limit of the output, with reasoning.
     """
     # A shorter prompt may cost more: prices need not rise with the length.
@@ -278,11 +278,11 @@ class Billing(NamedTuple):
     longest_output: int = LONGEST_OUTPUT
 
     @contextmanager
-    def charged(self, num_bytes: int, max_tokens: int | None) -> Iterator[Charge]:
+    def charged(self, prompt_tokens: int, max_tokens: int | None) -> Iterator[Charge]:
         """The scope of one call, whose function adds the cost to its usage.
 
         Args:
-            num_bytes: The size of the request, which has no more tokens.
+            prompt_tokens: As for ``highest_cost``.
             max_tokens: The limit of its output; None: as much as the model can write.
 
         Raises:
@@ -297,7 +297,7 @@ class Billing(NamedTuple):
             yield _charge_nothing
             return
         most = self.longest_output if max_tokens is None else max_tokens
-        highest = highest_cost(price, num_bytes, most)
+        highest = highest_cost(price, prompt_tokens, most)
         with _paid(payer, highest) as paid, self.spending.reserved(highest) as call:
             paid.cost = None  # from here on, the call may be sent
 

@@ -38,7 +38,9 @@ ANSWERS = {
 
 
 @asynccontextmanager
-async def opened(api: str, num_answers: int = 1) -> AsyncIterator[tuple[af.Session, FakeServer]]:
+async def opened(
+    api: str, num_answers: int = 1, **options: Any
+) -> AsyncIterator[tuple[af.Session, FakeServer]]:
     """A session over one of the APIs."""
     async with fake_server([ANSWERS[api]] * num_answers) as server:
         backend: Any
@@ -46,7 +48,7 @@ async def opened(api: str, num_answers: int = 1) -> AsyncIterator[tuple[af.Sessi
             backend = Anthropic("claude-opus-4-5", base_url=server.url, api_key="sk-1", max_retries=0)
         else:
             backend = OpenAI("gpt-4o", base_url=f"{server.url}/v1", api_key="sk-1", api=api, max_retries=0)
-        async with af.session(backend=backend) as flow:
+        async with af.session(backend=backend, **options) as flow:
             yield flow, server
         for request in server.received:
             types = TypeAdapter(TYPES[api])
@@ -154,3 +156,21 @@ async def test_a_model_without_vision_takes_no_image() -> None:
         async with af.session(backend=backend) as flow, flow.state() as s:
             with pytest.raises(af.errors.NotSupported):
                 s += af.user(af.image(DATA))
+
+
+@pytest.mark.parametrize("api", TYPES)
+async def test_an_image_costs_its_tokens_and_not_its_bytes(api: str) -> None:
+    price = af.Price(input=1.0, output=1.0)
+    prices = {"gpt-4o": price, "claude-opus-4-5": price}
+    async with opened(api, prices=prices, max_cost=0.2) as (flow, _), flow.state() as s:
+        s += af.user("Look", af.image(DATA + bytes(3_000_000)))
+        s += af.assistant(af.gen("x", max_tokens=10))
+        assert await s["x"] == "A cat"
+
+
+async def test_an_address_of_an_image_costs_the_tokens_of_the_image() -> None:
+    prices = {"gpt-4o": af.Price(input=1.0, output=1.0)}
+    async with opened("chat", 0, prices=prices, max_cost=0.02) as (flow, _), flow.state() as s:
+        s += af.user("Look", af.image(URL)) + af.assistant(af.gen("x", max_tokens=10))
+        with pytest.raises(af.BudgetExceeded):
+            await s["x"]

@@ -17,7 +17,7 @@ from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext, MessageNode, prefix_key, shared_gate
+from agentflow.backends.apis.conversation import ApiContext, MessageNode, images_of, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.backends.apis.http.transport import EventSink
@@ -113,13 +113,14 @@ class ChatCompletions:
         fields |= self._cache_fields(context, nodes)
         encoded = b",".join([node.encoded(self._encode_message) for node in nodes])
         body = self._head + encoded + b"]," + _encode(fields)[1:]
-        return Request(self.path, body, constrained.unwrap, gate=self._gate(call, nodes))
+        gate = self._gate(call, nodes)
+        return Request(self.path, body, constrained.unwrap, gate=gate, images=images_of(nodes))
 
     def sink(self, request: Request, answer: Answer) -> EventSink:
         """The reader of a stream."""
         if request.path != self.path and self._plain is not None:
             return self._plain.sink(request, answer)
-        return ChatReader(answer, self._errors, len(request.body))
+        return ChatReader(answer, self._errors, request.num_chars)
 
     def _gate(self, call: Call, nodes: list[MessageNode]) -> PrefixGate | None:
         """The gate before the call."""

@@ -15,7 +15,7 @@ import msgspec
 from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.conversation import ApiContext, MessageNode, shared_gate
+from agentflow.backends.apis.conversation import ApiContext, MessageNode, images_of, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.messages.anthropic_schema import (
     MAX_STRICT_TOOLS,
@@ -104,6 +104,7 @@ class AnthropicMessages:
             constrained.unwrap,
             prompt.lead,
             shared_gate(prompt.nodes, self._facts.min_cached_tokens),
+            images_of(prompt.nodes),
         )
 
     def sink(self, request: Request, answer: Answer) -> MessagesReader:

@@ -17,7 +17,7 @@ from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext, prefix_key, shared_gate
+from agentflow.backends.apis.conversation import ApiContext, images_of, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader, call_item
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
@@ -83,11 +83,11 @@ class OpenAIResponses:
         fields["prompt_cache_key"] = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
         body = self._head + b",".join(filter(None, encoded)) + b"]," + _encode(fields)[1:]
         gate = shared_gate(nodes, self._facts.min_cached_tokens)
-        return Request(self.path, body, constrained.unwrap, gate=gate)
+        return Request(self.path, body, constrained.unwrap, gate=gate, images=images_of(nodes))
 
     def sink(self, request: Request, answer: Answer) -> ResponsesReader:
         """The reader of a stream."""
-        return ResponsesReader(answer, self._errors, len(request.body))
+        return ResponsesReader(answer, self._errors, request.num_chars)
 
     def _sampled(self, call: Call, *, is_wrapped: bool) -> dict[str, Any]:
         """The fields of the sampling parameters, and of the reasoning and the log-probabilities to report."""
