@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,9 @@ from support.apis.fake_server import FakeServer, fake_server
 
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
+from agentflow.backends.apis.conversation import ApiContext
 from agentflow.backends.apis.openai import OpenAI
+from agentflow.protocol.images import image_file
 
 pytestmark = pytest.mark.anyio
 
@@ -174,3 +177,24 @@ async def test_an_address_of_an_image_costs_the_tokens_of_the_image() -> None:
         s += af.user("Look", af.image(URL)) + af.assistant(af.gen("x", max_tokens=10))
         with pytest.raises(af.BudgetExceeded):
             await s["x"]
+
+
+def test_states_with_the_same_image_keep_its_bytes_once() -> None:
+    image = image_file(DATA + bytes(1_000_000))
+
+    def asked() -> ApiContext:
+        context = ApiContext()
+        context.begin_role("user")
+        context.image(image)
+        context.end_role()
+        for node in context.messages():
+            node.encoded(lambda message: message.images[0].image.url.encode())
+        return context
+
+    tracemalloc.start()
+    try:
+        contexts = [asked() for _ in range(10)]
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(contexts) == 10
