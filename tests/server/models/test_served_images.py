@@ -106,4 +106,9 @@ async def test_a_model_without_vision_continues_no_response_with_images() -> Non
         follows = {"input": "And now?", "previous_response_id": first.json()["id"]}
         refused = await post(served.url, path, follows, model="blind")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+        async with httpx2.AsyncClient(base_url=served.url) as client:
+            items = (await client.get(f"/v1/responses/{first.json()['id']}/input_items")).json()["data"]
+        refers = {"input": [{"type": "item_reference", "id": items[0]["id"]}]}
+        refused = await post(served.url, path, refers, model="blind")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].id")
         assert (await post(served.url, path, follows)).status_code == 200

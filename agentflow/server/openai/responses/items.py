@@ -20,7 +20,7 @@ from agentflow.protocol.images import PlacedImage, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.functions import NO_PARAMETERS
-from agentflow.server.compatible.images import image_of
+from agentflow.server.compatible.images import check_images, image_of
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
@@ -134,6 +134,8 @@ class ItemReader:
                 if found is None:
                     text = f"no stored response has the item {reference[:100]!r}"
                     raise ApiError(404, "item_not_found", text, f"{place}.id")
+                if isinstance(found.step, Message) and found.step.images:  # another model may have read it
+                    check_images(f"{place}.id", self._model)
                 return found
             case _:
                 why = "use messages, function calls and their outputs"
