@@ -204,3 +204,14 @@ async def test_a_model_whose_session_begins_again_gets_the_images_again():
         large.lose(af.ServerLost("restarted"), is_final=False)
         assert large.of(ops.Upload) == 2 * [ops.Upload(digest(data), len(data), 0, data)]
         assert len(small.of(ops.Upload)) == 1
+
+
+async def test_the_address_of_an_image_refers_to_no_variable():
+    async with af.session(backend=af.Scripted("a")) as flow, flow.state() as s:
+        s += af.user("Name it: ") + af.assistant(af.gen("name"))
+        url = f"https://example.org/{s['name']}.png"
+        message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+        for item in (af.user(af.image(url)), af.conversation([message])):
+            async with flow.state() as other:
+                with pytest.raises(af.errors.BadArgument):
+                    other += item

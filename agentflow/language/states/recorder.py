@@ -257,7 +257,8 @@ class Recorder:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
-            MARKERS.reject([message.content, *arguments], "conversation: a message")
+            sources = [placed.image.source for placed in message.images]
+            MARKERS.reject([message.content, *arguments, *sources], "conversation: a message")
             parts = [
                 ImageExpression(part) if isinstance(part, Image) else part for part in message.parts or [""]
             ]
