@@ -1,18 +1,19 @@
 """Chooses tokens on a GPU, without a sort and without waiting for the device.
 
 The logits of a row are cut into chunks, one program each, so that a single row occupies the whole GPU. At
-most four kernels run, one after another:
+most five kernels run, one after another:
 
 1. ``_find_highest`` finds the highest logit of each chunk. For greedy rows that is all.
-2. ``_count`` counts the tokens of rows with ``top_k`` or ``top_p`` by ranges of weights, 32 for each power of
-   two. The counts bound the weight of the last token that is kept, to within a few ranges.
-3. ``_split`` sums the weights above these ranges, and lists the tokens within them.
-4. ``_draw`` finds the exact last weight in the list, then the chunk and the token at which the cumulative sum
+2. ``_count`` counts the tokens of rows with ``top_k`` or ``top_p`` by ranges of weights, 32 for each of the
+   highest powers of two, and 4 for each of the others.
+3. ``_find_ranges`` bounds the weight of the last token that is kept, by the counts, to within a few ranges.
+4. ``_split`` sums the weights above these ranges, and lists the tokens within them.
+5. ``_draw`` finds the exact last weight in the list, then the chunk and the token at which the cumulative sum
    passes the drawn point.
 
 Weights are the integers of ``torch_ops.whole_weights``, and sums are 64-bit integers. They do not depend on
-the chunks, and the tokens equal those of the CPU's kernels. ``_draw`` alone has one program for each row: it
-reads the list and one chunk.
+the chunks, and the tokens equal those of the CPU's kernels. ``_find_ranges`` and ``_draw`` have one program
+for each row; ``_draw`` reads the list and one chunk.
 """
 
 from __future__ import annotations
@@ -49,16 +50,22 @@ _NEVER = tl.constexpr(2**31 - 1)
 """Larger than any token id."""
 
 # A *key* is the bit pattern of a weight as float32: keys have the order of the weights. A range of weights is
-# the keys with the same upper bits. The highest range is the highest weight alone; the lowest has the weights
-# below 2^4 or so, 0 included.
-NUM_RANGES = 1024
+# the keys with the same upper bits. The highest range is the highest weight alone. The ranges below it divide
+# ``FINE_POWERS`` powers of two into 32 parts each, and the others divide a power into 4. The lowest is 0.
+# A histogram takes a population count for each token and each 32 ranges. Coarse ranges make it cheaper, and
+# few tokens that are kept are in one of them.
+NUM_RANGES = 512
+FINE_POWERS = 13
 _NUM_RANGES = tl.constexpr(NUM_RANGES)
-_RANGE_SHIFT = tl.constexpr(18)
-_FIRST_RANGE = tl.constexpr(((127 + torch_ops.WEIGHT_BITS) << 5) - NUM_RANGES + 1)
+_FIRST_FINE = tl.constexpr(NUM_RANGES - 1 - 32 * FINE_POWERS)  # the number of the lowest fine range
+_FINE_KEY = tl.constexpr((127 + torch_ops.WEIGHT_BITS - FINE_POWERS) << 23)  # its lowest key
+_FINE_SHIFT, _COARSE_SHIFT = tl.constexpr(18), tl.constexpr(21)
 
 # For each row: the counts of the ranges, then the entries below.
 _LIST_LENGTH = tl.constexpr(NUM_RANGES)  # the length of the row's list
 _NUM_ABOVE = tl.constexpr(NUM_RANGES + 1)  # the number of tokens above the listed ranges
+_LOW_KEY = tl.constexpr(NUM_RANGES + 2)  # the lowest key of the listed ranges, at least 1
+_HIGH_KEY = tl.constexpr(NUM_RANGES + 3)  # the lowest key above them
 _ROW_INTS = tl.constexpr(NUM_RANGES + 16)
 _NUM_PIVOTS = tl.constexpr(8)
 
@@ -145,6 +152,9 @@ def choose_tensor(logits: Tensor, staged: StagedChoice) -> Tensor:
     _find_highest[chunks](*read, *found, **options)
     if staged.is_filtered:
         _count[chunks](*read, *found, *limits, ints, sums, maxnreg=80, **options)
+        _find_ranges[(num_rows,)](
+            vocab_size, num_chunks, highest, *limits[:3], ints, sums, num_warps=8, enable_fp_fusion=False
+        )
     if staged.is_random:
         _split[chunks](*read, *found, *limits, ints, sums, listed, maxnreg=80, **options)
     _draw[(num_rows,)](
@@ -239,6 +249,13 @@ def _find_highest(
     tl.store(highest_ids + place, token)
 
 
+@triton.jit
+def _range_of(key):
+    """Returns the number of a key's range; below 1 for range 0."""
+    above = key - _FINE_KEY  # shifts of negative numbers round down
+    return _FIRST_FINE + tl.where(above >= 0, above >> _FINE_SHIFT, above >> _COARSE_SHIFT)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _count(
     logits, row_stride, vocab_size, chunk, num_chunks, mask_words, mask_places, num_words,
@@ -257,7 +274,7 @@ def _count(
             weights = _whole_weights(x - most, factor)
             total += weights.to(tl.int64)
             # The rest of the vocabulary is in range 0.
-            place = (weights.to(tl.int32, bitcast=True) >> _RANGE_SHIFT) - _FIRST_RANGE
+            place = _range_of(weights.to(tl.int32, bitcast=True))
             counts += tl.histogram(tl.maximum(place, 0), _NUM_RANGES, mask=place > 0)
         tl.store(sums + row * num_chunks + number, tl.sum(total, 0))
         ranges = tl.arange(0, _NUM_RANGES)
@@ -274,7 +291,9 @@ def _sum_over_chunks(sums, row, first_row, num_chunks):
 @triton.jit
 def _lower_key(number):
     """Returns the lowest key of a range."""
-    return tl.where(number > 0, (number + _FIRST_RANGE) << _RANGE_SHIFT, 0)
+    above = number - _FIRST_FINE
+    key = _FINE_KEY + tl.where(above >= 0, above << _FINE_SHIFT, above << _COARSE_SHIFT)
+    return tl.where(number > 0, key, 0)
 
 
 @triton.jit
@@ -325,6 +344,20 @@ def _ranges_to_list(ints, sums, row, vocab_size, num_chunks, top_k, top_p):
 
 
 @triton.jit(do_not_specialize=_COUNTS)
+def _find_ranges(vocab_size, num_chunks, highest, factors, top_ks, top_ps, ints, sums):
+    row = tl.program_id(0).to(tl.int64)
+    most = _highest_of(highest, row, num_chunks)
+    if _is_finite(most) & _is_filtered(row, factors, top_ks, top_ps, vocab_size):
+        low_key, high_key, num_above = _ranges_to_list(
+            ints, sums, row, vocab_size, num_chunks, tl.load(top_ks + row), tl.load(top_ps + row)
+        )
+        own = ints + row * _ROW_INTS
+        tl.store(own + _NUM_ABOVE, num_above.to(tl.int32))
+        tl.store(own + _LOW_KEY, tl.maximum(low_key, 1))
+        tl.store(own + _HIGH_KEY, high_key)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def _split(
     logits, row_stride, vocab_size, chunk, num_chunks, mask_words, mask_places, num_words,
     highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums, listed, TILE: tl.constexpr,
@@ -337,12 +370,8 @@ def _split(
         low_key, high_key = 1, 1  # no range: all weights but 0 are above
         has_list = _is_filtered(row, factors, top_ks, top_ps, vocab_size)
         if has_list:
-            low_key, high_key, num_above = _ranges_to_list(
-                ints, sums, row, vocab_size, num_chunks, tl.load(top_ks + row), tl.load(top_ps + row)
-            )
-            low_key = tl.maximum(low_key, 1)
-            if number == 0:
-                tl.store(ints + row * _ROW_INTS + _NUM_ABOVE, num_above.to(tl.int32))
+            low_key = tl.load(ints + row * _ROW_INTS + _LOW_KEY)
+            high_key = tl.load(ints + row * _ROW_INTS + _HIGH_KEY)
         first = number * chunk
         above = tl.zeros([TILE], tl.int64)
         kept = tl.zeros([TILE], tl.int64)
