@@ -573,7 +573,7 @@ class Variable(Reference[ValueT_co]):
 
         Args:
             objective: ``"latency"`` or ``"throughput"``, as in ``s.hint``.
-            ttft_s: The wanted time until the first token, in seconds.
+            ttft_s: The wanted time until the first token, in seconds. The engine does not use it yet.
             tpot_s: The wanted time of each further token, in seconds.
 
         >>> await s["answer"].get(objective="throughput")
