@@ -60,7 +60,7 @@ class Uploads:
                 if image.source not in self._sent:
                     self._sent.add(image.source)
                     self._release_after(image)
-                    found += _parts_of_upload(image)
+                    found += parts_of_upload(image)
         return found
 
     def _release_after(self, image: Image) -> None:
@@ -82,7 +82,7 @@ class Uploads:
         self._sent.clear()
 
 
-def _parts_of_upload(image: Image) -> list[ops.Op]:
+def parts_of_upload(image: Image) -> list[ops.Op]:
     """The ops that send an image."""
     size = len(image.data)
     return [
