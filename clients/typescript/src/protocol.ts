@@ -635,7 +635,7 @@ export interface WantOp {
   how?: "stream" | "value";
   /** Of the request that generates it. */
   objective?: "latency" | "throughput" | null;
-  /** The wanted time until its first token, in seconds. */
+  /** The wanted time until its first token, in seconds; the engine does not use it yet. */
   ttft_s?: number | null;
   /** The wanted time of each further token, in seconds. */
   tpot_s?: number | null;
