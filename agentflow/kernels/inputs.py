@@ -20,6 +20,9 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 ReqToToken = NDArray[np.int32]
 
+MAX_HEAD_DIM = 256
+"""The largest size of a head in the kernels for GPUs. Plans that a graph cannot read compute larger ones."""
+
 
 @dataclass(slots=True, frozen=True)
 class BlockMatrix:

@@ -60,6 +60,7 @@ from agentflow.kernels.native_structures import (
 )
 from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
 from agentflow.kernels.torch_ops import ruled_attention as ruled_attention
+from agentflow.kernels.torch_ops import static_plans as static_plans
 
 logger = logging.getLogger(__name__)
 
@@ -386,14 +387,3 @@ class NativeForward:
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward:
     return NativeForward(weights, head)
-
-
-def static_plans(
-    num_rows: Sequence[int],
-    num_slots: int,
-    num_heads: int,
-    num_kv_heads: int,
-    device: torch.device,
-    windows: Sequence[int] = (0,),
-) -> None:
-    return None

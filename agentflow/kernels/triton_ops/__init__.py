@@ -16,14 +16,20 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
-from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, DecoderWeights, LinearWeight
+from agentflow.kernels.inputs import (
+    MAX_HEAD_DIM,
+    AttentionBatch,
+    ChoiceRows,
+    DecoderWeights,
+    LinearWeight,
+)
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
-from agentflow.kernels.triton_ops.paged_attention import MAX_HEAD_DIM, attend
+from agentflow.kernels.triton_ops.paged_attention import attend
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.triton_ops.quantised import dequantised_rows, multiply
 from agentflow.kernels.triton_ops.quantised import pack_blocks as pack_blocks

@@ -182,10 +182,6 @@ def _merge(
     tl.store(place, rounded(merged / total, out.dtype.element_ty), mask=is_dim)
 
 
-MAX_HEAD_DIM = 256
-"""The largest size of a head: the tiles of larger ones do not fit a processor."""
-
-
 def attend(
     q: Tensor,
     kv_layer: Tensor,

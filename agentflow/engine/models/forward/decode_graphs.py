@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.inputs import AdapterRows, AttentionBatch, ForwardInput
+from agentflow.kernels.inputs import MAX_HEAD_DIM, AdapterRows, AttentionBatch, ForwardInput
 from agentflow.kernels.ops import Kernels
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows for which graphs are captured."""
 CAPTURE_S = 20.0
-MAX_HEAD_DIM = 256
-"""The largest size of a head in graphs: kernels compute larger ones by plans that a graph cannot read."""
 _capturing = threading.Lock()
 """torch captures one graph at a time in a process, and the engines of a process have threads."""
 
