@@ -56,7 +56,7 @@ class BatchMedia:
     rope_positions: IntArray  # [A, T] of all scheduled tokens; ``Batch.positions`` are places in sequences
     identities: tuple[str, ...]  # of the media that the batch computes
     of_tokens: IntArray  # [T] the index of each token's medium; -1 for text
-    places: IntArray  # [T] the token's index in its medium; 0 for text
+    places: IntArray  # [T] the row of the token in its medium's features; 0 for text
 
 
 @dataclass(slots=True, frozen=True)

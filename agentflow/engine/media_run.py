@@ -9,8 +9,9 @@ tokens one by one; the positions that seeds and slots go by do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,16 @@ class MediaRun:
     - ``start``: index of its first token.
     - ``positions`` [A, n]: the rotary positions of its ``n`` tokens on ``A`` axes, relative to the first
       position after the text before it.
+    - ``first``: the row of its first token in the medium's features. A medium that is cut into tiles, with
+      markup between them, is a run for each tile.
+    - ``sees_all``: its tokens attend to all tokens of the run, also later ones, so no prefix may end in it.
     """
 
     identity: str
     start: int
     positions: Positions
+    first: int = 0
+    sees_all: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -42,9 +48,39 @@ class MediaRun:
         return self.start + self.num_tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaPiece:
+    """A run of a medium without its place in a prompt. The fields are as in ``MediaRun``."""
+
+    positions: Positions
+    first: int = 0
+    sees_all: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedMedium:
+    """A medium as a model reads it.
+
+    - ``identity``: the sha256 of ``arrays`` with their names, shapes and types, and of all settings on which
+      the features depend, in hexadecimal digits.
+    - ``arrays``: the input of the model's vision tower, such as ``pixels`` [tiles, 3, height, width]. Bytes
+      stay bytes: the tower scales and normalises them.
+    - ``pieces``: what replaces the medium's placeholder in a prompt, in order: markup, which may have special
+      tokens, and runs of the medium's tokens.
+    """
+
+    identity: str
+    arrays: Mapping[str, NDArray[Any]]
+    pieces: tuple[str | MediaPiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum([array.nbytes for array in self.arrays.values()])
+
+
 def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
     """The token ids that stand for the run, all below 0. Positions count: keys and values depend on them."""
-    content = run.identity.encode() + b"\0" + run.positions.tobytes()
+    content = f"{run.identity}\0{run.first}\0".encode() + run.positions.tobytes()
     bits = hashlib.shake_256(content).digest(4 * run.num_tokens)
     return np.frombuffer(bits, dtype=np.int32) | np.int32(-(2**31))
 

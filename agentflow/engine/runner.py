@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.media_run import PreparedMedium
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,39 @@ class AdapterRunner(ModelRunner, Protocol):
     def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo: ...
 
     def drop_adapter(self, identity: str) -> None: ...
+
+
+class MediaEncoding(Protocol):
+    """The work of a vision tower on one medium, in slices: a layer over some rows.
+
+    ``num_slices``: the slices that are left, each of about equal work. ``flops_per_slice``: the work of one.
+    ``run`` computes the next ``count`` slices. Raises ``AcceleratorFault`` or ``OutOfMemory`` where these
+    apply; any other exception blames the medium.
+    """
+
+    @property
+    def num_slices(self) -> int: ...
+
+    @property
+    def flops_per_slice(self) -> float: ...
+
+    def run(self, count: int) -> None: ...
+
+
+@runtime_checkable
+class MediaRunner(ModelRunner, Protocol):
+    """A ``ModelRunner`` whose model reads images.
+
+    ``encode_medium`` begins the encoding of a medium. When no slice of it is left, the runner has the
+    medium's features, which take ``feature_bytes`` of memory, until ``drop_medium``. Batches name only media
+    with features, and a dropped medium is in no launched batch. An unfinished encoding is dropped likewise.
+    """
+
+    def encode_medium(self, medium: PreparedMedium) -> MediaEncoding: ...
+
+    def feature_bytes(self, medium: PreparedMedium) -> int: ...
+
+    def drop_medium(self, identity: str) -> None: ...
 
 
 def run_batch(runner: ModelRunner, batch: Batch) -> BatchOutput:

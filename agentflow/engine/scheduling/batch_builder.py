@@ -124,7 +124,7 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
                 if start < end:
                     here = slice(first + start - row.start, first + end - row.start)
                     of_tokens[here] = identities.setdefault(run.identity, len(identities))
-                    places[here] = np.arange(start - run.start, end - run.start)
+                    places[here] = run.first + np.arange(start - run.start, end - run.start)
         first += row.num_tokens
     for row in trees:
         request = row.request
