@@ -111,6 +111,7 @@ ROOMS = {
     "recording": ("file", "places", "runs"),
     "engine": (
         "child_process",
+        "child_limits",
         "machine",
         "store",
         "grammar",
@@ -118,6 +119,7 @@ ROOMS = {
         "text",
         "submit",
         "media_run",
+        "media",
         "token_tree",
         "request",
         "batch",

@@ -6,7 +6,8 @@ with ``token_tree`` (the choices of a select) and ``media_run`` (images in a pro
 (the interface to a model) with ``fake_runner`` (its stand-in without a model), ``cache`` from
 ``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, and ``engine``, in this order.
 
-Below this core: ``child_process``, ``machine`` (processors and free memory), ``store`` (model files),
+Below this core: ``child_process`` and ``child_limits`` (processes that may fail), ``machine`` (processors and
+free memory), ``store`` (model files), ``media`` (decodes images and prepares them for a model),
 ``grammar`` (constraints and their automata), ``text`` (tokenizer, chat templates, tools), ``models`` (forward
 passes on torch), and ``tenant`` (whose states and cache a snapshot shows). Around it: ``request_checks``,
 ``adapters`` and ``constrained`` are parts of the engine, and ``watching`` shows what it does. ``client`` and

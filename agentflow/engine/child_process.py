@@ -110,10 +110,10 @@ class ChildProcess:
         self._buffer = FrameBuffer()
 
     @classmethod
-    def run(cls, module: str, first: object, **environment: str) -> Self:
-        """Starts a process that runs ``module``. Its arguments are the file descriptors of its socket and of
-        its end of the lifeline; the message ``first`` is on the socket. ``environment``: variables to add to
-        the environment of this process. Takes milliseconds. Raises ``OSError`` if no process can be
+    def run(cls, module: str, first: object, *files: int, **environment: str) -> Self:
+        """Starts a process that runs ``module``. Its arguments are the file descriptors of its socket, of its
+        end of the lifeline, and ``files``; the message ``first`` is on the socket. ``environment``: variables
+        to add to the environment of this process. Takes milliseconds. Raises ``OSError`` if no process can be
         started."""
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             connection, other_end = socket.socketpair()
@@ -124,7 +124,7 @@ class ChildProcess:
             theirs.enter_context(open(read_end, "rb", buffering=0))
             connection.setblocking(False)
             connection.send(to_frame(first))  # a new socket has room for it
-            numbers = [other_end.fileno(), read_end]
+            numbers = [other_end.fileno(), read_end, *files]
             process = start_process(
                 # Not multiprocessing, which would run the program's main module again in the child.
                 [sys.executable, "-P", "-m", module, *map(str, numbers)],
@@ -139,6 +139,11 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self._process.poll() is None
 
     @property
     def exit_code(self) -> int | None:

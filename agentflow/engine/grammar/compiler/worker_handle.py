@@ -7,6 +7,7 @@ import signal
 
 import psutil
 
+from agentflow.engine.child_limits import ONE_THREAD, OWN_FAULTS
 from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.grammar.compiler.messages import (
     CompileEnd,
@@ -23,15 +24,6 @@ from agentflow.protocol.constraint import Constraint
 
 # The time for a process whose socket has closed to exit by itself, so that its exit status is known.
 LAST_WORDS_S = 1.0
-# Threads of libraries, and the heaps that the C library allocates for them, would count as used memory.
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",
-}
-# Signals with which the kernel ends a process for a fault in the process.
-OWN_FAULTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 
 
 class CannotCompile(Exception):

@@ -1,0 +1,7 @@
+"""Images and videos, from the bytes of a file to a ``PreparedMedium``.
+
+On the event loop's side: ``reader`` (the interface), ``worker_handle`` and ``settings`` (the files of a
+model). In processes of the server: ``worker`` (limits), ``decoding`` (Pillow and PyAV) and ``processors`` (a
+file for each family of models). ``messages`` is what they exchange. Nothing here imports torch: the vision
+towers read the arrays.
+"""

@@ -1,0 +1,190 @@
+"""Decodes the files of images and videos. Runs in the reading process: a file may be hostile.
+
+The bytes decide about the format, not a media type. An image is turned as its EXIF orientation says, is laid
+on white where it is transparent, and becomes RGB with 8 bits. Of an animation only the first frame is read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from agentflow.engine.media.processors.pixels import Clip
+from agentflow.errors import AgentflowError, BadArgument
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_IMAGE_PIXELS: Final = 50_000_000
+MAX_FRAME_PIXELS: Final = 10_000_000
+MAX_VIDEO_FRAMES: Final = 500_000
+"""The most frames of a video, read or not."""
+_FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP")
+_ERROR_CHARS: Final = 120
+
+
+def decode_image(data: bytes) -> Image:
+    """Returns the image in RGB. ``BadArgument`` if it is damaged, too large, or in another format."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    Image.MAX_IMAGE_PIXELS = None  # checked here
+    with _naming_damage("image"):
+        try:
+            image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        except UnidentifiedImageError:
+            raise BadArgument(
+                "image: these bytes are none of PNG, JPEG, GIF and WebP, or are damaged", param="image"
+            ) from None
+        if image.width * image.height > MAX_IMAGE_PIXELS:
+            raise BadArgument(
+                f"image: {image.width:,} x {image.height:,} pixels are more than {MAX_IMAGE_PIXELS:,}: make "
+                "it smaller",
+                param="image",
+            )
+        image.load()
+        return _as_rgb(ImageOps.exif_transpose(image))
+
+
+def _as_rgb(image: Image) -> Image:
+    from PIL import Image as images
+
+    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would clip instead of scale
+        high = np.asarray(image).astype(np.int64).clip(0, 65_535) >> 8
+        return images.fromarray(high.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = images.new("RGBA", image.size, (255, 255, 255, 255))
+        return images.alpha_composite(white, image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+@contextmanager
+def _naming_damage(kind: str) -> Iterator[None]:
+    """Turns the exceptions of a decoder, which may be of any class, into ``BadArgument``."""
+    try:
+        yield
+    except (AgentflowError, MemoryError):
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:_ERROR_CHARS] or type(error).__name__
+        raise BadArgument(f"{kind}: it is damaged or truncated: {why}", param=kind) from None
+
+
+def decode_video(data: bytes, num_frames: int) -> Clip:
+    """Returns ``num_frames`` frames at equal distances, the first frame among them; all frames if there are
+    fewer. ``BadArgument`` if the video is damaged, too large, or in another format."""
+    import av
+
+    with _naming_damage("video"):
+        # The format is given, so that no playlist is read, which could name other files.
+        container = av.open(io.BytesIO(data), format=_container_format(data), options=_NO_OTHER_FILES)
+        if not container.streams.video:
+            raise BadArgument("video: it has no pictures", param="video")
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width * height > MAX_FRAME_PIXELS:
+            raise BadArgument(
+                f"video: {width:,} x {height:,} pixels are more than {MAX_FRAME_PIXELS:,}: make it smaller",
+                param="video",
+            )
+        packets = _packets(container, stream)
+        if not packets:
+            raise BadArgument("video: it has no frames", param="video")
+        total = len(packets)
+        wanted = [index * total // min(num_frames, total) for index in range(min(num_frames, total))]
+        fps = float(stream.average_rate or stream.guessed_rate or 24)
+        frames = _checked(_frames(container, stream, packets, wanted))
+        first = next(frames)
+        return Clip(
+            _chained(first, frames),
+            (first.height, first.width),
+            [index / fps for index in wanted],
+            total / fps,
+        )
+
+
+_NO_OTHER_FILES: Final = {"protocol_whitelist": "none", "enable_drefs": "0"}
+
+
+def _container_format(data: bytes) -> str:
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    if data.startswith(b"\x1aE\xdf\xa3"):
+        return "matroska"
+    if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
+        return "avi"
+    raise BadArgument("video: these bytes are none of MP4, QuickTime, Matroska, WebM and AVI", param="video")
+
+
+def _packets(container: Any, stream: Any) -> list[tuple[int | None, bool]]:
+    """When each frame is shown, in the stream's unit, and whether it can be decoded without others."""
+    found: list[tuple[int | None, bool]] = []
+    for packet in container.demux(stream):
+        if packet.size:
+            found.append((packet.pts, packet.is_keyframe))
+        if len(found) > MAX_VIDEO_FRAMES:
+            raise BadArgument(f"video: it has more than {MAX_VIDEO_FRAMES:,} frames: cut it", param="video")
+    return found
+
+
+def _frames(
+    container: Any, stream: Any, packets: Sequence[tuple[int | None, bool]], wanted: Sequence[int]
+) -> Iterator[Image]:
+    """Decodes the wanted frames, which are numbers in the order of showing."""
+    times = sorted([time for time, _ in packets if time is not None])
+    if len(set(times)) < len(packets):  # without times, frames can only be counted
+        container.seek(0, stream=stream)
+        yield from _nth(container.decode(stream), wanted)
+        return
+    keys = sorted([time for time, is_key in packets if is_key and time is not None])
+    decoded: Iterator[Any] = iter(())
+    position: int | None = None
+    for index in wanted:
+        key = max([time for time in keys if time <= times[index]], default=times[0])
+        if position is None or key > position:
+            container.seek(key, stream=stream)
+            decoded = container.decode(stream)
+        for frame in decoded:
+            position = frame.pts
+            if position is not None and position >= times[index]:
+                yield _picture(frame)
+                break
+        else:
+            raise BadArgument(f"video: its frame {index:,} cannot be decoded", param="video")
+
+
+def _nth(decoded: Iterator[Any], wanted: Sequence[int]) -> Iterator[Image]:
+    left = list(reversed(wanted))
+    for index, frame in enumerate(decoded):
+        if index == left[-1]:
+            yield _picture(frame)
+            left.pop()
+            if not left:
+                return
+    raise BadArgument(f"video: its frame {left[-1]:,} cannot be decoded", param="video")
+
+
+def _picture(frame: Any) -> Image:
+    image: Image = frame.to_image()
+    rotation = getattr(frame, "rotation", 0)
+    return image.rotate(rotation, expand=True) if rotation else image
+
+
+def _checked(frames: Iterator[Image]) -> Iterator[Image]:
+    size: tuple[int, int] | None = None
+    with _naming_damage("video"):
+        for frame in frames:
+            if frame.width * frame.height > MAX_FRAME_PIXELS or (size or frame.size) != frame.size:
+                raise BadArgument("video: the size of its frames changes", param="video")
+            size = frame.size
+            yield frame
+
+
+def _chained(first: Image, rest: Iterator[Image]) -> Iterator[Image]:
+    yield first
+    yield from rest

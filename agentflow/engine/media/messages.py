@@ -1,0 +1,98 @@
+"""The messages between a server and its reading process, and the limits of reading.
+
+The server sends ``StartReading`` and receives ``Ready``; then it sends one ``ReadMedium`` at a time and
+receives a ``MediumRead`` for each. Bytes and arrays are in a file that both have open, which has no name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from agentflow.engine.media.settings import MediaSettings
+from agentflow.errors import AgentflowError, from_code
+from agentflow.runtime.declared import Count, Declared, Seconds
+
+
+class MediaLimits(Declared, frozen=True, kw_only=True):
+    """The limits of reading one image or video.
+
+    ``image_cpu_s``, ``video_cpu_s``: processor time. ``memory_bytes``: memory while it is decoded.
+    ``prepared_bytes``: what the model gets. ``wall_s``: after this time on the clock per second of processor
+    time, the request fails with ``Overloaded``. For all media: ``num_processes`` read at the same time, and
+    ``cache_bytes`` of prepared media are kept.
+    """
+
+    image_cpu_s: Seconds = 10.0
+    video_cpu_s: Seconds = 60.0
+    memory_bytes: Count = 1_000_000_000
+    prepared_bytes: Count = 500_000_000
+    wall_s: Seconds = 6.0
+    num_processes: Count = 2
+    cache_bytes: Count = 256_000_000
+
+
+class StartReading(msgspec.Struct, frozen=True):
+    """The model whose media the process prepares."""
+
+    settings: MediaSettings
+    limits: MediaLimits
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The process waits for media or, if there is a ``problem``, exits."""
+
+    problem: str = ""
+
+
+class ReadMedium(msgspec.Struct, frozen=True):
+    """A medium, whose bytes are the first ``num_bytes`` of the file."""
+
+    kind: Literal["image", "video"]
+    num_bytes: int
+    num_frames: int = 0
+
+
+class ArrayPlace(msgspec.Struct, frozen=True, array_like=True):
+    """An array in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+
+class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
+    """A ``MediaPiece``."""
+
+    positions: ArrayPlace
+    first: int
+    sees_all: bool
+
+
+class ReadFailure(msgspec.Struct, frozen=True):
+    """An error of ``errors.py`` as a message."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+    def to_error(self) -> AgentflowError:
+        """Returns a new exception at each call."""
+        return from_code(self.code, self.message, self.param)
+
+
+class MediumRead(msgspec.Struct, frozen=True):
+    """The answer to a medium: a ``PreparedMedium`` whose arrays are in the file, or a failure."""
+
+    identity: str = ""
+    arrays: dict[str, ArrayPlace] = {}
+    pieces: tuple[str | PiecePlace, ...] = ()
+    failure: ReadFailure | None = None
+    is_last: bool = False  # the process has grown too large and reads no more
+
+
+start_decoder = msgspec.msgpack.Decoder(StartReading)
+ready_decoder = msgspec.msgpack.Decoder(Ready)
+medium_decoder = msgspec.msgpack.Decoder(ReadMedium)
+read_decoder = msgspec.msgpack.Decoder(MediumRead)

@@ -1,0 +1,84 @@
+"""Images of any resolution in tiles, as LLaVA-NeXT and LLaVA-OneVision cut them.
+
+The resolution of a list that wastes least is chosen; the image fills it in one direction, between borders in
+the other. The tower drops the features of the borders, and adds a token at the end of each row.
+
+Liu et al., "LLaVA-NeXT: Improved reasoning, OCR, and world knowledge", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentflow.engine.media.processors.pixels import (
+    Bytes,
+    Options,
+    Size,
+    channels_first,
+    cut,
+    resize,
+)
+from agentflow.errors import BadModelFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from PIL.Image import Image
+
+
+def read_resolutions(options: Options, default: Sequence[Size], side: int) -> list[Size]:
+    """The resolutions that an image can have, all multiples of the tile's ``side``."""
+    found = options.settings.get("image_grid_pinpoints") or default
+    try:
+        resolutions = [(int(height), int(width)) for height, width in found]
+    except (TypeError, ValueError):
+        resolutions = []
+    if not resolutions or any(min(size) < side or size[0] % side or size[1] % side for size in resolutions):
+        raise BadModelFolder(
+            f"{options.file}: image_grid_pinpoints must be pairs of multiples of {side}, the side of a tile"
+        )
+    return resolutions
+
+
+def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
+    """The resolution that keeps most of the image, and has the least border; the first among equals."""
+    height, width = size
+
+    def worth(resolution: Size) -> tuple[int, int]:
+        scale = min(resolution[1] / width, resolution[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - resolution[0] * resolution[1]
+
+    return max(resolutions, key=worth)
+
+
+def tiles_of(image: Image, resolution: Size, side: int, resample: int) -> Bytes:
+    """[tiles, 3, side, side]: the whole image, distorted to a square, then the tiles row by row."""
+    height, width = resolution
+    scale_x, scale_y = width / image.width, height / image.height
+    if scale_x < scale_y:
+        inner = min(math.ceil(image.height * scale_x), height), width
+    else:
+        inner = height, min(math.ceil(image.width * scale_y), width)
+    whole = channels_first(resize(image, (side, side), resample))
+    pixels = np.zeros((3, height, width), dtype=np.uint8)
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    pixels[:, top : top + inner[0], left : left + inner[1]] = channels_first(resize(image, inner, resample))
+    return np.concatenate([whole[None], cut(pixels, side)])
+
+
+def features_without_border(size: Size, resolution: Size, side: int, patches: int) -> Size:
+    """The rows and columns of features that are left of an image of ``size`` in ``resolution``, whose tiles
+    have ``patches`` by ``patches`` features."""
+    rows, columns = resolution[0] // side * patches, resolution[1] // side * patches
+    height, width = size
+    if width / height > columns / rows:
+        kept = int(round(height * (columns / width), 7))
+        rows -= (rows - kept) // 2 * 2
+    else:
+        kept = int(round(width * (rows / height), 7))
+        columns -= (columns - kept) // 2 * 2
+    return rows, columns

@@ -1,0 +1,64 @@
+"""LLaVA-NeXT and LLaVA-NeXT-Video: tiles of an image, or the frames of a video with pooled features.
+
+Zhang et al., "LLaVA-NeXT: A strong zero-shot video understanding model", 2024.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from agentflow.engine.media.processors.anyres import (
+    best_resolution,
+    features_without_border,
+    read_resolutions,
+    tiles_of,
+)
+from agentflow.engine.media.processors.llava import Squares, num_features, patches_a_side
+from agentflow.engine.media.processors.pixels import BICUBIC, Clip, Options, Prepared, in_line
+from agentflow.engine.media.settings import MediaSettings
+from agentflow.errors import NotSupported
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_RESOLUTIONS: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+
+
+class LlavaNextProcessor:
+    """Of an image: ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
+    and width. Of a video: ``pixels`` [frames, 3, side, side] alone."""
+
+    def __init__(self, settings: MediaSettings) -> None:
+        options = Options(settings.image)
+        self._side = Squares(settings, options).side
+        self._resample = options.integer("resample", BICUBIC)
+        self._resolutions = read_resolutions(options, _RESOLUTIONS, self._side)
+        self._patches = patches_a_side(settings, self._side)
+        self._num_whole = num_features(settings, self._side)
+        self.image_token = str(settings.prompt.get("image_token", "<image>"))
+        self.video_token = ""
+        if settings.family == "llava_next_video":
+            self.video_token = str(settings.prompt.get("video_token", "<video>"))
+            stride = Options(settings.model, "config.json").integer("spatial_pool_stride", 2)
+            self._frames = Squares(settings, Options(settings.video or settings.image))
+            self._num_pooled = (patches_a_side(settings, self._frames.side) // stride) ** 2
+
+    def prepare_image(self, image: Image) -> Prepared:
+        size = image.height, image.width
+        resolution = best_resolution(size, self._resolutions)
+        rows, columns = features_without_border(size, resolution, self._side, self._patches)
+        return Prepared(
+            {
+                "pixels": tiles_of(image, resolution, self._side, self._resample),
+                "sizes": np.array(size, dtype=np.int64),
+            },
+            (in_line(self._num_whole + rows * (columns + 1)),),
+        )
+
+    def prepare_video(self, clip: Clip) -> Prepared:
+        if not self.video_token:
+            raise NotSupported("video: models of this family read images, and no videos")
+        pixels = np.stack([self._frames.make(frame) for frame in clip.frames])
+        return Prepared({"pixels": pixels}, (in_line(len(pixels) * self._num_pooled),))

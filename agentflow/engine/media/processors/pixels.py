@@ -1,0 +1,181 @@
+"""What the processors have in common: resizing, cutting and the form of their results.
+
+Images are resized by Pillow between bytes, as transformers' processors on Pillow do it, so that the values
+are the same. Scaling to numbers is left to the vision tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.media.settings import MediaSettings
+from agentflow.engine.media_run import MediaPiece, Positions
+from agentflow.errors import BadArgument, BadModelFolder, NotSupported
+
+if TYPE_CHECKING:
+    from PIL.Image import Image, Resampling
+
+Bytes = NDArray[np.uint8]
+Size = tuple[int, int]
+"""Height and width."""
+
+MAX_RESIZED_PIXELS: Final = 64_000_000
+LANCZOS: Final = 1
+BILINEAR: Final = 2
+BICUBIC: Final = 3
+"""The filters of Pillow, as numbers in the files of models."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A medium as ``PreparedMedium`` has it, without its identity."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    pieces: tuple[str | MediaPiece, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """Frames of a video, decoded while they are iterated over, once. ``size``: of each. ``times_s``: when
+    each is shown. ``duration_s``: of the whole video."""
+
+    frames: Iterable[Image]
+    size: Size
+    times_s: Sequence[float]
+    duration_s: float
+
+    def __len__(self) -> int:
+        return len(self.times_s)
+
+
+class Processor(Protocol):
+    """Prepares the media of one model.
+
+    ``image_token`` and ``video_token``: the text of the token that a chat template writes for a medium, and
+    that the medium's pieces replace; empty: the model reads none. Images are RGB.
+    """
+
+    image_token: str
+    video_token: str
+
+    def prepare_image(self, image: Image) -> Prepared: ...
+
+    def prepare_video(self, clip: Clip) -> Prepared: ...
+
+
+def resize(image: Image, size: Size, resample: int) -> Image:
+    """Resizes an image. ``BadArgument`` if the result is too large."""
+    height, width = size
+    if height * width > MAX_RESIZED_PIXELS:
+        raise BadArgument(
+            f"image: its sides of {image.width:,} and {image.height:,} pixels are too unequal for this model",
+            param="image",
+        )
+    # Pillow copies an image that has the size already.
+    return image.resize((width, height), resample=_filter(resample))
+
+
+def _filter(number: int) -> Resampling:
+    from PIL.Image import Resampling
+
+    return Resampling(number)
+
+
+def channels_first(image: Image) -> Bytes:
+    """The pixels [3, height, width] of an image in RGB."""
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+def cut(pixels: Bytes, side: int) -> Bytes:
+    """Cuts [3, height, width] into squares, row by row: [tiles, 3, side, side]. Both lengths are multiples of
+    ``side``."""
+    _, height, width = pixels.shape
+    tiles = pixels.reshape(3, height // side, side, width // side, side)
+    return np.ascontiguousarray(tiles.transpose(1, 3, 0, 2, 4)).reshape(-1, 3, side, side)
+
+
+def crop_center(pixels: Bytes, size: Size) -> Bytes:
+    """The middle of [3, height, width]; zeros around an image that is smaller."""
+    height, width = size
+    found = np.zeros((3, height, width), dtype=np.uint8)
+    top, left = (pixels.shape[1] - height) // 2, (pixels.shape[2] - width) // 2
+    # An odd difference is rounded up where the image is smaller: ``//`` rounds down, and the sign changes.
+    source = pixels[:, max(top, 0) : max(top, 0) + height, max(left, 0) : max(left, 0) + width]
+    y, x = max(-top, 0), max(-left, 0)
+    found[:, y : y + source.shape[1], x : x + source.shape[2]] = source
+    return found
+
+
+def shortest_edge(image: Image, edge: int) -> Size:
+    """The size with ``edge`` as its shorter side, and the same proportions."""
+    short, long = min(image.width, image.height), max(image.width, image.height)
+    length = int(edge * long / short)
+    return (length, edge) if image.width <= image.height else (edge, length)
+
+
+def in_line(count: int, first: int = 0, *, sees_all: bool = False) -> MediaPiece:
+    """A run of ``count`` tokens whose positions count like text."""
+    return MediaPiece(np.arange(count)[None], first, sees_all)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Reads the settings of an image processor, with the defaults of its class. ``BadModelFolder`` for values
+    of another type, ``NotSupported`` for switches that are not supported."""
+
+    settings: Mapping[str, Any]
+    file: str = field(default="preprocessor_config.json")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.settings.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise BadModelFolder(f"{self.file}: {name} must be a number from 0, not {value!r}")
+        return value
+
+    def switch(self, name: str, default: bool) -> bool:
+        value = self.settings.get(name)
+        return default if value is None else bool(value)
+
+    def part(self, name: str, default: Mapping[str, Any]) -> Options:
+        value = self.settings.get(name)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = {"height": value, "width": value}
+        if not isinstance(value, dict):
+            raise BadModelFolder(f"{self.file}: {name} must be an object, not {value!r}")
+        return Options({key: number for key, number in value.items() if number is not None}, self.file)
+
+    def size(self, name: str, default: Mapping[str, int]) -> Size:
+        part = self.part(name, default)
+        return part.integer("height"), part.integer("width")
+
+    def require(self, *names: str) -> None:
+        """``NotSupported`` if one of the switches is off."""
+        for name in names:
+            if not self.switch(name, True):
+                raise NotSupported(f"{self.file}: {name} false is not supported")
+
+
+def vision_config(settings: MediaSettings) -> Options:
+    """The settings of the vision tower in ``config.json``."""
+    part = settings.model.get("vision_config")
+    return Options(part if isinstance(part, dict) else {}, "config.json: vision_config")
+
+
+def positions_in_grid(frames: Positions, rows: int, columns: int) -> Positions:
+    """The positions [3, tokens] of frames of ``rows`` by ``columns`` tokens: the number of the frame, as
+    given, of the row and of the column."""
+    num = len(frames)
+    return np.stack(
+        [
+            np.repeat(frames, rows * columns),
+            np.tile(np.repeat(np.arange(rows), columns), num),
+            np.tile(np.arange(columns), num * rows),
+        ]
+    )

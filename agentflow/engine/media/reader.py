@@ -1,0 +1,176 @@
+"""Reads images and videos for one model, on the event loop's side.
+
+The files are decoded and prepared in processes that may fail (``worker_handle``). Prepared media are kept
+within a budget of bytes, separately for each tenant, so that the time of a call reveals nothing about others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from agentflow.engine.media.messages import MediaLimits, ReadMedium
+from agentflow.engine.media.processors.registry import PROCESSORS
+from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_settings
+from agentflow.engine.media.worker_handle import MediaWorkerHandle
+from agentflow.engine.media_run import PreparedMedium
+from agentflow.errors import BadArgument, EngineFailed, Overloaded
+from agentflow.protocol.images import Image
+
+logger = logging.getLogger(__name__)
+
+MAX_VIDEO_BYTES: Final = 200_000_000
+MAX_SAMPLED_FRAMES: Final = 256
+LOAD_S: Final = 60.0
+"""How long a process may load."""
+
+_Key = tuple[str, str, int]
+"""The tenant, the digest of the file, and the frames of a video."""
+
+
+def media_reader(folder: Path, limits: MediaLimits | None = None) -> MediaReader | None:
+    """Returns the reader of the model in ``folder``, or None if the model reads no images, or the extra
+    ``vision`` is not installed. ``BadModelFolder`` or ``NotSupported`` if its settings cannot be used."""
+    settings = read_settings(folder)
+    if settings.family not in PROCESSORS or not settings.image:
+        return None
+    if importlib.util.find_spec("PIL") is None:
+        logger.warning("%s reads no images: pip install 'agentflow-lm[vision]'", folder.name)
+        return None
+    return MediaReader(settings, limits or MediaLimits())
+
+
+class MediaReader:
+    """Made by ``media_reader``. Belongs to the event loop's thread.
+
+    ``image_token``, ``video_token``: the text that a chat template writes for a medium, and that the medium's
+    pieces replace; empty: the model reads none.
+    """
+
+    def __init__(self, settings: MediaSettings, limits: MediaLimits) -> None:
+        processor = PROCESSORS[settings.family](settings)
+        self.image_token = processor.image_token
+        self.video_token = processor.video_token
+        self._settings = settings
+        self._limits = limits
+        self._idle: list[MediaWorkerHandle] = []
+        self._turns = anyio.Semaphore(limits.num_processes)
+        self._kept: dict[_Key, PreparedMedium] = {}  # the least recently used first
+        self._kept_bytes = 0
+        self._locks: dict[_Key, anyio.Lock] = {}
+        self._num_waiting: Counter[_Key] = Counter()
+        self._is_closed = False
+
+    @property
+    def scaling(self) -> PixelScaling:
+        """How the model's tower scales pixels."""
+        return self._settings.scaling
+
+    async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
+        """Returns the image as the model reads it. Equal images of a tenant are read once.
+
+        Raises:
+            BadArgument: of ``image``: it is damaged, too large, of another format, or no file.
+            EngineFailed: the process that reads images failed.
+            Overloaded: the machine is too busy.
+        """
+        if not image.data:
+            raise BadArgument(
+                f"image: this model reads the bytes of images, and fetches none from {image.source[:80]!r}",
+                param="image",
+            )
+        medium = ReadMedium("image", len(image.data))
+        return await self._read((tenant, image.source, 0), medium, image.data)
+
+    async def read_video(self, data: bytes, num_frames: int, *, tenant: str = "") -> PreparedMedium:
+        """Returns ``num_frames`` frames of a video as the model reads them. Raises as ``read_image``, of
+        ``video`` and ``num_frames``."""
+        if not self.video_token:
+            raise BadArgument("video: this model reads no videos", param="video")
+        if not 0 < num_frames <= MAX_SAMPLED_FRAMES:
+            raise BadArgument(
+                f"num_frames must be from 1 to {MAX_SAMPLED_FRAMES}, not {num_frames}", param="num_frames"
+            )
+        if len(data) > MAX_VIDEO_BYTES:
+            raise BadArgument(
+                f"video: {len(data):,} bytes are more than {MAX_VIDEO_BYTES:,}: make it shorter",
+                param="video",
+            )
+        digest = await anyio.to_thread.run_sync(lambda: hashlib.sha256(data).hexdigest())
+        medium = ReadMedium("video", len(data), num_frames)
+        return await self._read((tenant, digest, num_frames), medium, data)
+
+    async def aclose(self) -> None:
+        """Ends the processes. Later calls raise ``EngineFailed``."""
+        self._is_closed = True
+        while self._idle:
+            await self._idle.pop().end()
+
+    async def _read(self, key: _Key, medium: ReadMedium, data: bytes) -> PreparedMedium:
+        """Reads a medium unless it is kept. If others want the same, one reads it; if that one is cancelled,
+        the next does."""
+        lock = self._locks.setdefault(key, anyio.Lock())
+        self._num_waiting[key] += 1
+        try:
+            async with lock:
+                prepared = self._kept.pop(key, None)
+                if prepared is None:
+                    prepared = await self._read_in_process(medium, data)
+                    self._kept_bytes += prepared.nbytes
+                self._kept[key] = prepared
+        finally:
+            self._num_waiting[key] -= 1
+            if not self._num_waiting[key]:
+                del self._num_waiting[key], self._locks[key]
+        while self._kept_bytes > self._limits.cache_bytes:
+            self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+        return prepared
+
+    async def _read_in_process(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
+        cpu_s = self._limits.video_cpu_s if medium.kind == "video" else self._limits.image_cpu_s
+        async with self._turns:
+            worker = await self._worker()
+            try:
+                with anyio.fail_after(cpu_s * self._limits.wall_s):
+                    return await worker.read(medium, data)
+            except TimeoutError:
+                raise Overloaded(
+                    f"{medium.kind}: not read yet, because the processors are busy: try again"
+                ) from None
+            finally:
+                await self._put_back(worker)
+
+    async def _worker(self) -> MediaWorkerHandle:
+        """Returns a process that has loaded."""
+        if self._is_closed:
+            raise EngineFailed("the engine has stopped and reads no more images")
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_running:
+                return worker
+            await worker.end()
+        try:
+            worker = MediaWorkerHandle.start(self._settings, self._limits)
+        except OSError as error:
+            raise EngineFailed(f"the process that reads images cannot be started: {error}") from error
+        try:
+            with anyio.fail_after(LOAD_S):
+                await worker.ready()
+        except TimeoutError:
+            raise Overloaded("image: the process that reads images does not start: try again") from None
+        finally:
+            if not worker.is_usable:
+                await worker.end()
+        return worker
+
+    async def _put_back(self, worker: MediaWorkerHandle) -> None:
+        if worker.is_usable and not self._is_closed:
+            self._idle.append(worker)
+        else:
+            await worker.end()

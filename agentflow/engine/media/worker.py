@@ -1,0 +1,215 @@
+"""The reading process: decodes images and videos, and prepares them for one model.
+
+``python -m agentflow.engine.media.worker SOCKET LIFELINE FILE``: the file descriptors of a socket and a pipe
+that the server leaves open (``ChildProcess``), and of a file for bytes and arrays. It reads one medium after
+the other, within limits (``LimitedWork``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.child_limits import (
+    LimitedWork,
+    OverCpuTime,
+    ServerGone,
+    be_killed_first,
+    inherited_files,
+)
+from agentflow.engine.child_process import NICENESS, READ_BYTES, FrameBuffer, to_frame
+from agentflow.engine.media.decoding import decode_image, decode_video
+from agentflow.engine.media.messages import (
+    ArrayPlace,
+    MediumRead,
+    PiecePlace,
+    ReadFailure,
+    ReadMedium,
+    Ready,
+    medium_decoder,
+    start_decoder,
+)
+from agentflow.engine.media.processors.pixels import Prepared
+from agentflow.engine.media.processors.registry import PROCESSORS
+from agentflow.engine.media.settings import MediaSettings
+from agentflow.errors import AgentflowError, BadArgument, incident
+
+logger = logging.getLogger(__name__)
+
+
+class MediaWorker:
+    """The process's end of the socket.
+
+    Args:
+        file: The descriptor of the file for bytes and arrays.
+    """
+
+    def __init__(self, connection: socket.socket, lifeline: BinaryIO, file: int) -> None:
+        self._connection = connection
+        self._lifeline = lifeline
+        self._file = file
+
+    def run(self) -> int:
+        """Reads media until the socket ends. Returns the exit code."""
+        frames = self._receive()
+        first = next(frames, None)
+        if first is None:
+            return 0
+        start = start_decoder.decode(first)
+        self._limits = start.limits
+        self._settings = settings_digest(start.settings)
+        with contextlib.suppress(OSError):  # the server is gone
+            try:
+                self._processor = PROCESSORS[start.settings.family](start.settings)
+                _load_decoders()
+            except ImportError as error:
+                problem = f"the package {error.name!r} is not installed: pip install 'agentflow-lm[vision]'"
+                self._send(Ready(problem))
+                return 1
+            self._work = LimitedWork(self._lifeline, self._limits.image_cpu_s, self._limits.memory_bytes)
+            self._send(Ready())
+            for frame in frames:
+                end = self._read_within_limits(medium_decoder.decode(frame))
+                self._send(end)
+                if end.is_last:
+                    break
+        return 0
+
+    def _read_within_limits(self, medium: ReadMedium) -> MediumRead:
+        kind, problem = medium.kind, ""
+        cpu_s = self._limits.video_cpu_s if kind == "video" else self._limits.image_cpu_s
+        is_out_of_memory = False
+        try:
+            read = self._work.run(lambda: self._read(medium), cpu_s)
+        except OverCpuTime:
+            problem = f"it takes more than {cpu_s:g} s of processor time to decode"
+        except MemoryError:
+            is_out_of_memory = True  # handled below: the memory is in use until this block ends
+        except ServerGone:
+            raise
+        except AgentflowError as error:
+            read = MediumRead(failure=ReadFailure(error.code, str(error), error.param))
+        except Exception as error:
+            logged = incident(logger, f"{kind}: reading it", error)
+            read = MediumRead(failure=ReadFailure(logged.code, str(logged)))
+        if is_out_of_memory:
+            problem = f"it needs more than {self._limits.memory_bytes / 1e6:.3g} MB of memory to decode"
+        if problem:
+            read = MediumRead(
+                failure=ReadFailure(BadArgument.code, f"{kind}: {problem}: make it smaller", kind)
+            )
+        return msgspec.structs.replace(read, is_last=is_out_of_memory or self._work.has_grown)
+
+    def _read(self, medium: ReadMedium) -> MediumRead:
+        data = _read_bytes(self._file, medium.num_bytes)
+        if medium.kind == "image":
+            prepared = self._processor.prepare_image(decode_image(data))
+        else:
+            prepared = self._processor.prepare_video(decode_video(data, medium.num_frames))
+        num_bytes = sum([array.nbytes for array in prepared.arrays.values()])
+        if num_bytes > self._limits.prepared_bytes:
+            raise BadArgument(
+                f"{medium.kind}: the model would read {num_bytes:,} bytes of pixels, more than "
+                f"{self._limits.prepared_bytes:,}: make it smaller",
+                param=medium.kind,
+            )
+        return self._written(prepared)
+
+    def _written(self, prepared: Prepared) -> MediumRead:
+        os.ftruncate(self._file, 0)
+        end = 0
+
+        def place(array: NDArray[Any]) -> ArrayPlace:
+            nonlocal end
+            placed = ArrayPlace(array.dtype.str, array.shape, end)
+            rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            while rest:
+                written = os.pwrite(self._file, rest, end)
+                rest, end = rest[written:], end + written
+            return placed
+
+        return MediumRead(
+            identity_of(prepared.arrays, self._settings),
+            {name: place(array) for name, array in prepared.arrays.items()},
+            tuple(
+                [
+                    piece
+                    if isinstance(piece, str)
+                    else PiecePlace(
+                        place(np.asarray(piece.positions, dtype=np.int64)), piece.first, piece.sees_all
+                    )
+                    for piece in prepared.pieces
+                ]
+            ),
+        )
+
+    def _send(self, content: object) -> None:
+        self._connection.sendall(to_frame(content))
+
+    def _receive(self) -> Iterator[bytes]:
+        buffer = FrameBuffer()
+        with contextlib.suppress(OSError):  # the server exited with frames unread
+            while piece := self._connection.recv(READ_BYTES):
+                yield from buffer.push(piece)
+
+
+def identity_of(arrays: Mapping[str, NDArray[Any]], settings: bytes) -> str:
+    """Returns the identity of a ``PreparedMedium``. All parts are framed by their lengths."""
+    digest = hashlib.sha256(settings)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        head = msgspec.json.encode([name, array.dtype.str, list(array.shape)])
+        digest.update(len(head).to_bytes(8, "big") + head)
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def settings_digest(settings: MediaSettings) -> bytes:
+    """Returns a digest of the settings."""
+    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).digest()
+
+
+def _load_decoders() -> None:
+    """Imports the decoders of images, which are not loaded under the limits of a job."""
+    for name in ("ImageOps", *[f"{kind}ImagePlugin" for kind in ("Png", "Jpeg", "Mpo", "Gif", "WebP")]):
+        importlib.import_module(f"PIL.{name}")
+    with contextlib.suppress(ImportError):  # videos only
+        import av
+
+        av.logging.set_level(av.logging.PANIC)
+
+
+def _read_bytes(file: int, num_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    done = 0
+    while done < num_bytes and (part := os.pread(file, num_bytes - done, done)):
+        parts.append(part)
+        done += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def main() -> int:
+    """Reads for the socket, the lifeline and the file whose descriptors are the arguments."""
+    connection_file, lifeline_file, file = inherited_files()
+    os.nice(NICENESS)  # as the server: more, and a request would wait for the engine that waits for it
+    be_killed_first()
+    with (
+        socket.socket(fileno=connection_file) as connection,
+        open(lifeline_file, "rb", buffering=0) as lifeline,
+    ):
+        return MediaWorker(connection, lifeline, file).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

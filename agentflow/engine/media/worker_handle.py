@@ -1,0 +1,170 @@
+"""The server's handle on one reading process. It reads one medium at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.child_limits import ONE_THREAD, OWN_FAULTS
+from agentflow.engine.child_process import ChildProcess, to_frame
+from agentflow.engine.media.messages import (
+    ArrayPlace,
+    MediaLimits,
+    MediumRead,
+    ReadMedium,
+    StartReading,
+    read_decoder,
+    ready_decoder,
+)
+from agentflow.engine.media.settings import MediaSettings
+from agentflow.engine.media_run import MediaPiece, PreparedMedium
+from agentflow.errors import BadArgument, EngineFailed, NotSupported
+
+# The time for a process whose socket has closed to exit by itself, so that its exit status is known.
+LAST_WORDS_S = 1.0
+_FAULTS = (*OWN_FAULTS, -signal.SIGXCPU, -signal.SIGKILL)
+"""How the kernel ends a process for a fault in the process, or for its memory."""
+_MAX_RANK = 4
+
+
+class MediaWorkerHandle(ChildProcess):
+    """Created by ``start``. After ``ready`` it reads media while ``is_usable``; ``end`` ends the process."""
+
+    is_usable = True
+    _file: int
+    _limits: MediaLimits
+    _threads: anyio.CapacityLimiter
+
+    @classmethod
+    def start(cls, settings: MediaSettings, limits: MediaLimits) -> MediaWorkerHandle:
+        """Starts a process, which begins to load. Raises ``OSError`` if no process can be created."""
+        file = _nameless_file()
+        try:
+            worker = cls.run(
+                "agentflow.engine.media.worker", StartReading(settings, limits), file, **ONE_THREAD
+            )
+        except BaseException:
+            os.close(file)
+            raise
+        worker._file, worker._limits = file, limits
+        worker._threads = anyio.CapacityLimiter(1)  # the server's worker threads may all be busy
+        return worker
+
+    async def ready(self) -> None:
+        """Waits until the process has loaded. ``NotSupported`` if a package is missing, ``EngineFailed`` if
+        it died."""
+        self.is_usable = False
+        try:
+            answer = ready_decoder.decode(await self._next_frame())
+        except EOFError:
+            raise EngineFailed("the process that reads images could not be started") from None
+        if answer.problem:
+            raise NotSupported(f"images cannot be read: {answer.problem}")
+        self.is_usable = True
+
+    async def read(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
+        """Returns the prepared medium, or raises its failure. After a cancellation, the handle must not be
+        used again."""
+        self.is_usable = False
+        await self._in_thread(_write, self._file, data)
+        try:
+            await self.send(to_frame(medium))
+            answer = read_decoder.decode(await self._next_frame())
+        except (OSError, EOFError):
+            how = await self.end(LAST_WORDS_S)
+            if self.exit_code in _FAULTS:
+                raise BadArgument(
+                    f"{medium.kind}: the process that decoded it {how}: it is damaged, or needs too much "
+                    "memory or time",
+                    param=medium.kind,
+                ) from None
+            raise EngineFailed(f"the process that reads images {how}: try again") from None
+        if answer.failure is not None:
+            self.is_usable = not answer.is_last
+            raise answer.failure.to_error()
+        prepared: PreparedMedium = await self._in_thread(self._fetch, answer)
+        self.is_usable = not answer.is_last
+        return prepared
+
+    async def end(self, grace_s: float = 0.0) -> str:
+        """As of ``ChildProcess``; also closes the file."""
+        how = await super().end(grace_s)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        return how
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
+
+    async def _next_frame(self) -> bytes:
+        frames: list[bytes] = []
+        while not frames:
+            frames = await self.receive()
+        return frames[0]
+
+    def _fetch(self, answer: MediumRead) -> PreparedMedium:
+        # A process that a file has taken over may answer anything.
+        left = 2 * self._limits.prepared_bytes
+
+        def array(place: ArrayPlace) -> NDArray[Any]:
+            nonlocal left
+            dtype, shape = np.dtype(place.dtype), place.shape
+            if dtype.hasobject or len(shape) > _MAX_RANK or any(length < 0 for length in shape):
+                raise EngineFailed("the process that reads images gave an array that is none")
+            num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
+            left -= num_bytes
+            if left < 0:
+                raise EngineFailed("the process that reads images gave arrays that are too large")
+            found = np.empty(shape, dtype)
+            _read_into(self._file, found.reshape(-1).view(np.uint8).data, place.at)
+            found.flags.writeable = False
+            return found
+
+        try:
+            return PreparedMedium(
+                answer.identity,
+                {name: array(place) for name, place in answer.arrays.items()},
+                tuple(
+                    [
+                        piece
+                        if isinstance(piece, str)
+                        else MediaPiece(array(piece.positions), piece.first, piece.sees_all)
+                        for piece in answer.pieces
+                    ]
+                ),
+            )
+        finally:
+            os.ftruncate(self._file, 0)
+
+
+def _nameless_file() -> int:
+    """Opens a file in memory, or where temporary files are."""
+    if sys.platform == "linux":
+        return os.memfd_create("media")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write(file: int, data: bytes) -> None:
+    os.ftruncate(file, 0)
+    rest, done = memoryview(data), 0
+    while rest:
+        written = os.pwrite(file, rest, done)
+        rest, done = rest[written:], done + written
+
+
+def _read_into(file: int, rest: memoryview, at: int) -> None:
+    while rest:
+        num_bytes = os.preadv(file, [rest], at)
+        if not num_bytes:
+            raise EngineFailed("the process that reads images gave less than it said")
+        rest, at = rest[num_bytes:], at + num_bytes
