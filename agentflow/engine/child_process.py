@@ -141,11 +141,6 @@ class ChildProcess:
         return self._process.pid
 
     @property
-    def is_running(self) -> bool:
-        """Whether the process has not ended yet."""
-        return self._process.poll() is None
-
-    @property
     def exit_code(self) -> int | None:
         """None before ``end``. Negative: the signal that killed the process."""
         return self._process.returncode

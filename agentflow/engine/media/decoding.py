@@ -70,7 +70,8 @@ def _naming_damage(kind: str) -> Iterator[None]:
     except (AgentflowError, MemoryError):
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:_ERROR_CHARS] or type(error).__name__
+        said = getattr(error, "strerror", None) or str(error)
+        why = " ".join(said.split())[:_ERROR_CHARS] or type(error).__name__
         raise BadArgument(f"{kind}: it is damaged or truncated: {why}", param=kind) from None
 
 

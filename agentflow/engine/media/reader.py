@@ -6,6 +6,7 @@ within a budget of bytes, separately for each tenant, so that the time of a call
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -18,7 +19,7 @@ import anyio
 from agentflow.engine.media.messages import MediaLimits, ReadMedium
 from agentflow.engine.media.processors.registry import PROCESSORS
 from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_settings
-from agentflow.engine.media.worker_handle import MediaWorkerHandle
+from agentflow.engine.media.worker_handle import Killed, MediaWorkerHandle
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.errors import BadArgument, EngineFailed, Overloaded
 from agentflow.protocol.images import Image
@@ -133,28 +134,34 @@ class MediaReader:
         return prepared
 
     async def _read_in_process(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
-        cpu_s = self._limits.video_cpu_s if medium.kind == "video" else self._limits.image_cpu_s
-        async with self._turns:
-            worker = await self._worker()
-            try:
-                with anyio.fail_after(cpu_s * self._limits.wall_s):
-                    return await worker.read(medium, data)
-            except TimeoutError:
-                raise Overloaded(
-                    f"{medium.kind}: not read yet, because the processors are busy: try again"
-                ) from None
-            finally:
-                await self._put_back(worker)
-
-    async def _worker(self) -> MediaWorkerHandle:
-        """Returns a process that has loaded."""
         if self._is_closed:
             raise EngineFailed("the engine has stopped and reads no more images")
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_running:
-                return worker
-            await worker.end()
+        async with self._turns:
+            with contextlib.suppress(Killed):  # it had nothing to do, and waited
+                if self._idle:
+                    return await self._read_in(self._idle.pop(), medium, data)
+            try:
+                return await self._read_in(await self._start(), medium, data)
+            except Killed as killed:
+                raise EngineFailed(f"the process that reads images {killed}: try again") from None
+
+    async def _read_in(self, worker: MediaWorkerHandle, medium: ReadMedium, data: bytes) -> PreparedMedium:
+        cpu_s = self._limits.video_cpu_s if medium.kind == "video" else self._limits.image_cpu_s
+        try:
+            with anyio.fail_after(cpu_s * self._limits.wall_s):
+                return await worker.read(medium, data)
+        except TimeoutError:
+            raise Overloaded(
+                f"{medium.kind}: not read yet, because the processors are busy: try again"
+            ) from None
+        finally:
+            if worker.is_usable and not self._is_closed:
+                self._idle.append(worker)
+            else:
+                await worker.end()
+
+    async def _start(self) -> MediaWorkerHandle:
+        """Returns a new process that has loaded."""
         try:
             worker = MediaWorkerHandle.start(self._settings, self._limits)
         except OSError as error:
@@ -168,9 +175,3 @@ class MediaReader:
             if not worker.is_usable:
                 await worker.end()
         return worker
-
-    async def _put_back(self, worker: MediaWorkerHandle) -> None:
-        if worker.is_usable and not self._is_closed:
-            self._idle.append(worker)
-        else:
-            await worker.end()

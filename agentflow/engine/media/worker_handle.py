@@ -30,9 +30,13 @@ from agentflow.errors import BadArgument, EngineFailed, NotSupported
 
 # The time for a process whose socket has closed to exit by itself, so that its exit status is known.
 LAST_WORDS_S = 1.0
-_FAULTS = (*OWN_FAULTS, -signal.SIGXCPU, -signal.SIGKILL)
-"""How the kernel ends a process for a fault in the process, or for its memory."""
+_FAULTS = (*OWN_FAULTS, -signal.SIGXCPU)
+"""How the kernel ends a process for a fault in the process."""
 _MAX_RANK = 4
+
+
+class Killed(Exception):
+    """The process was killed, perhaps for the memory of others, and before it began with the medium."""
 
 
 class MediaWorkerHandle(ChildProcess):
@@ -71,8 +75,8 @@ class MediaWorkerHandle(ChildProcess):
         self.is_usable = True
 
     async def read(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
-        """Returns the prepared medium, or raises its failure. After a cancellation, the handle must not be
-        used again."""
+        """Returns the prepared medium, or raises its failure, or ``Killed``. After a cancellation, the handle
+        must not be used again."""
         self.is_usable = False
         await self._in_thread(_write, self._file, data)
         try:
@@ -82,11 +86,11 @@ class MediaWorkerHandle(ChildProcess):
             how = await self.end(LAST_WORDS_S)
             if self.exit_code in _FAULTS:
                 raise BadArgument(
-                    f"{medium.kind}: the process that decoded it {how}: it is damaged, or needs too much "
-                    "memory or time",
+                    f"{medium.kind}: the process that decoded it {how}: it is damaged, or takes too long"
+                    " to decode",
                     param=medium.kind,
                 ) from None
-            raise EngineFailed(f"the process that reads images {how}: try again") from None
+            raise Killed(how) from None
         if answer.failure is not None:
             self.is_usable = not answer.is_last
             raise answer.failure.to_error()
