@@ -148,6 +148,7 @@ ROOMS = {
         "event_stream",
         "config",
         "tenants",
+        "image_fetcher",
         "models",
         "websocket",
         "responses",

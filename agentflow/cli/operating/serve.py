@@ -71,6 +71,7 @@ def run_serve(
             record_to=config.logs.workload_path,
             shutdown=shutdown,
             aliases={model.name: model.aliases for model in config.models},
+            image_hosts=network.image_hosts,
         ),
         host=network.host,
         port=network.port,

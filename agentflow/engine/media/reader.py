@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -35,16 +36,32 @@ _Key = tuple[str, str, int]
 """The tenant, the digest of the file, and the frames of a video."""
 
 
-def media_reader(folder: Path, limits: MediaLimits | None = None) -> MediaReader | None:
-    """Returns the reader of the model in ``folder``, or None if the model reads no images, or the extra
-    ``vision`` is not installed. ``BadModelFolder`` or ``NotSupported`` if its settings cannot be used."""
+FetchImage = Callable[[str], Awaitable[Image]]
+"""Returns the image at a URL. ``BadArgument`` of ``image`` if it is not allowed, or there is none."""
+
+
+def media_reader(
+    folder: Path, limits: MediaLimits | None = None, *, fetch: FetchImage | None = None
+) -> MediaReader | None:
+    """Returns the reader of a model, or None if the model reads no images, or the extra ``vision`` is not
+    installed.
+
+    Args:
+        folder: The files of the model.
+        limits: Limits of reading.
+        fetch: Fetches the images of URLs. None: URLs are refused.
+
+    Raises:
+        BadModelFolder: Its settings are damaged.
+        NotSupported: It has settings that are not supported.
+    """
     settings = read_settings(folder)
     if settings.family not in PROCESSORS or not settings.image:
         return None
     if importlib.util.find_spec("PIL") is None:
         logger.warning("%s reads no images: pip install 'agentflow-lm[vision]'", folder.name)
         return None
-    return MediaReader(settings, limits or MediaLimits())
+    return MediaReader(settings, limits or MediaLimits(), fetch)
 
 
 class MediaReader:
@@ -54,7 +71,8 @@ class MediaReader:
     pieces replace; empty: the model reads none.
     """
 
-    def __init__(self, settings: MediaSettings, limits: MediaLimits) -> None:
+    def __init__(self, settings: MediaSettings, limits: MediaLimits, fetch: FetchImage | None = None) -> None:
+        self._fetch = fetch
         processor = PROCESSORS[settings.family](settings)
         self.image_token = processor.image_token
         self.video_token = processor.video_token
@@ -74,13 +92,16 @@ class MediaReader:
         return self._settings.scaling
 
     async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
-        """Returns the image as the model reads it. Equal images of a tenant are read once.
+        """Returns the image as the model reads it. Equal images of a tenant are read once; a URL is fetched
+        at each call.
 
         Raises:
             BadArgument: of ``image``: it is damaged, too large, of another format, or no file.
             EngineFailed: the process that reads images failed.
             Overloaded: the machine is too busy.
         """
+        if not image.is_file and self._fetch is not None:
+            image = await self._fetch(image.source)
         if not image.data:
             raise BadArgument(
                 f"image: this model reads the bytes of images, and fetches none from {image.source[:80]!r}",

@@ -88,7 +88,7 @@ def pixel_scaling(folder: Path) -> PixelScaling:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has no others
         return {}
     try:
         return msgspec.json.decode(content, type=dict[str, Any])

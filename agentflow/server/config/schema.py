@@ -117,6 +117,10 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
         tuple[Text, ...],
         doc("accepted Host names (not set: any; on loopback only its own, without keys only private ones)"),
     ] = ()
+    image_hosts: Annotated[
+        tuple[Text, ...],
+        doc("hosts of images that the server fetches for its models: a.example, *.a.example (not set: none)"),
+    ] = ()
     allow_anonymous: Annotated[
         bool, doc("listen beyond this machine without API keys: every client can use the server")
     ] = False

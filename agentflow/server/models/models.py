@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import CompileCounts, ConstraintCompiler
+from agentflow.engine.media.reader import MediaReader
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -69,6 +70,7 @@ class EngineModel:
         max_wait_s: the longest expected wait of a request over HTTP; None: any.
         embedding: its embedding settings, as for ``EngineGenerator``.
         aliases: its other names.
+        reader: reads images for it; None: it reads none.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class EngineModel:
         max_wait_s: float | None = None,
         embedding: EmbeddingFolder | None = None,
         aliases: Sequence[str] = (),
+        reader: MediaReader | None = None,
     ) -> None:
         self.name = name
+        self.reader = reader
         self._embedding = embedding
         self.created_s = int(time.time())
         self.client = client

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -16,6 +17,7 @@ from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, const
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
 from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
+from agentflow.engine.media.reader import FetchImage, media_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -27,6 +29,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
+from agentflow.server.image_fetcher import ImageFetcher
 from agentflow.server.models.api_model import ApiModel
 from agentflow.server.models.models import EngineModel, Model, Models, OpenGenerator
 from agentflow.server.tenants.rate_limit import TenantGate
@@ -47,6 +50,7 @@ async def open_models(
     record_to: Path | None = None,
     shutdown: ShutdownBudget | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
+    image_hosts: Sequence[str] = (),
 ) -> AsyncIterator[Models]:
     """The models, warmed up.
 
@@ -60,6 +64,7 @@ async def open_models(
         record_to: a file for the workload of the only model.
         shutdown: the time budget for stopping the engines.
         aliases: other names of models, by their names.
+        image_hosts: the hosts whose images are fetched for models of this server, as for ``ImageFetcher``.
 
     Raises:
         BadArgument: an invalid option, before anything is loaded.
@@ -88,6 +93,7 @@ async def open_models(
                 record_to=record_to,
                 shutdown=shutdown,
                 aliases=aliases or {},
+                fetch=ImageFetcher(image_hosts).fetch,
             )
         yield Models([opened[name] for name in models], compiler, gate)
 
@@ -104,6 +110,7 @@ async def _open_engines(
     record_to: Path | None,
     shutdown: ShutdownBudget | None,
     aliases: Mapping[str, Sequence[str]],
+    fetch: FetchImage,
 ) -> ConstraintCompiler:
     """Opens the models with engines into ``opened``. Returns the compiler that they share."""
     # In a thread, so that the server answers in the meantime.
@@ -125,10 +132,14 @@ async def _open_engines(
         embedding = None
         if options.task == "embed":
             embedding = await anyio.to_thread.run_sync(read_embedding_folder, folders[name])
+        reader = await anyio.to_thread.run_sync(partial(media_reader, folders[name], fetch=fetch))
+        if reader is not None:
+            stack.push_async_callback(reader.aclose)
         opened[name] = EngineModel(
             name,
             client,
             templates[name],
+            reader=reader,
             compiler=compiler,
             gate=gate,
             max_wait_s=max_wait_s,

@@ -1,0 +1,287 @@
+"""Fetches images from hosts that the operator allows, for models of this server.
+
+A client chooses the URL, so it must not reach what only this machine can reach (server-side request forgery).
+The host is resolved, all of its addresses must be public, and the connection goes to such an address, not to
+the name, which could have another one by then. A redirect is checked in the same way. Models behind an API
+get the URL itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+import anyio
+import anyio.to_thread
+import httptools
+from anyio.abc import ByteStream
+from anyio.streams.tls import TLSStream
+
+from agentflow.errors import BadArgument, Overloaded
+from agentflow.protocol.images import MAX_IMAGE_BYTES, Image, image_file, media_type_of
+from agentflow.server.addresses import address_of
+from agentflow.version import __version__
+
+FETCH_S: Final = 20.0
+"""The time for one image, with all redirects."""
+MAX_REDIRECTS: Final = 3
+MAX_FETCHES: Final = 16
+"""The most images that are fetched at the same time."""
+MAX_WAITING: Final = 256
+HTTPS_PORT: Final = 443
+_MAX_HEAD_BYTES: Final = 65_536
+_CHUNK_BYTES: Final = 65_536
+_FIRST_BYTES: Final = 12
+_NOT_IN_A_REQUEST: Final = re.compile(r"[^\x21-\x7e]")
+_NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the public internet, also if it contains an address of IPv4.
+
+    >>> is_public("93.184.216.34"), is_public("127.0.0.1"), is_public("169.254.169.254")
+    (True, False, False)
+    >>> is_public("::ffff:10.0.0.1"), is_public("64:ff9b::a00:1"), is_public("2002:a00:1::")
+    (False, False, False)
+    """
+    found = address_of(address)
+    if found is None:
+        return False
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.sixtofour or (found.teredo[1] if found.teredo else None)
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is not None and not is_public(str(inner)):
+            return False
+    return found.is_global and not found.is_multicast
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A URL that was checked."""
+
+    url: str
+    host: str
+    path: str
+
+
+class ImageFetcher:
+    """Fetches images.
+
+    Args:
+        hosts: The names of allowed hosts; ``*.example.org`` allows all names below example.org, and ``*``
+            allows all hosts. Empty: none.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = tuple([host.lower() for host in hosts])
+        self._turns = anyio.Semaphore(MAX_FETCHES)
+        self._num_waiting = 0
+
+    async def fetch(self, url: str) -> Image:
+        """Returns the image at an ``https:`` URL.
+
+        Raises:
+            BadArgument: of ``image``: its host is not allowed or not reachable, or there is no image.
+            Overloaded: too many images are fetched.
+        """
+        target = self._checked(url)
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} images are fetched, which is the limit: try again later")
+        self._num_waiting += 1
+        try:
+            with anyio.fail_after(FETCH_S):
+                async with self._turns:
+                    data = await self._follow(target)
+        except TimeoutError:
+            raise _wrong(f"{target.host} did not answer within {FETCH_S:g} s") from None
+        finally:
+            self._num_waiting -= 1
+        return await anyio.to_thread.run_sync(image_file, data)
+
+    def _checked(self, url: str) -> _Target:
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").removesuffix("."), parts.port
+        except ValueError:
+            raise _wrong(f"{url[:80]!r} is no URL") from None
+        if parts.scheme != "https" or not host or port not in (None, HTTPS_PORT) or "@" in parts.netloc:
+            raise _wrong(
+                "the server fetches only https: URLs, of port 443 and without a user, unlike "
+                f"{_shown(parts)!r}"
+            )
+        if not self._allows(host):
+            raise _wrong(
+                f"this server fetches no images from {host[:80]!r}: send the image itself, as a data: URL, "
+                "or ask the operator to allow the host (image_hosts)"
+            )
+        path = parts.path or "/"
+        path = f"{path}?{parts.query}" if parts.query else path
+        if _NOT_IN_A_REQUEST.search(path + host):
+            raise _wrong("the URL has characters that must be percent-encoded")
+        return _Target(url, host, path)
+
+    def _allows(self, host: str) -> bool:
+        names = {host, "*", *["*." + host[at + 1 :] for at, char in enumerate(host) if char == "."]}
+        return not names.isdisjoint(self._hosts)
+
+    async def _follow(self, target: _Target) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            answer = await self._get(target)
+            if not answer.redirect:
+                return answer.data()
+            target = self._checked(urljoin(target.url, answer.redirect))
+        raise _wrong(f"{target.host} redirects more than {MAX_REDIRECTS} times")
+
+    async def _get(self, target: _Target) -> _Answer:
+        answer = _Answer(target.host)
+        head = (
+            f"GET {target.path} HTTP/1.1\r\nHost: {target.host}\r\nUser-Agent: agentflow/{__version__}\r\n"
+            "Accept: image/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
+        )
+        try:
+            stream = await _connect(target.host)
+            try:
+                await stream.send(head.encode("ascii"))
+                while not answer.is_whole:
+                    answer.push(await stream.receive(_CHUNK_BYTES))
+            except anyio.EndOfStream:
+                answer.end()
+            finally:
+                await anyio.aclose_forcefully(stream)
+        except (OSError, anyio.BrokenResourceError, httptools.HttpParserError) as error:
+            raise _wrong(f"{target.host} cannot be reached, or does not answer as a web server") from error
+        return answer
+
+
+class _Answer:
+    """Reads an answer of HTTP. The errors have nothing of its content, which the client may not see."""
+
+    def __init__(self, host: str) -> None:
+        self.is_whole = False
+        self.location = ""
+        self._host = host
+        self._parser = httptools.HttpResponseParser(self)
+        self._status = 0  # after the headers
+        self._body = bytearray()
+        self._num_head_bytes = 0
+        self._has_length = False
+
+    def push(self, piece: bytes) -> None:
+        """More bytes from the host."""
+        if not self._status:
+            self._num_head_bytes += len(piece)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                raise _wrong(f"the headers of {self._host} are too large")
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserError:
+            if not self.is_whole:  # else it is more than was announced
+                raise
+        if 300 <= self._status < 400 and self.location:
+            self.is_whole = True
+        elif self._status not in (0, 200):
+            raise _wrong(f"{self._host} answered with the status {self._status}")
+        elif len(self._body) > MAX_IMAGE_BYTES:
+            raise _wrong(f"the image of {self._host} has more than {MAX_IMAGE_BYTES:,} bytes")
+        elif len(self._body) >= _FIRST_BYTES or self.is_whole:
+            self._check_kind()
+
+    def end(self) -> None:
+        """The host has closed the connection."""
+        if self._has_length or not self._status:
+            raise _wrong(f"{self._host} closed the connection too early")
+        self._check_kind()
+        self.is_whole = True
+
+    @property
+    def redirect(self) -> str:
+        """Where the image is instead, if it is elsewhere."""
+        return self.location if self._status != 200 else ""
+
+    def data(self) -> bytes:
+        """The image."""
+        return bytes(self._body)
+
+    def _check_kind(self) -> None:
+        try:
+            media_type_of(self._body[:_FIRST_BYTES])
+        except BadArgument:
+            raise _wrong(f"{self._host} gave no image: PNG, JPEG, GIF and WebP are supported") from None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        match name.lower():
+            case b"location":
+                self.location = value.decode("latin-1")
+            case b"content-length" | b"transfer-encoding":
+                self._has_length = True
+            case _:
+                pass
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser, also for the answers before the last one."""
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._status = status
+
+    def on_body(self, piece: bytes) -> None:
+        """Called by the parser."""
+        if not self.is_whole:
+            self._body += piece
+
+    def on_message_complete(self) -> None:
+        """Called by the parser, also for the answers before the last one."""
+        self.is_whole = self._status > 0
+
+
+async def _connect(host: str) -> ByteStream:
+    """Connects to the first public address of a host that answers."""
+    addresses = await _addresses(host)
+    if not addresses:
+        raise _wrong(f"{host} is not known")
+    if not all(map(is_public, addresses)):
+        raise _wrong(f"{host} has an address that is not public")
+    for number, address in enumerate(addresses):
+        try:
+            stream = await anyio.connect_tcp(address, HTTPS_PORT)
+            try:
+                return await TLSStream.wrap(
+                    stream, hostname=host, ssl_context=_tls_context(), standard_compatible=False
+                )
+            except BaseException:
+                await anyio.aclose_forcefully(stream)
+                raise
+        except OSError:
+            if number == len(addresses) - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+async def _addresses(host: str) -> list[str]:
+    try:
+        found = await anyio.getaddrinfo(host, HTTPS_PORT, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys([str(address[0]) for *_, address in found]))
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _shown(parts: SplitResult) -> str:
+    """The URL without a user and a password."""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"[:80]
+
+
+def _wrong(why: str) -> BadArgument:
+    return BadArgument(f"image: {why}", param="image")
