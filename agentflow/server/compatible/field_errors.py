@@ -34,8 +34,8 @@ def naming_field(
     effort: str = "reasoning_effort",
 ) -> Iterator[None]:
     """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids, ``form`` if the constraint is rejected, the ``arguments`` of a tool, or ``effort`` if its
-    reasoning cannot be changed."""
+    has unknown ids or an image that cannot be read, ``form`` if the constraint is rejected, the ``arguments``
+    of a tool, or ``effort`` if its reasoning cannot be changed."""
     try:
         yield
     except PromptTooLong as error:
@@ -45,7 +45,7 @@ def naming_field(
         text = f"This model's maximum context length is {limit}: {error}"
         raise ApiError(400, "context_length_exceeded", text, prompt) from error
     except (BadArgument, RequestRefused) as error:
-        if error.param == "prompt":
+        if error.param in ("prompt", "image", "video"):
             error.param = prompt
         elif error.param == "constraint":
             error.param = form
