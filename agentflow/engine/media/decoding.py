@@ -25,6 +25,7 @@ MAX_VIDEO_FRAMES: Final = 500_000
 """The most frames of a video, read or not."""
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP")
 _ERROR_CHARS: Final = 120
+_STRIP_ROWS: Final = 256
 
 
 def decode_image(data: bytes) -> Image:
@@ -52,14 +53,27 @@ def decode_image(data: bytes) -> Image:
 def _as_rgb(image: Image) -> Image:
     from PIL import Image as images
 
-    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would clip instead of scale
-        high = np.asarray(image).astype(np.int64).clip(0, 65_535) >> 8
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    found = images.new("RGB", image.size)
+    for top in range(
+        0, image.height, _STRIP_ROWS
+    ):  # converted as a whole, it would take several times the memory
+        box = (0, top, image.width, min(top + _STRIP_ROWS, image.height))
+        found.paste(_strip_as_rgb(image.crop(box)), box)
+    return found
+
+
+def _strip_as_rgb(strip: Image) -> Image:
+    from PIL import Image as images
+
+    if strip.mode.startswith("I"):  # 16 bits of gray, which Pillow would clip instead of scale
+        high = np.asarray(strip).clip(0, 65_535) >> 8
         return images.fromarray(high.astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = images.new("RGBA", image.size, (255, 255, 255, 255))
-        return images.alpha_composite(white, image).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    if strip.has_transparency_data:
+        white = images.new("RGBA", strip.size, (255, 255, 255, 255))
+        return images.alpha_composite(white, strip.convert("RGBA")).convert("RGB")
+    return strip.convert("RGB")
 
 
 @contextmanager

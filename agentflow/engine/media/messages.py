@@ -29,7 +29,7 @@ class MediaLimits(Declared, frozen=True, kw_only=True):
     memory_bytes: Count = 1_000_000_000
     prepared_bytes: Count = 500_000_000
     wall_s: Seconds = 6.0
-    num_processes: Count = 2
+    num_processes: Count = 3
     cache_bytes: Count = 256_000_000
 
 

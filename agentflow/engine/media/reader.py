@@ -1,7 +1,8 @@
 """Reads images and videos for one model, on the event loop's side.
 
-The files are decoded and prepared in processes that may fail (``worker_handle``). Prepared media are kept
-within a budget of bytes, separately for each tenant, so that the time of a call reveals nothing about others.
+The files are decoded and prepared in processes that may fail (``worker_handle``). One of them is always left
+to other tenants. Prepared media are kept within a budget of bytes, separately for each tenant, so that the
+time of a call reveals nothing about others.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import anyio
 
@@ -64,6 +65,31 @@ def media_reader(
     return MediaReader(settings, limits or MediaLimits(), fetch)
 
 
+KeyT = TypeVar("KeyT")
+
+
+class _Turns(Generic[KeyT]):
+    """A semaphore for each key that is in use."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._used: dict[KeyT, tuple[anyio.Semaphore, int]] = {}
+
+    @asynccontextmanager
+    async def one(self, key: KeyT) -> AsyncIterator[None]:
+        """Waits for a turn of the key, and has it."""
+        turns, count = self._used.get(key, (anyio.Semaphore(self._size), 0))
+        self._used[key] = turns, count + 1
+        try:
+            async with turns:
+                yield
+        finally:
+            turns, count = self._used[key]
+            self._used[key] = turns, count - 1
+            if count == 1:
+                del self._used[key]
+
+
 class MediaReader:
     """Made by ``media_reader``. Belongs to the event loop's thread.
 
@@ -80,10 +106,10 @@ class MediaReader:
         self._limits = limits
         self._idle: list[MediaWorkerHandle] = []
         self._turns = anyio.Semaphore(limits.num_processes)
+        self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
         self._kept: dict[_Key, PreparedMedium] = {}  # the least recently used first
         self._kept_bytes = 0
-        self._locks: dict[_Key, anyio.Lock] = {}
-        self._num_waiting: Counter[_Key] = Counter()
+        self._reading = _Turns[_Key](1)
         self._is_closed = False
 
     @property
@@ -128,6 +154,12 @@ class MediaReader:
         medium = ReadMedium("video", len(data), num_frames)
         return await self._read((tenant, digest, num_frames), medium, data)
 
+    async def warm_up(self) -> None:
+        """Starts a process, which otherwise the first image waits for. Raises as ``read_image``."""
+        async with self._turns:
+            if not self._idle:
+                self._idle.append(await self._start())
+
     async def aclose(self) -> None:
         """Ends the processes. Later calls raise ``EngineFailed``."""
         self._is_closed = True
@@ -137,19 +169,13 @@ class MediaReader:
     async def _read(self, key: _Key, medium: ReadMedium, data: bytes) -> PreparedMedium:
         """Reads a medium unless it is kept. If others want the same, one reads it; if that one is cancelled,
         the next does."""
-        lock = self._locks.setdefault(key, anyio.Lock())
-        self._num_waiting[key] += 1
-        try:
-            async with lock:
-                prepared = self._kept.pop(key, None)
-                if prepared is None:
+        async with self._reading.one(key):
+            prepared = self._kept.pop(key, None)
+            if prepared is None:
+                async with self._turns_of.one(key[0]), self._turns:
                     prepared = await self._read_in_process(medium, data)
-                    self._kept_bytes += prepared.nbytes
-                self._kept[key] = prepared
-        finally:
-            self._num_waiting[key] -= 1
-            if not self._num_waiting[key]:
-                del self._num_waiting[key], self._locks[key]
+                self._kept_bytes += prepared.nbytes
+            self._kept[key] = prepared
         while self._kept_bytes > self._limits.cache_bytes:
             self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
         return prepared
@@ -157,14 +183,13 @@ class MediaReader:
     async def _read_in_process(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
         if self._is_closed:
             raise EngineFailed("the engine has stopped and reads no more images")
-        async with self._turns:
-            with contextlib.suppress(Killed):  # it had nothing to do, and waited
-                if self._idle:
-                    return await self._read_in(self._idle.pop(), medium, data)
-            try:
-                return await self._read_in(await self._start(), medium, data)
-            except Killed as killed:
-                raise EngineFailed(f"the process that reads images {killed}: try again") from None
+        with contextlib.suppress(Killed):  # it had nothing to do, and waited
+            if self._idle:
+                return await self._read_in(self._idle.pop(), medium, data)
+        try:
+            return await self._read_in(await self._start(), medium, data)
+        except Killed as killed:
+            raise EngineFailed(f"the process that reads images {killed}: try again") from None
 
     async def _read_in(self, worker: MediaWorkerHandle, medium: ReadMedium, data: bytes) -> PreparedMedium:
         cpu_s = self._limits.video_cpu_s if medium.kind == "video" else self._limits.image_cpu_s

@@ -135,6 +135,7 @@ async def _open_engines(
         reader = await anyio.to_thread.run_sync(partial(media_reader, folders[name], fetch=fetch))
         if reader is not None:
             stack.push_async_callback(reader.aclose)
+            await reader.warm_up()
         opened[name] = EngineModel(
             name,
             client,

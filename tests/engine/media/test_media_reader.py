@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,32 @@ async def test_tenants_share_nothing(tmp_path: Path, jobs: list[tuple[int, ReadM
         second = await reader.read_image(_image(), tenant="bob")
     assert len(jobs) == 2
     assert first.identity == second.identity
+
+
+async def test_one_tenant_leaves_a_process_to_others(
+    tmp_path: Path, jobs: list[tuple[int, ReadMedium]]
+) -> None:
+    async with _reader(tmp_path, num_processes=2) as reader:
+        await reader.read_image(_image(0), tenant="ann")
+        stopped = jobs[0][0]
+        os.kill(stopped, signal.SIGSTOP)
+        async with anyio.create_task_group() as group:
+            for seed in range(1, 5):
+                group.start_soon(partial(reader.read_image, _image(seed), tenant="ann"))
+            await anyio.wait_all_tasks_blocked()
+            await reader.read_image(_image(0), tenant="bob")
+            assert len(jobs) == 3
+            os.kill(stopped, signal.SIGCONT)
+        assert len(jobs) == 6
+
+
+async def test_a_process_can_be_started_before_the_first_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _reader(tmp_path) as reader:
+        await reader.warm_up()
+        monkeypatch.setattr(MediaWorkerHandle, "start", None)
+        await reader.read_image(_image())
 
 
 async def test_a_cancelled_reader_leaves_the_image_to_the_next(tmp_path: Path) -> None:
