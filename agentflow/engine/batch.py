@@ -57,6 +57,8 @@ class BatchMedia:
     identities: tuple[str, ...]  # of the media that the batch computes
     of_tokens: IntArray  # [T] the index of each token's medium; -1 for text
     places: IntArray  # [T] the row of the token in its medium's features; 0 for text
+    # [K, 2]: the first and the end of the scheduled tokens of each run whose tokens see each other
+    both_ways: IntArray | None = None
 
 
 @dataclass(slots=True, frozen=True)

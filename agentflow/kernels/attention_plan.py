@@ -75,7 +75,10 @@ def plan_attention(
             for i in range(0, len(rows), MAX_ROWS)
         ]
     tails = plan_tails(batch, starts, dtype, device, max_gathered=max_gathered)
-    return AttentionPlan(table, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, tails, shared)
+    return AttentionPlan(
+        *(table, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, tails, shared),
+        both_ways=batch.both_ways,
+    )
 
 
 def plan_tails(
@@ -114,21 +117,29 @@ class _Chunk:
 
 def _text_chunks(batch: AttentionBatch, starts: IntArray, window: int) -> Iterator[_Chunk]:
     row = 0
-    for req_row, query_len, kv_len, start in zip(
+    both_ways = np.zeros(len(batch.req_rows), bool) if batch.both_ways is None else batch.both_ways
+    for req_row, query_len, kv_len, sees_all, start in zip(
         batch.req_rows.tolist(),
         batch.query_lens.tolist(),
         batch.kv_lens.tolist(),
+        both_ways.tolist(),
         starts.tolist(),
         strict=False,
     ):
-        for first in range(kv_len - query_len, kv_len, MAX_ROWS):
+        begin_of_rows = kv_len - query_len
+        for first in range(begin_of_rows, kv_len, MAX_ROWS):
             end = min(first + MAX_ROWS, kv_len)
             begin = max(start, first - window + 1) if window else start
-            positions, columns = np.arange(first, end)[:, None], np.arange(begin, end)
+            last = end
+            if sees_all:
+                begin, last = min(begin, begin_of_rows), kv_len
+            positions, columns = np.arange(first, end)[:, None], np.arange(begin, last)
             seen = columns <= positions
             if window:
                 seen &= columns > positions - window
-            yield _Chunk(np.arange(row, row + end - first), batch.req_to_token[req_row, begin:end], seen)
+            if sees_all:
+                seen |= columns >= begin_of_rows
+            yield _Chunk(np.arange(row, row + end - first), batch.req_to_token[req_row, begin:last], seen)
             row += end - first
 
 

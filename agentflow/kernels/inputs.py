@@ -9,7 +9,7 @@ describes how to choose a token for each row of logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -147,6 +147,22 @@ class DecoderWeights:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
+    frequency_axes: IntArray | None = None  # [head_dim / 2]: the axis of each frequency; None: there is one
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Rows whose embeddings are given, such as those of images, and the places of all rows.
+
+    ``deep``: after layer i, ``deep[i]`` is added to the hidden states of these rows (DeepStack: Meng et al.
+    2024, arXiv 2406.04334). Fewer than the model has layers.
+    """
+
+    rows: IntArray  # [E], ascending
+    values: Tensor  # [E, hidden_size], in the model's dtype and on its device
+    deep: Tensor | None = None  # [L, E, hidden_size]
+    # [A, T]: the positions of all rows on the axes of the rope; None: ``ForwardInput.positions`` on all axes.
+    axis_positions: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +176,22 @@ class ForwardInput:
     plan: Any  # from ``plan_attention`` of the same kernels
     rows: IntArray  # [S]: the rows whose hidden states or tokens the forward pass returns
     adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; no row is in two of them
+    given: GivenRows | None = None  # their token ids are any in the vocabulary
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:
     """R requests. ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
-    ``query_lens[r]`` belong to its rows in this batch."""
+    ``query_lens[r]`` belong to its rows in this batch. A row sees the slots up to its own. A request may be
+    divided into several, in order, each with some of its rows."""
 
     req_to_token: ReqToToken
     req_rows: IntArray  # [R]
     query_lens: IntArray  # [R]
     kv_lens: IntArray  # [R]
     trees: TreeAttention | None  # the trees whose rows follow the requests' rows
+    # [R]: the request's rows in this batch see each other, also later ones. None: no rows do.
+    both_ways: NDArray[np.bool_] | None = field(default=None, kw_only=True)
 
 
 class TreeAttention(Protocol):

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
@@ -359,16 +360,26 @@ class NativeForward:
             addresses = [layer.data_ptr() for layer in given.kv_layers]
             self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
         _set_num_threads(self._library)
-        rows = native_rows(given.token_ids, given.positions, given.write_slots, given.rows)
+        angles = self._angles(given)
+        rows = native_rows(given, angles)
         batch = native_batch(given.plan)
         adapters = self._native_adapters(given.adapters) if given.adapters else None
         arguments = (rows, batch, adapters, self._layers[1], *wanted)
         self._library.af_start_forward(self._is_bf16, self._decoder, *arguments)
 
-        def finish(_kept_alive: Any = (given, arguments)) -> None:
+        def finish(_kept_alive: Any = (given, angles, arguments)) -> None:
             self._library.af_finish_forward()
 
         return finish
+
+    def _angles(self, given: ForwardInput) -> NDArray[np.float32] | None:
+        """Returns the rope's angles [T, head_dim / 2] if its axes differ in this batch."""
+        if given.given is None or given.given.axis_positions is None:
+            return None
+        axes = self._weights.frequency_axes
+        assert axes is not None
+        places = given.given.axis_positions.astype(np.float32)[axes]
+        return np.ascontiguousarray(places.T * self._weights.frequencies.numpy())
 
     def _native_adapters(self, rows: Sequence[AdapterRows]) -> NativeAdapters:
         made = []

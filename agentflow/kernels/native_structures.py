@@ -19,7 +19,7 @@ from agentflow.kernels.inputs import (
     AttentionBatch,
     ChoiceRows,
     DecoderWeights,
-    IntArray,
+    ForwardInput,
     LayerWeights,
     LinearWeight,
     LowRank,
@@ -114,6 +114,12 @@ class NativeRows(Structure):
         ("write_slots", c_void_p),
         ("num_sampled", c_int64),
         ("sampled", c_void_p),
+        ("num_given", c_int64),
+        ("given", c_void_p),
+        ("embeddings", c_void_p),
+        ("num_deep", c_int64),
+        ("deep", c_void_p),
+        ("angles", c_void_p),
     )
 
 
@@ -133,6 +139,7 @@ class NativeBatch(Structure):
         ("paths", c_void_p),
         ("path_stride", c_int64),
         ("path_lens", c_void_p),
+        ("both_ways", c_void_p),
     )
 
 
@@ -297,6 +304,8 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
         address(batch.query_lens),
         address(batch.kv_lens),
     )
+    if batch.both_ways is not None:
+        made.both_ways = address(batch.both_ways)
     trees = batch.trees
     if trees is not None:
         made.num_trees = len(trees.req_rows)
@@ -328,15 +337,23 @@ def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
     return made
 
 
-def native_rows(
-    token_ids: IntArray, positions: IntArray, write_slots: IntArray, sampled: IntArray
-) -> NativeRows:
-    """Returns a structure that points to the arrays, which must outlive it."""
-    return NativeRows(
-        len(token_ids),
-        address(token_ids),
-        address(positions),
-        address(write_slots),
-        len(sampled),
-        address(sampled),
+def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> NativeRows:
+    """Returns a structure that points to the arrays and tensors, which must outlive it. ``angles``
+    [T, head_dim / 2]: of the rope, if its axes differ."""
+    made = NativeRows(
+        len(given.token_ids),
+        address(given.token_ids),
+        address(given.positions),
+        address(given.write_slots),
+        len(given.rows),
+        address(given.rows),
     )
+    embedded = given.given
+    if embedded is not None:
+        made.num_given, made.given = len(embedded.rows), address(embedded.rows)
+        made.embeddings = embedded.values.data_ptr()
+        if embedded.deep is not None:
+            made.num_deep, made.deep = len(embedded.deep), embedded.deep.data_ptr()
+    if angles is not None:
+        made.angles = address(angles)
+    return made

@@ -99,11 +99,14 @@ def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
 def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -> Tensor:
     out = torch.empty_like(q)
     row = 0
-    for req_row, query_len, kv_len in zip(plan.req_rows, plan.query_lens, plan.kv_lens, strict=True):
+    both_ways = [False] * len(plan.req_rows) if plan.both_ways is None else plan.both_ways.tolist()
+    for req_row, query_len, kv_len, sees_all in zip(
+        plan.req_rows, plan.query_lens, plan.kv_lens, both_ways, strict=True
+    ):
         slots = torch.from_numpy(plan.req_to_token[req_row, :kv_len].copy()).to(q.device)
         seen = kv_layer[slots]
         for num_seen in range(int(kv_len - query_len) + 1, int(kv_len) + 1):
-            out[row] = _attend(q[row], seen[:num_seen], scale)
+            out[row] = _attend(q[row], seen if sees_all else seen[:num_seen], scale)
             row += 1
     if plan.trees is not None:
         _attend_trees(out[row:], q[row:], kv_layer, plan.req_to_token, plan.trees, scale)

@@ -101,6 +101,7 @@ class Case:
     kv_lens: NDArray[np.int64]
     q: torch.Tensor
     kv_layer: torch.Tensor
+    both_ways: NDArray[np.bool_] | None = None
 
 
 @st.composite
@@ -169,7 +170,8 @@ class Rows:
 
 
 def batch_of(case: Case, rows: Rows | None = None) -> AttentionBatch:
-    return AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows)
+    lens = case.query_lens, case.kv_lens
+    return AttentionBatch(case.req_to_token, case.req_rows, *lens, rows, both_ways=case.both_ways)
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows | N
             req_rows=case.req_rows[stays],
             query_lens=query_lens,
             kv_lens=case.kv_lens[stays],
+            both_ways=None if case.both_ways is None else case.both_ways[stays],
             q=fused[:, : case.q.shape[1]],
         ),
         rows,
@@ -246,9 +249,12 @@ def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows | N
 def seen_by_all(case: Case, rows: Rows | None = None) -> list[list[int]]:
     """The slots that each row of the batch sees."""
     seen = []
-    for req_row, query_len, kv_len in zip(case.req_rows, case.query_lens, case.kv_lens, strict=True):
+    both_ways = [False] * len(case.req_rows) if case.both_ways is None else case.both_ways.tolist()
+    for req_row, query_len, kv_len, sees_all in zip(
+        case.req_rows, case.query_lens, case.kv_lens, both_ways, strict=True
+    ):
         slots = case.req_to_token[req_row, :kv_len].tolist()
-        seen += [slots[: kv_len - query_len + i + 1] for i in range(query_len)]
+        seen += [slots if sees_all else slots[: kv_len - query_len + i + 1] for i in range(query_len)]
     if rows is None:
         return seen
     for tree, count in enumerate(rows.query_lens):
@@ -256,6 +262,11 @@ def seen_by_all(case: Case, rows: Rows | None = None) -> list[list[int]]:
         first = int(rows.query_lens[:tree].sum())
         seen += [prefix + rows.paths[b, : rows.path_lens[b]].tolist() for b in range(first, first + count)]
     return seen
+
+
+def in_both_directions(case: Case, seed: int) -> Case:
+    """The case with some requests, at random, whose rows see each other."""
+    return replace(case, both_ways=np.random.default_rng(seed).random(len(case.req_rows)) < 0.5)
 
 
 SCALE = 0.3

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     FOREIGN,
@@ -25,6 +25,7 @@ from kernel_cases import (
     batch_of,
     batches,
     exact_attention,
+    in_both_directions,
     make_case,
     shapes,
     with_trees,
@@ -106,6 +107,18 @@ def test_attention_equals_float64(
     longer = stretched(batch[0], times)
     made = make_case(longer, seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
     assert_attends(kernels, *with_trees(made, batch[1], seed), **limits)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
+@DTYPES
+@SAME_EXAMPLES
+@settings(max_examples=30)
+@given(batches(), STRETCHES, st.integers(0, 1000))
+def test_rows_see_each_other_in_both_directions(
+    kernels: Kernels, dtype: torch.dtype, batch: Batch, times: int, seed: int
+) -> None:
+    case, rows = with_trees(make_case(stretched(batch[0], times), seed=seed, dtype=dtype), batch[1], seed)
+    assert_attends(kernels, in_both_directions(case, seed), rows)
 
 
 @given(batches(), st.integers(0, 1000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import Case, Rows, Shape, Tree, batch_of, batches, make_case, seen_by_all, with_trees
+from kernel_cases import (
+    Case,
+    Rows,
+    Shape,
+    Tree,
+    batch_of,
+    batches,
+    in_both_directions,
+    make_case,
+    seen_by_all,
+    with_trees,
+)
 
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 
@@ -65,17 +77,24 @@ def assert_windows(
 ) -> None:
     sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
     found = all_attended(implementation, case, rows, rule, sinks)
+    causal = seen_by_all(replace(case, both_ways=None), rows)
+    num_own = np.zeros(len(causal), dtype=int)  # the rows that a row sees in any case
+    if case.both_ways is not None:
+        of_texts = np.repeat(case.query_lens * case.both_ways, case.query_lens)
+        num_own[: len(of_texts)] = of_texts
     for row, slots in enumerate(seen_by_all(case, rows)):
-        kv = case.kv_layer[slots[-rule.window :] if rule.window else slots]
+        first = max(0, len(causal[row]) - rule.window) if rule.window else 0
+        kv = case.kv_layer[slots[min(first, len(slots) - num_own[row]) :]]
         expected = attended(case.q[row], kv, rule, sinks)
         torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@given(batches(), RULES, st.booleans(), st.integers(0, 1000))
+@given(batches(), RULES, st.booleans(), st.integers(0, 1000), st.booleans())
 def test_each_row_sees_its_window(
-    made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int
+    made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int, both_ways: bool
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
+    case = in_both_directions(case, seed) if both_ways else case
     assert_windows("torch", case, rows, rule, has_sinks)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_case
 
@@ -23,7 +23,14 @@ from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.kernels import native_ops, reference_ops
-from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, DecoderWeights, ForwardInput, LayerWeights
+from agentflow.kernels.inputs import (
+    AttentionBatch,
+    ChoiceRows,
+    DecoderWeights,
+    ForwardInput,
+    GivenRows,
+    LayerWeights,
+)
 from agentflow.kernels.ops import Kernels
 
 CPU = torch.device("cpu")
@@ -95,6 +102,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         sizes.num_kv_heads,
         sizes.head_dim,
         1e-5,
+        np.arange(sizes.head_dim // 2) % 3,
     )
     config = DecoderConfig(
         architecture="Qwen3ForCausalLM" if sizes.has_qk_norm else "LlamaForCausalLM",
@@ -109,6 +117,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         max_context=4096,
         tie_word_embeddings=True,
         rope=rope,
+        rope_axes=tuple(i % 3 for i in range(sizes.head_dim // 2)),
         end_token_ids=(),
     )
     return LlamaModel(config, kernels, decoder, head)
@@ -124,6 +133,7 @@ class Step:
     batch: AttentionBatch
     rows: Any
     kv: torch.Tensor
+    given: GivenRows | None = None
 
     def run(self, model: LlamaModel, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states, and the pool after them."""
@@ -162,7 +172,8 @@ class Step:
         return pool
 
     def _given(self, pool: KvPool, plan: Any) -> ForwardInput:
-        return ForwardInput(self.token_ids, self.positions, self.write_slots, pool.layers, plan, self.rows)
+        arrays = self.token_ids, self.positions, self.write_slots
+        return ForwardInput(*arrays, pool.layers, plan, self.rows, given=self.given)
 
 
 def step_of(sizes: Sizes, shapes: list[Shape], sampled: list[bool], dtype: torch.dtype, seed: int) -> Step:
@@ -239,6 +250,40 @@ def test_a_whole_model_gives_what_the_reference_gives(
     assert (ours - theirs).norm() <= 0.03 * theirs.norm()
     others = torch.ones(kv.shape[1], dtype=torch.bool).index_fill_(0, written, False)
     assert torch.equal(kv[:, others].view(torch.int16), expected_kv[:, others].view(torch.int16))
+
+
+def with_given_rows(step: Step, sizes: Sizes, num_deep: int, has_axes: bool, seed: int) -> Step:
+    """The step with random embeddings for some rows. ``num_deep``: layers after which more is added to
+    them."""
+    rng, num_rows = np.random.default_rng(seed), len(step.token_ids)
+    torch.manual_seed(seed)
+    rows = np.flatnonzero(rng.random(num_rows) < 0.4)
+    made = GivenRows(
+        rows,
+        torch.randn(len(rows), sizes.hidden).to(step.kv.dtype),
+        torch.randn(num_deep, len(rows), sizes.hidden).to(step.kv.dtype) if num_deep else None,
+        rng.integers(0, 500, (3, num_rows)) if has_axes else None,
+    )
+    return replace(step, given=made)
+
+
+@NATIVE_KERNELS
+@DTYPES
+@SAME_EXAMPLES
+@settings(max_examples=20)
+@given(DRAWN, st.integers(0, NUM_LAYERS - 1), st.booleans())
+def test_rows_whose_embeddings_are_given(
+    kernels: Kernels, dtype: torch.dtype, drawn: Drawn, num_deep: int, has_axes: bool
+) -> None:
+    sizes = drawn.sizes
+    step = with_given_rows(drawn.step(dtype), sizes, num_deep, has_axes, drawn.seed)
+    expected, expected_kv = step.run(model_of(sizes, reference_ops, dtype), reference_ops)
+    hidden, kv = step.run(model_of(sizes, kernels, dtype), kernels)
+    if dtype == torch.float32:
+        torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(kv, expected_kv, rtol=2e-4, atol=2e-4, equal_nan=True)
+    else:
+        assert (hidden.float() - expected.float()).norm() <= 0.03 * expected.float().norm() + 1e-6
 
 
 @NATIVE_KERNELS

@@ -77,6 +77,7 @@ class DecoderConfig:
     rope: RopeConfig
     end_token_ids: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None  # of the layers whose ``rope`` is "local"
+    rope_axes: tuple[int, ...] = ()  # the axis of the positions for each frequency; empty: there is one axis
     layers: tuple[LayerShape, ...] = ()  # one for each layer; empty if all are plain
     norm: Literal["rms", "rms_less_one", "layer"] = "rms"  # rms_less_one: weights are stored minus 1
     qk_norm: Literal["", "head", "row"] = ""  # norms queries and keys before rotation, per head or whole rows
@@ -99,7 +100,7 @@ class DecoderConfig:
     @property
     def is_llama_shaped(self) -> bool:
         """Whether the fused forward pass of the Llama family can run the model."""
-        may_differ = ("end_token_ids", "qk_norm")
+        may_differ = ("end_token_ids", "qk_norm", "rope_axes")
         has_defaults = all(
             getattr(self, one.name) == one.default
             for one in fields(self)

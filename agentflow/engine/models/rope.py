@@ -198,9 +198,10 @@ def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Te
 def rope_angles(
     positions: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin [T, 1, 2 * frequencies] of positions [T], in the layout for kernels: the halves of
-    a head rotate together, so each angle occurs twice, with its sine negated in the first half."""
-    angles = positions.float().unsqueeze(-1) * frequencies
+    """Returns cos and sin [T, 1, 2 * frequencies] of positions [T], or [T, frequencies] if these differ, in
+    the layout for kernels: the halves of a head rotate together, so each angle occurs twice, with its sine
+    negated in the first half."""
+    angles = (positions if positions.ndim == 2 else positions.unsqueeze(-1)).float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     if amplitude != 1.0:
         cos, sin = cos * amplitude, sin * amplitude

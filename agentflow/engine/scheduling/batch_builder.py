@@ -114,6 +114,7 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
     of_tokens: IntArray = np.full(len(positions), -1, dtype=np.int64)
     places: IntArray = np.zeros(len(positions), dtype=np.int64)
     identities: dict[str, int] = {}
+    both_ways: list[tuple[int, int]] = []
     first = 0
     for row in work:
         request = row.request
@@ -125,6 +126,8 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
                     here = slice(first + start - row.start, first + end - row.start)
                     of_tokens[here] = identities.setdefault(run.identity, len(identities))
                     places[here] = run.first + np.arange(start - run.start, end - run.start)
+                    if run.sees_all:
+                        both_ways.append((here.start, here.stop))
         first += row.num_tokens
     for row in trees:
         request = row.request
@@ -132,7 +135,8 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
             shift = request.rope[:, -1:] - request.num_prompt
             rope[:, first : first + row.num_nodes] = positions[first : first + row.num_nodes] + shift
         first += row.num_nodes
-    return BatchMedia(rope, tuple(identities), of_tokens, places)
+    spans = np.array(both_ways, dtype=np.int64) if both_ways else None
+    return BatchMedia(rope, tuple(identities), of_tokens, places, spans)
 
 
 def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:

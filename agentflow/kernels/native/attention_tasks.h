@@ -33,6 +33,7 @@ struct Batch {
     const int64_t* paths;  // [rows of all trees][path_stride]
     int64_t path_stride;
     const int64_t* path_lens;  // [rows of all trees]
+    const uint8_t* both_ways;  // [R]: the request's rows see each other, also later ones; null: none do
 };
 
 // Attention of some rows over a run of slots. Row i of the task is Plan::rows[first_row + i]. Its partial results begin at
@@ -116,19 +117,19 @@ class Plan {
         int32_t limit;   // the number of keys that can be shared: they were cached before this batch
         int32_t end;     // the number of keys
         int32_t first_row, num_rows;
+        bool sees_all;      // each row sees all keys
         int32_t start = 0;  // the first key that is in no shared run
-
-        bool is_tree() const { return limit == end; }
     };
 
     void add_readers() {
         for (int64_t r = 0; r < batch_.num_requests; r++) {
             const int32_t end = int32_t(batch_.kv_lens[r]), num = int32_t(batch_.query_lens[r]);
-            add_reader({slots_of(batch_.page_rows[r]), end - num, end, num_rows_, num}, num <= FEW_ROWS);
+            const bool sees_all = batch_.both_ways && batch_.both_ways[r];
+            add_reader({slots_of(batch_.page_rows[r]), end - num, end, num_rows_, num, sees_all}, num <= FEW_ROWS);
         }
         for (int64_t g = 0; g < batch_.num_trees; g++) {
             const int32_t end = int32_t(batch_.prefix_lens[g]), num = int32_t(batch_.tree_query_lens[g]);
-            add_reader({slots_of(batch_.tree_page_rows[g]), end, end, num_rows_, num}, true);
+            add_reader({slots_of(batch_.tree_page_rows[g]), end, end, num_rows_, num, true}, true);
         }
     }
 
@@ -185,7 +186,7 @@ class Plan {
             const int32_t num_keys = std::min(KEY_BLOCK, reader.end - start);
             add_range(all_rows, reader.first_row, reader.num_rows);
             for (int32_t i = 0; i < reader.num_rows; i++) {
-                const int32_t seen = reader.is_tree() ? num_keys : std::min(num_keys, reader.limit - start + 1 + i);
+                const int32_t seen = reader.sees_all ? num_keys : std::min(num_keys, reader.limit - start + 1 + i);
                 own.push_back({reader.slots + start, num_keys, seen});
             }
             reader.start = start + num_keys;
@@ -209,7 +210,7 @@ class Plan {
         if (length == 0) return;
         std::vector<int32_t> all_rows;
         add_range(all_rows, reader.first_row, reader.num_rows);
-        const int32_t seen = reader.is_tree() ? ALL : reader.limit - reader.start + 1;
+        const int32_t seen = reader.sees_all ? ALL : reader.limit - reader.start + 1;
         add_tasks(reader.slots + reader.start, reader.start / KEY_BLOCK, length, seen, all_rows);
     }
 

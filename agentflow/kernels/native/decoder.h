@@ -38,6 +38,12 @@ struct Rows {
     const int64_t *token_ids, *positions, *write_slots;  // [T]
     int64_t num_sampled;
     const int64_t* sampled;  // [num_sampled]: the rows whose hidden states or tokens the pass returns
+    int64_t num_given;
+    const int64_t* given;    // [num_given]: the rows whose embeddings are given
+    const void* embeddings;  // [num_given][hidden_size] of type S
+    int64_t num_deep;
+    const void* deep;     // [num_deep][num_given][hidden_size] of type S: added to the given rows after each of the first layers
+    const float* angles;  // [T][head_dim / 2]: of the rope; null: those of the positions
 };
 
 // The changes of the products of a layer by one adapter.
@@ -119,6 +125,7 @@ class Forward {
             normalize(layer.mlp_norm);
             gate(i);
             add_to_residual(DOWN, m_.gated, m_.gated_stride, i, layer.down, &LayerAdapter::down);
+            if (i < rows_.num_deep) add_deep(static_cast<const S*>(rows_.deep) + i * rows_.num_given * w_.hidden_size);
         }
     }
 
@@ -199,8 +206,24 @@ class Forward {
         const int64_t half = w_.head_dim / 2;
         each_row([&](int64_t t) {
             row_of<S>(w_.embedding, rows_.token_ids[t], residual(t));
-            rope_angles<S>(rows_.positions[t], w_.frequencies, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
+            const float* angles = rows_.angles ? rows_.angles + t * half : nullptr;
+            rope_angles<S>(rows_.positions[t], w_.frequencies, angles, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
         });
+        const S* embeddings = static_cast<const S*>(rows_.embeddings);
+        for (int64_t e = 0; e < rows_.num_given; e++) {
+            std::copy_n(embeddings + e * w_.hidden_size, w_.hidden_size, residual(rows_.given[e]));
+        }
+    }
+
+    // Adds to the given rows; their sums are rounded to S.
+    void add_deep(const S* values) {
+        for (int64_t e = 0; e < rows_.num_given; e++) {
+            S* to = residual(rows_.given[e]);
+            for (int64_t k = 0; k < w_.hidden_size; k += LANES) {
+                const int num = int(std::min<int64_t>(LANES, w_.hidden_size - k));
+                store_first(to + k, add(load_first(to + k, num), load_first(values + e * w_.hidden_size + k, num)), num);
+            }
+        }
     }
 
     void normalize(const void* weight) {

@@ -25,11 +25,12 @@ void rms_norm(const S* x, const S* weight, int64_t size, float eps, Out* out) {
     }
 }
 
-// cos and sin [head_dim / 2] at a position, rounded to S as in transformers.
+// cos and sin [head_dim / 2] at a position, rounded to S as in transformers. `angles` [head_dim / 2]: if not null, these
+// instead of the position's.
 template <class S>
-void rope_angles(int64_t position, const float* frequencies, int64_t half, float* cos, float* sin) {
+void rope_angles(int64_t position, const float* frequencies, const float* angles, int64_t half, float* cos, float* sin) {
     for (int64_t i = 0; i < half; i++) {
-        const float angle = float(position) * frequencies[i];
+        const float angle = angles ? angles[i] : float(position) * frequencies[i];
         cos[i] = std::cos(angle);
         sin[i] = std::sin(angle);
     }

@@ -86,7 +86,10 @@ def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:
     table, rows, groups = batch.req_to_token, batch.req_rows, find_groups(batch)
     masked = MaskedPlans(batch, device)
-    return TritonPlan(table, rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}, masked)
+    return TritonPlan(
+        *(table, rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}, masked),
+        both_ways=batch.both_ways,
+    )
 
 
 def attention(q: Tensor, kv_layer: Tensor, plan: TritonPlan, scale: float) -> Tensor:
@@ -98,7 +101,8 @@ def ruled_attention(
 ) -> Tensor:
     num_heads, num_kv_heads, window = q.shape[1], kv_layer.shape[2], rule.window
     is_deep = window > 0 and plan.trees is not None and int(plan.trees.path_lens.max()) > window
-    if is_deep or q.shape[2] > MAX_HEAD_DIM:  # units do not count the keys of a tree by their depth
+    # Units do not count the keys of a tree by their depth, and know no later keys.
+    if is_deep or q.shape[2] > MAX_HEAD_DIM or plan.both_ways is not None:
         return masked_attention(q, kv_layer, plan.masked.of(window), rule, sinks)
     if q.stride(2) != 1:
         q = q.contiguous()

@@ -88,6 +88,13 @@ class WeightNames:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     ignored_parts: tuple[str, ...] = ()  # the beginnings of such names
 
+    @property
+    def are_standard(self) -> bool:
+        """Whether the tensors of a layer have the usual names, wherever the layers are."""
+        plain = WeightNames()
+        others = ("embedding", "layers", "final_norm", "head", "ignored", "ignored_parts")
+        return replace(self, **{name: getattr(plain, name) for name in others}) == plain
+
     def without_head(self) -> WeightNames:
         """Returns the names in a checkpoint without a head, which do not begin with ``model.``."""
         shared = ("embedding", "positions", "layers", "final_norm")

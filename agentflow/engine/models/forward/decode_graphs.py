@@ -32,6 +32,26 @@ _capturing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """``GivenRows`` with its arrays on the device."""
+
+    rows: Tensor
+    values: Tensor
+    deep: Tensor | None
+    axis_positions: Tensor | None
+
+    def is_deep(self, layer: int) -> bool:
+        """Whether something is added to the rows after this layer."""
+        return self.deep is not None and layer < len(self.deep)
+
+    def add_deep(self, hidden: Tensor, layer: int) -> Tensor:
+        """Returns the hidden states after a layer with what is added to the rows."""
+        if self.deep is None or layer >= len(self.deep):
+            return hidden
+        return hidden.index_add(0, self.rows, self.deep[layer])
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceInput:
     """A ``ForwardInput`` with its arrays on the device."""
 
@@ -41,6 +61,7 @@ class DeviceInput:
     kv_layers: tuple[Tensor, ...]
     plan: Any
     adapters: Sequence[AdapterRows]
+    given: DeviceRows | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -49,18 +70,29 @@ class DeviceInput:
 
 def arrays_of(given: ForwardInput) -> dict[str, NDArray[Any]]:
     """Returns the arrays that ``on_device`` needs on the device."""
-    return {
+    arrays = {
         "arrays": np.stack((given.token_ids, given.positions, given.write_slots)),
         "rows": given.rows,
     }
+    if given.given is not None:
+        arrays["given"] = given.given.rows
+        if given.given.axis_positions is not None:
+            arrays["axis_positions"] = given.given.axis_positions
+    return arrays
 
 
 def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput:
     """Returns the input with its arrays on the device. ``arrived``: there, those of ``arrays_of``."""
     num_rows = len(given.rows)
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
+    embedded = None
+    if given.given is not None:
+        embedded = DeviceRows(
+            arrived["given"], given.given.values, given.given.deep, arrived.get("axis_positions")
+        )
     return DeviceInput(
-        arrived["arrays"], arrived["rows"], has_all_rows, given.kv_layers, given.plan, given.adapters
+        *(arrived["arrays"], arrived["rows"], has_all_rows, given.kv_layers, given.plan, given.adapters),
+        embedded,
     )
 
 
@@ -112,7 +144,13 @@ class DecodeGraphs:
         """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
         graph; then the caller launches the kernels. The result is overwritten by the next call."""
         num = given.arrays.shape[1]
-        if given.adapters or not num or num > NUM_ROWS[-1] or num != len(given.plan.query_lens):
+        if (
+            given.adapters
+            or given.given is not None
+            or not num
+            or num > NUM_ROWS[-1]
+            or num != len(given.plan.query_lens)
+        ):
             return None
         self._use_pool(given.kv_layers)
         form = None if self._plans is None else self._plans.update(given.plan)

@@ -139,6 +139,7 @@ class Decoder:
             self._graphs = self.graphs()
         scale = torch.tensor(config.embedding_scale, dtype=final_norm.weight.dtype)
         self._embedding_scale = float(scale)
+        self._axes = torch.tensor(config.rope_axes, dtype=torch.int64, device=final_norm.weight.device)
         self._ropes: dict[str, RopeConfig] = {"global": config.rope}
         if config.local_rope is not None:
             self._ropes["local"] = config.local_rope
@@ -193,13 +194,19 @@ class Decoder:
         hidden = kernels.embed(batch.token_ids, self._embedding, self._final_norm.weight.dtype)
         if config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
+        given = batch.given.given
+        positions = batch.positions
+        if given is not None:
+            hidden = hidden.index_copy(0, given.rows, given.values)
+            if given.axis_positions is not None:
+                positions = given.axis_positions[self._axes].t()
         if self._positions is not None:
             assert config.position_offset is not None
             places = batch.positions + config.position_offset
             hidden = hidden + torch.nn.functional.embedding(places, self._positions)
         for name, frequencies in self._frequencies.items():
             amplitude = self._ropes[name].amplitude
-            batch.angles[name] = rope_angles(batch.positions, frequencies, hidden.dtype, amplitude)
+            batch.angles[name] = rope_angles(positions, frequencies, hidden.dtype, amplitude)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             shape = config.layer(i)
@@ -222,6 +229,8 @@ class Decoder:
             if layer.output_norm is not None:
                 out = layer.output_norm(out, kernels)
             hidden = hidden + out
+            if given is not None:
+                hidden = given.add_deep(hidden, i)
         if len(hidden) == len(batch.token_ids):
             hidden = hidden.index_select(0, batch.rows)
         return self._final_norm(hidden, kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
@@ -38,6 +39,7 @@ class LlamaModel:
         self._kernels = kernels
         self._decoder = decoder
         self._head = head
+        self._axes = torch.tensor(config.rope_axes, dtype=torch.int64, device=decoder.final_norm.device)
         self.whole_forward = kernels.whole_forward(decoder, head)
         self._graphs: DecodeGraphs | None = None
         if decoder.final_norm.device.type == "cuda":
@@ -82,6 +84,11 @@ class LlamaModel:
         kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
         products = Products(kernels, given.adapters, token_ids.device)
         residual = kernels.embed(token_ids, decoder.embedding, decoder.final_norm.dtype)
+        given_rows = given.given
+        if given_rows is not None:
+            residual = residual.index_copy(0, given_rows.rows, given_rows.values)
+            if given_rows.axis_positions is not None:
+                positions = given_rows.axis_positions[self._axes].t()
         cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
         last = len(decoder.layers) - 1
@@ -100,7 +107,11 @@ class LlamaModel:
             gated = products.gated_linear(normed, layer.gate_up, i, "gate_up")
             mlp = products.linear(gated, layer.down, i, "down")
             next_norm = decoder.final_norm if i == last else decoder.layers[i + 1].input_norm
-            normed, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
+            if given_rows is not None and given_rows.is_deep(i):
+                residual = given_rows.add_deep(residual + mlp, i)
+                normed = kernels.rms_norm(residual, next_norm, eps)
+            else:
+                normed, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
         return normed if len(rows) < len(token_ids) else normed.index_select(0, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

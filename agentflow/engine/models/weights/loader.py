@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +77,7 @@ def load_model(
     """
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
-        is_standard = names == WeightNames()
+        is_standard = names.are_standard
         if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, as embedding models
             names = names.without_head()
         if not has_head:
@@ -182,6 +183,7 @@ class _Loader:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
+            frequency_axes=np.array(config.rope_axes, dtype=np.int64) if config.rope_axes else None,
         )
         return LlamaModel(config, self._kernels, decoder, head)
 
