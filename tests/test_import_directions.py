@@ -124,6 +124,7 @@ ROOMS = {
         "request",
         "batch",
         "runner",
+        "media",
         "fake_runner",
         "models",
         "scheduling",

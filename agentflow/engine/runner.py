@@ -17,7 +17,8 @@ class RunnerInfo:
     they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
     dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
     ``batch_size``: as of ``Capabilities``. ``identity``: equal for runners that compute the same keys and
-    values, on any machine. ``launches_ahead``: a batch may be launched while the one before it runs."""
+    values, on any machine. ``launches_ahead``: a batch may be launched while the one before it runs.
+    ``reads_media``: the model reads images (``MediaRunner``)."""
 
     model: str
     vocab_size: int
@@ -32,6 +33,7 @@ class RunnerInfo:
     batch_size: int | None = None
     identity: str = ""
     launches_ahead: bool = False
+    reads_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class MediaEncoding(Protocol):
     """The work of a vision tower on one medium, in slices: a layer over some rows.
 
     ``num_slices``: the slices that are left, each of about equal work. ``flops_per_slice``: the work of one.
-    ``run`` computes the next ``count`` slices. Raises ``AcceleratorFault`` or ``OutOfMemory`` where these
+    ``run`` computes the next ``count`` slices; unless the runner launches ahead, all batches are collected
+    before. Raises ``AcceleratorFault`` or ``OutOfMemory`` where these
     apply; any other exception blames the medium.
     """
 

@@ -287,6 +287,22 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
     return out
 
 
+def segment_attention(q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
+    end = first + len(q)
+    begins, ends = torch_ops.segments_between(starts, first, end)
+    lens = ends - begins
+    table = begins[:, None] + np.arange(int(lens.max()))
+    batch = AttentionBatch(
+        table.astype(np.int32),
+        np.arange(len(begins)),
+        np.minimum(ends, end) - np.maximum(begins, first),
+        lens,
+        None,
+        both_ways=np.ones(len(begins), dtype=np.bool_),
+    )
+    return attention(q, kv, batch, scale)
+
+
 def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     logits = logits.contiguous()
     tokens = np.empty(len(logits), dtype=np.int64)

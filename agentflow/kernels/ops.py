@@ -176,6 +176,21 @@ class Kernels(Protocol):
         """``attention`` under a rule, and with the scores of the heads' sinks, [heads]. None:
         ``masked_attention`` computes it."""
 
+    def segment_attention(self, q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
+        """Computes attention in both directions within segments, as in encoders: no KV is kept. The queries
+        may be a part of the rows.
+
+        Args:
+            q: [T, heads, head_dim]: the queries of the rows from ``first`` on.
+            kv: [rows, 2, heads, head_dim]: keys and values of all rows.
+            starts: [S + 1]: the first row of each segment, ascending, and the number of rows.
+            first: the row of the first query.
+            scale: of the scores.
+
+        Returns:
+            [T, heads * head_dim].
+        """
+
     def choose(self, logits: Tensor, rows: ChoiceRows) -> IntArray:
         """Chooses one token per row of ``logits`` [S, vocabulary] float32. A row with a target gets the
         target. With temperature 0 a row gets the likeliest token that its mask allows, the lowest id of

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.kernels.inputs import (
     AttentionBatch,
     DecoderWeights,
+    IntArray,
     LinearWeight,
     LowRank,
     ReqToToken,
@@ -110,6 +112,14 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
             row += 1
     if plan.trees is not None:
         _attend_trees(out[row:], q[row:], kv_layer, plan.req_to_token, plan.trees, scale)
+    return out.flatten(1)
+
+
+def segment_attention(q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
+    out = torch.empty_like(q)
+    for row in range(len(q)):
+        segment = int(np.searchsorted(starts, first + row, side="right")) - 1
+        out[row] = _attend(q[row], kv[starts[segment] : starts[segment + 1]], scale)
     return out.flatten(1)
 
 

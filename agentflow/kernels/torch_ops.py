@@ -163,6 +163,34 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) ->
     return out.to(q.dtype).flatten(1)
 
 
+def segment_attention(q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
+    end = first + len(q)
+    begins, ends = segments_between(starts, first, end)
+    lengths = ends - begins
+    if begins[0] == first and ends[-1] == end and (lengths == lengths[0]).all():
+        return _equal_segments(q, kv[first:end], len(lengths), scale)
+    parts = [
+        _equal_segments(q[max(a - first, 0) : min(b, end) - first], kv[a:b], 1, scale)
+        for a, b in zip(begins.tolist(), ends.tolist(), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def segments_between(starts: IntArray, first: int, end: int) -> tuple[IntArray, IntArray]:
+    """Returns the begins and the ends of the segments with rows from ``first`` up to ``end``."""
+    low = int(np.searchsorted(starts, first, side="right")) - 1
+    high = int(np.searchsorted(starts, end, side="left"))
+    return starts[low:high], starts[low + 1 : high + 1]
+
+
+def _equal_segments(q: Tensor, kv: Tensor, num: int, scale: float) -> Tensor:
+    _, num_heads, head_dim = q.shape
+    keys, values = kv.view(num, -1, 2, num_heads, head_dim).permute(2, 0, 3, 1, 4)
+    queries = q.reshape(num, -1, num_heads, head_dim).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
+    return out.transpose(1, 2).reshape(len(q), -1)
+
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 

@@ -18,6 +18,7 @@ from kernel_cases import (
     SAME_EXAMPLES,
     SCALE,
     Case,
+    Exact,
     Rows,
     Shape,
     Tree,
@@ -119,6 +120,35 @@ def test_rows_see_each_other_in_both_directions(
 ) -> None:
     case, rows = with_trees(make_case(stretched(batch[0], times), seed=seed, dtype=dtype), batch[1], seed)
     assert_attends(kernels, in_both_directions(case, seed), rows)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
+@DTYPES
+@SAME_EXAMPLES
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    st.sampled_from([8, 72]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_segments_of_an_encoder(
+    kernels: Kernels, dtype: torch.dtype, lens: list[int], head_dim: int, is_part: bool, seed: int
+) -> None:
+    """Each row sees its segment, and the queries may be a part of the rows."""
+    if len(set(lens)) > 1 and seed % 3 == 0:
+        lens = lens[:1] * len(lens)  # equal segments are computed together
+    sizes = {"head_dim": head_dim, "num_heads": 2, "num_kv_heads": 2}
+    case = make_case([Shape(-1, 0, 0, n) for n in lens], seed=seed, dtype=dtype, consecutive=True, **sizes)
+    case = replace(case, both_ways=np.ones(len(lens), dtype=np.bool_))
+    starts = np.concatenate(([0], np.cumsum(lens)))
+    rng, num_rows = np.random.default_rng(seed), sum(lens)
+    first = int(rng.integers(num_rows)) if is_part else 0
+    end = int(rng.integers(first, num_rows)) + 1 if is_part else num_rows
+    kv = case.kv_layer[:num_rows].clone()
+    exact = exact_attention(case)
+    found = kernels.segment_attention(case.q[first:end].contiguous(), kv, starts, first, SCALE)
+    assert Exact(exact.out[first:end], exact.bound[first:end]).excess(found) <= 1
 
 
 @given(batches(), st.integers(0, 1000))

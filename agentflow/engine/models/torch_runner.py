@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, joined
 from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_number, usable_cpus
+from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
@@ -27,10 +28,14 @@ from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import AdapterWeights, read_adapter
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
+from agentflow.engine.models.vision.encoding import TowerEncoding
+from agentflow.engine.models.vision.features import MediaFeatures
+from agentflow.engine.models.vision.loading import load_tower
 from agentflow.engine.models.weights.loader import CausalModel, LoadedModel, WeightFormat, load_model
 from agentflow.engine.runner import (
     AcceleratorFault,
     AdapterInfo,
+    MediaEncoding,
     OutOfMemory,
     ReadAdapter,
     RunnerInfo,
@@ -51,15 +56,37 @@ def forward_input_of(
     kernels: Kernels,
     kv_layers: tuple[Tensor, ...],
     adapters: Sequence[AdapterRows] = (),
+    features: MediaFeatures | None = None,
 ) -> ForwardInput:
     """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype
-    and on its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``."""
-    attended = AttentionBatch(
-        batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees
+    and on its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``. ``features``: of the batch's
+    media."""
+    plan = kernels.plan_attention(_attended(batch), kv_layers[0].dtype, kv_layers[0].device)
+    rows, media, token_ids, positions = batch.sampled.rows, batch.media, batch.token_ids, batch.positions
+    given = None
+    if media is not None:
+        assert features is not None
+        given = features.given_rows(media)
+        token_ids = np.where(media.of_tokens < 0, token_ids, 0)
+        positions = np.ascontiguousarray(media.rope_positions[0])
+    return ForwardInput(token_ids, positions, batch.write_slots, kv_layers, plan, rows, adapters, given)
+
+
+def _attended(batch: Batch) -> AttentionBatch:
+    """Returns what the batch attends to. Requests are divided at runs whose tokens see each other."""
+    lens = batch.query_lens, batch.kv_lens
+    spans = None if batch.media is None else batch.media.both_ways
+    if spans is None:
+        return AttentionBatch(batch.req_to_token, batch.req_rows, *lens, batch.trees)
+    ends = np.cumsum(batch.query_lens)
+    bounds = np.unique(np.concatenate(([0], ends, spans.ravel())))
+    firsts, bounds = bounds[:-1], bounds[1:]
+    owners = np.searchsorted(ends, firsts, side="right")
+    kv_lens = batch.kv_lens[owners] - (ends[owners] - bounds)
+    both_ways = np.isin(firsts, spans[:, 0])
+    return AttentionBatch(
+        batch.req_to_token, batch.req_rows[owners], bounds - firsts, kv_lens, batch.trees, both_ways=both_ways
     )
-    plan = kernels.plan_attention(attended, kv_layers[0].dtype, kv_layers[0].device)
-    rows = batch.sampled.rows
-    return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows, adapters)
 
 
 def _adapter_rows(batch: Batch, loaded: Mapping[str, Adapter]) -> Sequence[AdapterRows]:
@@ -171,6 +198,7 @@ class TorchRunner:
             device=torch_device,
         )
         self._model: CausalModel | TransformersModel
+        self.media: MediaFeatures | None = None
         if isinstance(config, TransformersModel):
             self._model, described = config, weights_in(torch_dtype)
         else:
@@ -186,6 +214,11 @@ class TorchRunner:
             if embedding is None:  # other models never decode
                 with torch.inference_mode():
                     self._model.prepare(self._kv_pool.layers)
+                tower = load_tower(
+                    folder, config.architecture, dtype=torch_dtype, device=torch_device, kernels=kernels
+                )
+                if tower is not None:
+                    self.media = MediaFeatures(tower, config.hidden_size)
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
@@ -205,12 +238,13 @@ class TorchRunner:
             num_slots=num_slots,
             end_token_ids=config.end_token_ids,
             kv_bytes_per_token=self._kv_pool.bytes_per_token,
-            weight_bytes=self._model.nbytes,
+            weight_bytes=self._model.nbytes + (self.media.tower.nbytes if self.media else 0),
             embedding_size=0 if self._embedding_head is None else self._embedding_head.size,
             weights=described,
             identity=identity_of_values(folder, described, torch_dtype),
             architecture="" if isinstance(config, TransformersModel) else config.architecture,
             launches_ahead=self._ahead is not None,
+            reads_media=self.media is not None,
         )
 
     @property
@@ -228,9 +262,8 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> _Launched | DeviceStep:
-        assert batch.media is None
         adapters = _adapter_rows(batch, self._adapters)
-        given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters)
+        given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters, self.media)
         if self._ahead is not None:
             return self._ahead.launch(batch, given)
         assert batch.pending is None
@@ -291,6 +324,18 @@ class TorchRunner:
             self._adapters[adapter.identity] = weights
         return AdapterInfo(adapter.identity, self._adapters[adapter.identity].nbytes)
 
+    def encode_medium(self, medium: PreparedMedium) -> MediaEncoding:
+        if self.media is None:
+            raise BadArgument(f"{self.info.model} reads no images", param="image")
+        return _Encoding(self.media.encode(medium))
+
+    def feature_bytes(self, medium: PreparedMedium) -> int:
+        return 0 if self.media is None else self.media.nbytes(medium)
+
+    def drop_medium(self, identity: str) -> None:
+        if self.media is not None:
+            self.media.drop(identity)
+
     def _check_room(self, nbytes: int) -> None:
         free = free_cuda_bytes(self._device.index) if self._device.type == "cuda" else None
         free = free_host_bytes() if free is None else free
@@ -310,7 +355,26 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees the memory. The runner must not be used afterwards."""
-        del self._model, self._ahead, self._kv_pool, self._adapters
+        del self._model, self._ahead, self._kv_pool, self._adapters, self.media
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """A ``MediaEncoding``, with the failures of the device."""
+
+    inner: TowerEncoding
+
+    @property
+    def num_slices(self) -> int:
+        return self.inner.num_slices
+
+    @property
+    def flops_per_slice(self) -> float:
+        return self.inner.flops_per_slice
+
+    def run(self, count: int) -> None:
+        with _failures_of_the_device():
+            self.inner.run(count)
 
 
 @contextmanager

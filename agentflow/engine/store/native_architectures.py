@@ -12,6 +12,7 @@ NATIVE_ARCHITECTURES: Final = frozenset(
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GptOssForCausalLM",
+        "Idefics3ForConditionalGeneration",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
@@ -22,6 +23,7 @@ NATIVE_ARCHITECTURES: Final = frozenset(
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "SmolLM3ForCausalLM",
+        "SmolVLMForConditionalGeneration",
         "Starcoder2ForCausalLM",
     }
 )

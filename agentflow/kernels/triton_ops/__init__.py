@@ -27,6 +27,7 @@ from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, maske
 from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
+from agentflow.kernels.torch_ops import segment_attention as segment_attention
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
 from agentflow.kernels.triton_ops.paged_attention import attend

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.batch import Batch, BatchAdapters, BatchOutput, SampledRows
+from agentflow.engine.batch import Batch, BatchAdapters, BatchMedia, BatchOutput, SampledRows
+from agentflow.engine.media_run import MediaRun, rope_positions
 from agentflow.engine.runner import ModelRunner, run_batch
 
 FOREIGN = 2**31 - 1
@@ -24,6 +25,7 @@ class Walker:
     tokens: list[int]
     num_computed: int = 0
     adapter: str = ""
+    media: Sequence[MediaRun] = ()
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class Driver:
             kv_lens=np.array([s.num_computed + n for s, n in work], dtype=np.int64),
             num_decode=int((query_lens == 1).sum()),
             adapters=_adapters([sequence.adapter for sequence, _ in work], query_lens),
+            media=_media(work),
             sampled=sampled_rows(**({"rows": (np.cumsum(query_lens) - 1)[np.array(done)]} | sampling)),
         )
 
@@ -120,6 +123,35 @@ def _adapters(of_requests: Sequence[str], query_lens: NDArray[np.int64]) -> Batc
         return None
     places = [identities.index(one) if one else -1 for one in of_requests]
     return BatchAdapters(identities, np.repeat(np.array(places, dtype=np.int64), query_lens))
+
+
+def _media(work: Sequence[tuple[Walker, int]]) -> BatchMedia | None:
+    """Token by token."""
+    runs = [run for sequence, _ in work for run in sequence.media]
+    if not runs:
+        return None
+    names = [run.identity for run in runs]
+    num_axes = max(len(run.positions) for run in runs)
+    rope: list[NDArray[np.int64]] = []
+    of_tokens: list[int] = []
+    places: list[int] = []
+    spans: dict[tuple[int, int], list[int]] = {}
+    for number, (sequence, num_rows) in enumerate(work):
+        known = np.arange(len(sequence.tokens) + 1)[None].repeat(num_axes, 0)
+        if sequence.media:
+            known = rope_positions(sequence.prompt_len, sequence.media)
+            later = known[:, -1:] + np.arange(1, len(sequence.generated) + 1)
+            known = np.concatenate((known, later), axis=1)
+            known = known.repeat(num_axes // len(known), 0)
+        for position in range(sequence.num_computed, sequence.num_computed + num_rows):
+            rope.append(known[:, position])
+            run = next((r for r in sequence.media if r.start <= position < r.end), None)
+            if run is not None and run.sees_all:
+                spans.setdefault((number, run.start), []).append(len(of_tokens))
+            of_tokens.append(-1 if run is None else names.index(run.identity))
+            places.append(0 if run is None else run.first + position - run.start)
+    both_ways = np.array([(span[0], span[-1] + 1) for span in spans.values()]) if spans else None
+    return BatchMedia(np.stack(rope, 1), tuple(names), np.array(of_tokens), np.array(places), both_ways)
 
 
 def sampled_rows(rows: Sequence[int] | NDArray[np.int64], **changed: Any) -> SampledRows:

@@ -20,6 +20,7 @@ from agentflow.engine.models.families import (
     gemma,
     gpt2,
     gpt_oss,
+    idefics3,
     llama,
     mixture,
     olmo,
@@ -35,7 +36,7 @@ from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
-    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, starcoder, gpt2)
+    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, starcoder, gpt2, idefics3)
     for family in module.FAMILIES
 }
 """The architectures that run natively, by the name in ``config.json``."""

@@ -40,8 +40,8 @@ class TensorSource(ABC):
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._path = path
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._taken: set[str] = set()
 
     @property
@@ -57,7 +57,7 @@ class TensorSource(ABC):
     def take(self, name: str, *shape: int) -> Tensor:
         """Returns the tensor with that name, which must have that shape."""
         with self._fitting(name, shape) as stored:
-            return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
+            return torch.empty(shape, dtype=self.dtype, device=self.device).copy_(stored)
 
     def take_rows(self, names: Sequence[str], sizes: Sequence[int], width: int) -> Tensor:
         """Returns matrices of ``width`` columns, stacked. ``sizes``: their numbers of rows."""
@@ -66,7 +66,7 @@ class TensorSource(ABC):
         for name, size in zip(names, sizes, strict=True):
             with self._fitting(name, (size, width)) as stored:
                 if taken is None:
-                    taken = torch.empty(sum(sizes), width, dtype=self._dtype, device=self._device)
+                    taken = torch.empty(sum(sizes), width, dtype=self.dtype, device=self.device)
                 taken[begin : begin + size].copy_(stored)
             begin += size
         assert taken is not None
@@ -103,10 +103,13 @@ class TensorSource(ABC):
         """Releases the memory of matrices that ``take_blocks`` returned."""
         return
 
-    def refuse_leftovers(self, *ignored_endings: str, ignored_parts: tuple[str, ...] = ()) -> None:
-        """Raises ``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
+    def refuse_leftovers(
+        self, *ignored_endings: str, ignored_parts: tuple[str, ...] = (), only: tuple[str, ...] = ("",)
+    ) -> None:
+        """Raises ``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture.
+        ``only``: the beginnings of the names that are checked."""
         left = sorted(n for n in self.names if n not in self._taken and not n.endswith(ignored_endings))
-        left = [name for name in left if not name.startswith(ignored_parts)]
+        left = [name for name in left if name.startswith(only) and not name.startswith(ignored_parts)]
         if left:
             raise BadModelFolder(
                 f"{self._path} has tensors that its config has no use for ({', '.join(left[:3])}"
@@ -221,7 +224,7 @@ class GgufCheckpoint(TensorSource):
             return super().take(name, *shape)
         if tensor.is_transposed or tensor.paired_heads:
             return super().take(name, *shape)
-        taken = torch.empty(shape, dtype=self._dtype, device=self._device)
+        taken = torch.empty(shape, dtype=self.dtype, device=self.device)
         step = max(1, _VALUES_CONVERTED // shape[1])
         for begin in range(0, shape[0], step):
             count = min(step, shape[0] - begin)

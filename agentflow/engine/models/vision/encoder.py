@@ -1,0 +1,149 @@
+"""The layers of a vision transformer (Dosovitskiy et al. 2020, arXiv 2010.11929), in parts that can be
+computed one by one.
+
+A layer has two halves. The first computes queries, keys and values of some rows. The second attends from some
+rows to all rows of their segments, in both directions, and computes the rest; it needs the first half of the
+whole segments. Segments are images, tiles, or windows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.models.forward.decoder import Norm
+from agentflow.kernels.inputs import IntArray, LinearWeight
+from agentflow.kernels.ops import Kernels
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape:
+    """The sizes of an encoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int  # those that are computed
+    num_heads: int
+    activation: Activation
+    is_gated: bool = False  # the MLP has a gate
+    windowed: frozenset[int] = frozenset()  # the layers that attend to windows only
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def flops(self, num_rows: int, num_seen: float) -> tuple[float, float]:
+        """Returns the operations of the halves of a layer for some rows, each of which sees ``num_seen``."""
+        hidden, num_matrices = self.hidden_size, 3 if self.is_gated else 2
+        later = hidden * hidden + num_matrices * hidden * self.intermediate_size + 2 * num_seen * hidden
+        return 6.0 * num_rows * hidden * hidden, 2.0 * num_rows * later
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """The weights of a layer."""
+
+    input_norm: Norm
+    qkv: LinearWeight
+    output: LinearWeight
+    mlp_norm: Norm
+    up: LinearWeight  # with a gate: both halves
+    down: LinearWeight
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.qkv, self.output, self.up, self.down))
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows that are encoded together. ``hidden`` is changed by each layer.
+
+    ``starts`` [S + 1]: the first row of each segment, and the number of rows. ``windows``: the same for the
+    windows of ``windowed`` layers. ``angles``: cos and sin [rows, 1, head_dim] of the rotary embeddings, in
+    the layout of ``rope_angles``.
+    """
+
+    hidden: Tensor  # [rows, hidden_size]
+    starts: IntArray
+    windows: IntArray | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+    queries: Tensor = field(init=False)  # of one layer: [rows, heads, head_dim]
+    kv: Tensor = field(init=False)  # keys and values of one layer: [rows, 2, heads, head_dim]
+
+
+class Encoder:
+    """The layers of a tower.
+
+    Args:
+        shape: the sizes.
+        kernels: the implementation that packed the weights.
+        layers: the weights.
+    """
+
+    def __init__(self, shape: EncoderShape, kernels: Kernels, layers: Sequence[EncoderLayer]) -> None:
+        self.shape = shape
+        self._kernels = kernels
+        self._layers = layers
+        self._activation = _ACTIVATIONS[shape.activation]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers)
+
+    def begin_layer(self, index: int, rows: Rows, first: int, end: int) -> None:
+        """The first half of a layer, for the rows from ``first`` up to ``end``."""
+        layer, shape, hidden = self._layers[index], self.shape, rows.hidden
+        if index == 0 and first == 0:
+            rows.queries = hidden.new_empty(len(hidden), shape.num_heads, shape.head_dim)
+            rows.kv = hidden.new_empty(len(hidden), 2, shape.num_heads, shape.head_dim)
+        normed = layer.input_norm(hidden[first:end], self._kernels)
+        qkv = self._kernels.linear(normed, layer.qkv).view(-1, 3, shape.num_heads, shape.head_dim)
+        if rows.angles is not None:
+            cos, sin = (part[first:end].unsqueeze(1) for part in rows.angles)
+            turned = qkv[:, :2]
+            turned.copy_(turned * cos + turned.roll(shape.head_dim // 2, -1) * sin)
+        rows.queries[first:end].copy_(qkv[:, 0])
+        rows.kv[first:end].copy_(qkv[:, 1:])
+
+    def end_layer(self, index: int, rows: Rows, first: int, end: int) -> None:
+        """The second half of a layer, for the rows from ``first`` up to ``end``."""
+        layer, hidden = self._layers[index], rows.hidden[first:end]
+        is_windowed = index in self.shape.windowed and rows.windows is not None
+        starts = rows.windows if is_windowed and rows.windows is not None else rows.starts
+        queries, scale = rows.queries[first:end], self.shape.head_dim**-0.5
+        attended = self._kernels.segment_attention(queries, rows.kv, starts, first, scale)
+        hidden = self._kernels.linear(attended, layer.output, hidden)
+        normed = layer.mlp_norm(hidden, self._kernels)
+        inner = self._inner(self._kernels.linear(normed, layer.up))
+        rows.hidden[first:end].copy_(self._kernels.linear(inner, layer.down, hidden))
+
+    def _inner(self, inner: Tensor) -> Tensor:
+        if not self.shape.is_gated:
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "silu": torch.nn.functional.silu,
+    "relu": torch.relu,
+}
+
+
+def activated(name: Activation, x: Tensor) -> Tensor:
+    """Applies an activation by its name."""
+    return _ACTIVATIONS[name](x)

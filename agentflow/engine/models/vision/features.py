@@ -1,0 +1,81 @@
+"""The features of media that a runner holds, and the rows of a batch that they replace."""
+
+from __future__ import annotations
+
+import torch
+
+from agentflow.engine.batch import BatchMedia
+from agentflow.engine.media_run import MediaPiece, PreparedMedium
+from agentflow.engine.models.vision.encoding import TowerEncoding
+from agentflow.engine.models.vision.tower import Features, Tower
+from agentflow.kernels.inputs import GivenRows
+
+CPU_SLICE_FLOPS = 4e9
+"""About 10 ms on two cores without matrix units."""
+GPU_SLICE_FLOPS = 4e11
+
+
+class MediaFeatures:
+    """The features of media, by identity.
+
+    Args:
+        tower: computes features.
+        hidden_size: of the text model.
+        slice_flops: the wanted work of a slice of an encoding; None: a few milliseconds.
+    """
+
+    def __init__(self, tower: Tower, hidden_size: int, slice_flops: float | None = None) -> None:
+        self.tower = tower
+        self._row_bytes = hidden_size * tower.dtype.itemsize * (1 + tower.num_deep)
+        is_cpu = tower.device.type == "cpu"
+        self.slice_flops = slice_flops or (CPU_SLICE_FLOPS if is_cpu else GPU_SLICE_FLOPS)
+        self._features: dict[str, Features] = {}
+
+    def encode(self, medium: PreparedMedium) -> TowerEncoding:
+        """Begins the encoding of a medium."""
+
+        def keep(features: Features) -> None:
+            self._features[medium.identity] = features
+
+        return TowerEncoding(self.tower, medium.arrays, self.slice_flops, keep)
+
+    def nbytes(self, medium: PreparedMedium) -> int:
+        """The memory of the medium's features."""
+        pieces = [piece for piece in medium.pieces if isinstance(piece, MediaPiece)]
+        return self._row_bytes * max([piece.first + len(piece.positions[0]) for piece in pieces], default=0)
+
+    def features_of(self, identity: str) -> Features:
+        """Returns the features of a medium that was encoded."""
+        return self._features[identity]
+
+    def drop(self, identity: str) -> None:
+        self._features.pop(identity, None)
+
+    def given_rows(self, media: BatchMedia) -> GivenRows | None:
+        """Returns the rows of a batch that are parts of media, and the positions of all rows on the rope's
+        axes if these differ. None: there are no such rows."""
+        rows = (media.of_tokens >= 0).nonzero()[0]
+        if not len(rows):
+            return None  # text has the same position on all axes
+        is_single = (media.rope_positions == media.rope_positions[0]).all()
+        axis_positions = None if is_single else media.rope_positions
+        of_rows, places = media.of_tokens[rows], media.places[rows]
+        values = deep = None
+        for number, identity in enumerate(media.identities):
+            own = (of_rows == number).nonzero()[0]
+            features = self._features[identity]
+            at = torch.from_numpy(places[own]).to(features.rows.device)
+            if len(own) == len(rows):
+                values = features.rows.index_select(0, at)
+                deep = None if features.deep is None else features.deep.index_select(1, at)
+                break
+            to = torch.from_numpy(own).to(features.rows.device)
+            if values is None:
+                values = features.rows.new_empty(len(rows), features.rows.shape[1])
+                if features.deep is not None:
+                    deep = features.deep.new_empty(len(features.deep), *values.shape)
+            values.index_copy_(0, to, features.rows.index_select(0, at))
+            if deep is not None and features.deep is not None:
+                deep.index_copy_(1, to, features.deep.index_select(1, at))
+        assert values is not None
+        return GivenRows(rows, values, deep, axis_positions)

@@ -1,0 +1,49 @@
+"""Loads the tower of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from agentflow.engine.media.settings import pixel_scaling
+from agentflow.engine.models.config import read_folder
+from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.vision.tower import Tower
+from agentflow.engine.models.vision.weights import TowerWeights
+from agentflow.engine.models.weights.loader import open_checkpoint
+from agentflow.errors import BadModelFolder
+from agentflow.kernels.ops import Kernels
+
+
+def load_tower(
+    folder: Path, architecture: str, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> Tower | None:
+    """Loads the vision tower of a folder, with matrices in ``dtype``. None: the model reads no images, or its
+    folder has only the text model.
+
+    Raises:
+        BadModelFolder: the configuration is wrong, or tensors are missing, misshapen or left over.
+    """
+    family = FAMILIES[architecture]
+    if family.load_tower is None:
+        return None
+    with torch.inference_mode(), open_checkpoint(folder, dtype, device) as checkpoint:
+        parts = family.names_among(checkpoint.names).ignored_parts
+        if not any(name.startswith(parts) for name in checkpoint.names):
+            return None
+        try:
+            raw = read_folder(folder)[0]
+            tower = family.load_tower(TowerWeights(checkpoint, kernels), raw, pixel_scaling(folder))
+        except BadModelFolder as error:
+            raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
+        except KeyError as error:
+            raise BadModelFolder(
+                f"{folder}: vision_config does not give {error}", param=str(error.args[0])
+            ) from None
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise BadModelFolder(
+                f"{folder}: vision_config holds a value of the wrong kind: {error}", param="vision_config"
+            ) from error
+        checkpoint.refuse_leftovers(only=parts, ignored_parts=family.unused_parts)
+    return tower

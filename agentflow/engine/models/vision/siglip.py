@@ -1,0 +1,141 @@
+"""SigLIP (Zhai et al. 2023, arXiv 2303.15343) and CLIP (Radford et al. 2021, arXiv 2103.00020): encoders of
+square tiles with learned positions. CLIP has a class token in front, and a norm before the first layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.models.config import RawConfig
+from agentflow.engine.models.families.family import activation_of
+from agentflow.engine.models.forward.decoder import Norm
+from agentflow.engine.models.vision.encoder import Activation, Encoder, EncoderShape
+from agentflow.engine.models.vision.tower import patches_of
+from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
+from agentflow.errors import BadModelFolder
+from agentflow.kernels.inputs import LinearWeight
+from agentflow.kernels.ops import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """The sizes of an encoder of square tiles."""
+
+    encoder: EncoderShape
+    side: int  # of a tile, in pixels
+    patch: int  # the side of a patch
+    eps: float
+    has_class: bool  # a token for the whole tile is in front of the patches
+
+    @property
+    def grid(self) -> int:
+        """The patches on a side."""
+        return self.side // self.patch
+
+    @property
+    def num_rows(self) -> int:
+        return self.grid**2 + self.has_class
+
+    def without_layers(self, count: int) -> TileShape:
+        """Returns the shape without the last layers, whose results are not used."""
+        return replace(self, encoder=replace(self.encoder, num_layers=self.encoder.num_layers - count))
+
+
+def read_tiles(vision: RawConfig) -> TileShape:
+    """Reads ``vision_config``."""
+    hidden, heads = int(vision["hidden_size"]), int(vision["num_attention_heads"])
+    side, patch = int(vision["image_size"]), int(vision["patch_size"])
+    if min(hidden, heads, side, patch, int(vision["num_hidden_layers"])) < 1 or hidden % heads:
+        raise ValueError(f"{heads} heads in {hidden} dimensions, {patch} of {side} pixels")
+    if int(vision.get("num_channels", 3)) != 3:
+        raise BadModelFolder("images must have 3 channels", param="num_channels")
+    is_quick = vision.get("hidden_act") == "quick_gelu"
+    activation: Activation = "quick_gelu" if is_quick else _plain_activation(vision)
+    return TileShape(
+        EncoderShape(
+            hidden_size=hidden,
+            intermediate_size=int(vision["intermediate_size"]),
+            num_layers=int(vision["num_hidden_layers"]),
+            num_heads=heads,
+            activation=activation,
+        ),
+        side,
+        patch,
+        float(vision["layer_norm_eps"]),
+        vision.get("model_type") == "clip_vision_model",
+    )
+
+
+def _plain_activation(vision: RawConfig) -> Activation:
+    name = activation_of(vision, "hidden_act")
+    assert name != "clamped_swiglu"
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TileEncoder:
+    """The weights of an encoder of tiles, and of what is around its layers."""
+
+    shape: TileShape
+    encoder: Encoder
+    patches: LinearWeight
+    positions: Tensor  # [rows, hidden_size], with the class token added
+    first_norm: Norm | None
+    last_norm: Norm | None  # None: it is not used
+    kernels: Kernels
+
+    @property
+    def nbytes(self) -> int:
+        return self.encoder.nbytes + self.patches.nbytes + self.positions.nbytes
+
+    def embed(self, tiles: Tensor) -> Tensor:
+        """[n, 3, side, side] to [n * rows, hidden_size]."""
+        patches = patches_of(tiles, self.shape.patch)
+        hidden = self.kernels.linear(patches.flatten(0, 1), self.patches).view(*patches.shape[:2], -1)
+        if self.shape.has_class:
+            hidden = torch.cat((hidden.new_zeros(len(hidden), 1, hidden.shape[-1]), hidden), dim=1)
+        rows = (hidden + self.positions).flatten(0, 1)
+        return rows if self.first_norm is None else self.first_norm(rows, self.kernels)
+
+    def patches_in(self, hidden: Tensor) -> Tensor:
+        """Returns the rows of the patches, tile by tile: [n, grid * grid, hidden_size]."""
+        normed = hidden if self.last_norm is None else self.last_norm(hidden, self.kernels)
+        tiles = normed.view(-1, self.shape.num_rows, normed.shape[-1])
+        return tiles[:, 1:] if self.shape.has_class else tiles
+
+
+def load_tiles(
+    weights: TowerWeights, shape: TileShape, *, is_normed: bool, order: Tensor | None = None
+) -> TileEncoder:
+    """Loads the encoder below the prefix of ``weights``.
+
+    Args:
+        weights: the tensors.
+        shape: the sizes.
+        is_normed: the last norm is applied.
+        order: the row in the table of positions for each patch; None: in order.
+    """
+    encoder, eps = shape.encoder, shape.eps
+    hidden, num_rows, patch = encoder.hidden_size, shape.num_rows, shape.patch
+    positions = weights.tensor("embeddings.position_embedding.weight", num_rows, hidden)
+    if order is not None:
+        positions = positions.index_select(0, order.to(positions.device))
+    first_norm = None
+    if shape.has_class:
+        positions[0] += weights.tensor("embeddings.class_embedding", hidden)
+        first_norm = weights.norm("pre_layrnorm", hidden, eps)
+    layers = [
+        weights.below(f"encoder.layers.{i}.").layer(encoder, eps, LayerNames())
+        for i in range(encoder.num_layers)
+    ]
+    return TileEncoder(
+        shape,
+        Encoder(encoder, weights.kernels, layers),
+        weights.patches("embeddings.patch_embedding", hidden, 3, patch, patch),
+        positions,
+        first_norm,
+        weights.norm("post_layernorm", hidden, eps) if is_normed else None,
+        weights.kernels,
+    )

@@ -1,0 +1,181 @@
+"""Small random models that read images, against transformers' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.device import DEVICE
+from support.engine.runner_driver import Driver, Walker
+from support.engine.vision_models import (
+    VISION_MODELS,
+    Prompt,
+    expected_logits,
+    prompt_of,
+    random_image,
+    saved_vision_model,
+)
+
+from agentflow.engine.media_run import PreparedMedium
+from agentflow.engine.models.memory_need import memory_need
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.errors import BadArgument
+
+pytestmark = pytest.mark.gpu
+SIZES = [(70, 50), (130, 191), (300, 40), (64, 64), (33, 257)]
+
+
+class Case:
+    """A model by transformers, and a driver of its runner."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.model = saved_vision_model(name, folder)
+        self.runner = TorchRunner(folder, num_slots=6000, device=DEVICE, dtype="float32")
+
+    def prompt(self, sizes: Sequence[tuple[int, int]], seed: int = 0) -> Prompt:
+        made = VISION_MODELS[self.name]
+        images = [random_image(*size, seed=seed + i) for i, size in enumerate(sizes)]
+        return prompt_of(made.read(made.settings, images), seed)
+
+    def encode(self, prompt: Prompt) -> None:
+        for reading in prompt.readings:
+            encoding = self.runner.encode_medium(reading.medium)
+            encoding.run(encoding.num_slices)
+
+
+@pytest.fixture(scope="module", params=VISION_MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def computed(driver: Driver, walkers: Sequence[Walker], max_chunk: int) -> list[list[float]]:
+    """The log-probability of each walker's wanted tokens (``targets``) after each of its tokens, in one batch
+    and random chunks, which do not end inside of runs whose tokens see each other."""
+    found: list[list[float]] = [[] for _ in walkers]
+    while left := [w for w in walkers if w.num_computed < len(w.tokens)]:
+        work = []
+        for walker in left:
+            end = min(len(walker.tokens), walker.num_computed + int(driver.rng.integers(1, max_chunk)))
+            inside = [run for run in walker.media if run.sees_all and run.start < end < run.end]
+            work.append((walker, (inside[0].end if inside else end) - walker.num_computed))
+        work.sort(key=lambda pair: pair[1] > 1)
+        spans = [(w, w.num_computed, w.num_computed + n) for w, n in work]
+        targets = np.concatenate([targets_of(w)[begin:end] for w, begin, end in spans])
+        output = driver.step(work, rows=np.arange(len(targets)), target_ids=targets, needs_logprobs=True)
+        assert output.logprobs is not None
+        lengths = np.cumsum([end - begin for _, begin, end in spans])[:-1]
+        for (walker, _, _), part in zip(spans, np.split(output.logprobs, lengths), strict=True):
+            found[walkers.index(walker)] += part.tolist()
+    return found
+
+
+def targets_of(walker: Walker) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(len(walker.tokens)).integers(0, 320, len(walker.tokens))
+
+
+def assert_likely(model: Any, prompt: Prompt, walker: Walker, logprobs: Sequence[float]) -> None:
+    logits = expected_logits(model, prompt)
+    targets = torch.from_numpy(targets_of(walker)).unsqueeze(1)
+    exact = torch.log_softmax(logits, -1).gather(1, targets).squeeze(1)[-len(logprobs) :]
+    scale = float(logits.abs().max())
+    np.testing.assert_allclose(logprobs, exact, atol=1e-4 * scale, rtol=0)
+
+
+def walker_of(driver: Driver, prompt: Prompt, **shared: Any) -> Walker:
+    walker = driver.add(prompt.tokens, **shared)
+    walker.media = prompt.media
+    return walker
+
+
+def test_every_token_is_as_likely_as_in_transformers(case: Case) -> None:
+    """Texts with 1, 2, 5 and no images in one batch, in chunks."""
+    driver = Driver(case.runner)
+    prompts = [case.prompt(SIZES[:1]), case.prompt(SIZES[1:3], 1), case.prompt(SIZES, 2), case.prompt([], 3)]
+    for prompt in prompts:
+        case.encode(prompt)
+    walkers = [walker_of(driver, prompt) for prompt in prompts]
+    for prompt, walker, found in zip(prompts, walkers, computed(driver, walkers, 90), strict=True):
+        assert_likely(case.model, prompt, walker, found)
+
+
+def test_text_after_cached_images(case: Case) -> None:
+    """Two continuations of one prefix with an image, whose features are dropped."""
+    driver = Driver(case.runner)
+    prompt = case.prompt(SIZES[1:2], 5)
+    case.encode(prompt)
+    first = walker_of(driver, prompt)
+    computed(driver, [first], 4000)
+    case.runner.drop_medium(prompt.readings[0].medium.identity)
+    branches = []
+    for seed in (1, 2):
+        more = np.random.default_rng(seed).integers(10, 290, 20).tolist()
+        longer = Prompt(prompt.tokens + more, prompt.ids + more, prompt.media, prompt.readings)
+        branches.append((longer, walker_of(driver, longer, prefix_of=first, shared=len(prompt.tokens))))
+    for (longer, walker), found in zip(
+        branches, computed(driver, [walker for _, walker in branches], 6), strict=True
+    ):
+        assert len(found) == 20
+        assert_likely(case.model, longer, walker, found)
+
+
+def test_generated_tokens(case: Case) -> None:
+    """Greedy tokens of two requests, beside one without images."""
+    driver = Driver(case.runner)
+    prompts = [case.prompt(SIZES[2:4], 7), case.prompt([], 8)]
+    case.encode(prompts[0])
+    walkers = [walker_of(driver, prompt) for prompt in prompts]
+    driver.generate(walkers, 8)
+    for prompt, walker in zip(prompts, walkers, strict=True):
+        longer = Prompt(walker.tokens, prompt.ids + walker.generated, prompt.media, prompt.readings)
+        logits = expected_logits(case.model, longer)[len(prompt.ids) - 1 : -1]
+        assert walker.generated == logits.argmax(-1).tolist()
+
+
+def features(case: Case, medium: PreparedMedium, cuts: Sequence[int], slice_flops: float) -> torch.Tensor:
+    """Encoded in slices of these numbers, over and over."""
+    media = case.runner.media
+    assert media is not None
+    media.slice_flops = slice_flops
+    encoding = case.runner.encode_medium(medium)
+    total, done = encoding.num_slices, 0
+    assert total > 3
+    assert encoding.flops_per_slice > 0
+    while encoding.num_slices:
+        encoding.run(cuts[done % len(cuts)])
+        done += 1
+    found = media.features_of(medium.identity)
+    case.runner.drop_medium(medium.identity)
+    return torch.cat([found.rows, *([] if found.deep is None else found.deep)])
+
+
+@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5), slice_flops=st.sampled_from([2e4, 3e5, 1e7]))
+def test_slices_give_what_the_whole_gives(case: Case, cuts: list[int], slice_flops: float) -> None:
+    (reading,) = case.prompt([(130, 70)]).readings
+    sliced = features(case, reading.medium, cuts, slice_flops)
+    assert torch.equal(sliced, features(case, reading.medium, [10**6], slice_flops))
+    assert case.runner.feature_bytes(reading.medium) == sliced.nbytes
+
+
+def test_memory_counts_the_tower(case: Case) -> None:
+    need = memory_need("", case.folder, "float32", None)
+    assert need.kv_bytes_per_token == case.runner.info.kv_bytes_per_token
+    assert case.runner.info.reads_media
+    media = case.runner.media
+    assert media is not None
+    assert media.tower.nbytes > 0
+    assert case.runner.info.weight_bytes <= 1.5 * need.weight_bytes
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5, 5), (2, 2), None])
+def test_arrays_of_another_model_are_refused(case: Case, shape: tuple[int, ...] | None) -> None:
+    arrays = {} if shape is None else {"pixels": np.zeros(shape, np.uint8)}
+    with pytest.raises(BadArgument):
+        case.runner.encode_medium(PreparedMedium("0", arrays, ()))

@@ -1,0 +1,169 @@
+"""Small models that read images, with random weights, and the same images as transformers and as we read
+them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from PIL import Image
+from support.engine.family_models import SIZES
+
+from agentflow.engine.media_run import MediaPiece, MediaRun, PreparedMedium, pseudo_tokens
+
+IMAGE_TOKEN = 300
+TEXT = SIZES | {"max_position_embeddings": 2048}
+TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An image as we read it, and the arguments of transformers' model for it."""
+
+    medium: PreparedMedium
+    arguments: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class VisionModel:
+    """``read``: prepares images. ``joined``: the arguments of several images for transformers."""
+
+    kind: str
+    config: Mapping[str, Any]
+    settings: Mapping[str, Any]  # preprocessor_config.json
+    read: Callable[[Mapping[str, Any], Sequence[Image.Image]], list[Reading]]
+
+
+def random_image(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Colours that vary smoothly and at random."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+    noisy = smooth + rng.integers(-20, 20, smooth.shape)
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def in_line(num_tokens: int, first: int = 0, *, sees_all: bool = False) -> MediaPiece:
+    return MediaPiece(np.arange(num_tokens)[None], first, sees_all)
+
+
+def medium_of(arrays: Mapping[str, NDArray[Any]], pieces: Sequence[str | MediaPiece]) -> PreparedMedium:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name}{arrays[name].shape}".encode() + arrays[name].tobytes())
+    return PreparedMedium(digest.hexdigest(), arrays, tuple(pieces))
+
+
+def bytes_and_numbers(
+    processor: Any, images: Sequence[Image.Image], **options: Any
+) -> tuple[NDArray[np.uint8], dict[str, torch.Tensor]]:
+    """The pixels before scaling, and what transformers' processor gives."""
+    plain = processor(images=images, do_rescale=False, do_normalize=False, **options)["pixel_values"]
+    made = dict(processor(images=images, return_tensors="pt", **options))
+    pixels = np.asarray(plain)
+    assert (pixels == pixels.astype(np.uint8)).all()
+    return pixels.astype(np.uint8), made
+
+
+def read_idefics3(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    processor = Idefics3ImageProcessorPil(**settings)
+    found = []
+    for image in images:
+        pixels, arguments = bytes_and_numbers(processor, [[image]])
+        pieces: list[str | MediaPiece] = []
+        for tile in range(pixels.shape[1]):
+            pieces += ["between", in_line(16, 16 * tile)]
+        # transformers drops tiles that are padding, so several images of different sizes are one long one.
+        found.append(Reading(medium_of({"pixels": pixels[0]}, (*pieces, "after")), arguments))
+    return found
+
+
+def config_of(name: str) -> Any:
+    model = VISION_MODELS[name]
+    if model.kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model.kind}")
+    return transformers.AutoConfig.for_model(model.kind, **model.config)
+
+
+def saved_vision_model(name: str, folder: Path) -> Any:
+    """A model with random weights, biases and norms, saved to ``folder`` with its processor's settings."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForImageTextToText.from_config(config_of(name))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    made.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(VISION_MODELS[name].settings))
+    return made.eval()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``tokens``: with pseudo-tokens. ``ids``: with transformers' token for images."""
+
+    tokens: list[int]
+    ids: list[int]
+    media: list[MediaRun]
+    readings: list[Reading]
+
+
+def prompt_of(readings: Sequence[Reading], seed: int = 0) -> Prompt:
+    """Random text around the media."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    ids: list[int] = []
+    media: list[MediaRun] = []
+
+    def add_text(num: int) -> None:
+        made = rng.integers(10, 290, num).tolist()
+        tokens.extend(made)
+        ids.extend(made)
+
+    add_text(3)
+    for reading in readings:
+        for piece in reading.medium.pieces:
+            if isinstance(piece, str):
+                add_text(2)
+                continue
+            run = MediaRun(reading.medium.identity, len(tokens), piece.positions, piece.first, piece.sees_all)
+            media.append(run)
+            tokens += pseudo_tokens(run).tolist()
+            ids += [IMAGE_TOKEN] * run.num_tokens
+        add_text(int(rng.integers(1, 6)))
+    return Prompt(tokens, ids, media, list(readings))
+
+
+def expected_logits(model: Any, prompt: Prompt) -> torch.Tensor:
+    """The logits of all tokens, [T, vocabulary], by transformers. Tiles of images are independent, so those
+    of all images are one batch."""
+    arguments: dict[str, torch.Tensor] = {}
+    for name in prompt.readings[0].arguments if prompt.readings else ():
+        parts = [reading.arguments[name] for reading in prompt.readings]
+        axis = 1 if model.config.model_type in ("idefics3", "smolvlm") else 0
+        arguments[name] = torch.cat(parts, axis)
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([prompt.ids]), **arguments).logits[0]
+
+
+_TILES = {"size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 64}}
+_IDEFICS3 = {
+    "text_config": TEXT | {"model_type": "llama"},
+    "vision_config": TOWER | {"image_size": 64, "patch_size": 8},
+    "scale_factor": 2,
+    "image_token_id": IMAGE_TOKEN,
+}
+VISION_MODELS = {
+    "idefics3": VisionModel("idefics3", _IDEFICS3, _TILES, read_idefics3),
+    "smolvlm": VisionModel("smolvlm", _IDEFICS3, _TILES, read_idefics3),
+}
