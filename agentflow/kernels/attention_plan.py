@@ -126,19 +126,14 @@ def _text_chunks(batch: AttentionBatch, starts: IntArray, window: int) -> Iterat
         starts.tolist(),
         strict=False,
     ):
-        begin_of_rows = kv_len - query_len
-        for first in range(begin_of_rows, kv_len, MAX_ROWS):
+        for first in range(kv_len - query_len, kv_len, MAX_ROWS):
             end = min(first + MAX_ROWS, kv_len)
             begin = max(start, first - window + 1) if window else start
-            last = end
-            if sees_all:
-                begin, last = min(begin, begin_of_rows), kv_len
+            last = kv_len if sees_all else end
             positions, columns = np.arange(first, end)[:, None], np.arange(begin, last)
-            seen = columns <= positions
+            seen = (columns <= positions) | sees_all
             if window:
                 seen &= columns > positions - window
-            if sees_all:
-                seen |= columns >= begin_of_rows
             yield _Chunk(np.arange(row, row + end - first), batch.req_to_token[req_row, begin:last], seen)
             row += end - first
 

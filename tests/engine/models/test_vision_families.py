@@ -19,6 +19,7 @@ from support.engine.vision_models import (
     expected_logits,
     prompt_of,
     random_image,
+    read_frames,
     saved_vision_model,
 )
 
@@ -137,6 +138,23 @@ def test_generated_tokens(case: Case) -> None:
         longer = Prompt(walker.tokens, prompt.ids + walker.generated, prompt.media, prompt.readings)
         logits = expected_logits(case.model, longer)[len(prompt.ids) - 1 : -1]
         assert walker.generated == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("num_frames", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("name", "of_frame", "at_end"), [("llava_next_video", 9, 0), ("llava_onevision", 16, 1)]
+)
+def test_videos(name: str, of_frame: int, at_end: int, num_frames: int, tmp_path: Path) -> None:
+    """Two videos of different lengths and an image between them."""
+    case = Case(name, tmp_path)
+    (image,) = case.prompt(SIZES[1:2]).readings
+    videos = [read_frames(of_frame * num_frames + at_end, num_frames, seed) for seed in (1, 2)]
+    prompt = prompt_of([videos[0], image, videos[1]])
+    case.encode(prompt)
+    driver = Driver(case.runner)
+    walker = walker_of(driver, prompt)
+    (found,) = computed(driver, [walker], 200)
+    assert_likely(case.model, prompt, walker, found)
 
 
 def features(case: Case, medium: PreparedMedium, cuts: Sequence[int], slice_flops: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from support.engine.family_models import SIZES
 from agentflow.engine.media_run import MediaPiece, MediaRun, PreparedMedium, pseudo_tokens
 
 IMAGE_TOKEN = 300
+VIDEO_TOKEN = 301
 TEXT = SIZES | {"max_position_embeddings": 2048}
 TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -89,6 +91,59 @@ def read_idefics3(settings: Mapping[str, Any], images: Sequence[Image.Image]) ->
     return found
 
 
+def read_llava(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    processor = LlavaImageProcessorPil(**settings)
+    found = []
+    for image in images:
+        pixels, arguments = bytes_and_numbers(processor, [image])
+        found.append(Reading(medium_of({"pixels": pixels}, ["before", in_line(49)]), arguments))
+    return found
+
+
+def read_any_resolution(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
+    """The number of tokens is that of transformers' features."""
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+
+    given = dict(settings)
+    is_onevision = given.pop("is_onevision", False)
+    processor = (LlavaOnevisionImageProcessorPil if is_onevision else LlavaNextImageProcessorPil)(**given)
+    found = []
+    for image in images:
+        pixels, arguments = bytes_and_numbers(processor, [image])
+        arguments.pop("batch_num_images", None)
+        # As in transformers' processors of text and images.
+        kind = transformers.LlavaOnevisionProcessor if is_onevision else transformers.LlavaNextProcessor
+        counting = SimpleNamespace(
+            patch_size=8,
+            num_image_tokens=49,
+            num_additional_image_tokens=0,  # the class token, which would be subtracted later
+            vision_feature_select_strategy="full" if is_onevision else "default",
+            image_processor=SimpleNamespace(image_grid_pinpoints=_PINPOINTS),
+            vision_aspect_ratio="anyres_max_9",
+        )
+        for name in ("_get_number_of_features", "_get_unpadded_features"):
+            setattr(counting, name, MethodType(getattr(kind, name), counting))
+        height, width = arguments["image_sizes"][0].tolist()
+        num_tokens = counting._get_number_of_features(height, width, 56, 56)
+        arrays = {"pixels": pixels[0], "sizes": np.array([image.height, image.width])}
+        found.append(Reading(medium_of(arrays, ["before", in_line(num_tokens)]), arguments))
+    return found
+
+
+def read_frames(num_tokens: int, num_frames: int, seed: int) -> Reading:
+    """A video, with CLIP's scaling."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (num_frames, 3, 56, 56), dtype=np.uint8)
+    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_CLIP["image_mean"], _CLIP["image_std"]))
+    numbers = (torch.from_numpy(pixels) / 255 - mean) / std
+    medium = medium_of({"pixels": pixels}, ["before", in_line(num_tokens)])
+    return Reading(medium, {"pixel_values_videos": numbers.unsqueeze(0)})
+
+
 def config_of(name: str) -> Any:
     model = VISION_MODELS[name]
     if model.kind not in transformers.CONFIG_MAPPING:
@@ -139,7 +194,8 @@ def prompt_of(readings: Sequence[Reading], seed: int = 0) -> Prompt:
             run = MediaRun(reading.medium.identity, len(tokens), piece.positions, piece.first, piece.sees_all)
             media.append(run)
             tokens += pseudo_tokens(run).tolist()
-            ids += [IMAGE_TOKEN] * run.num_tokens
+            is_video = "pixel_values_videos" in reading.arguments
+            ids += [VIDEO_TOKEN if is_video else IMAGE_TOKEN] * run.num_tokens
         add_text(int(rng.integers(1, 6)))
     return Prompt(tokens, ids, media, list(readings))
 
@@ -148,14 +204,29 @@ def expected_logits(model: Any, prompt: Prompt) -> torch.Tensor:
     """The logits of all tokens, [T, vocabulary], by transformers. Tiles of images are independent, so those
     of all images are one batch."""
     arguments: dict[str, torch.Tensor] = {}
-    for name in prompt.readings[0].arguments if prompt.readings else ():
-        parts = [reading.arguments[name] for reading in prompt.readings]
+    for name in {name: None for reading in prompt.readings for name in reading.arguments}:
+        parts = [reading.arguments[name] for reading in prompt.readings if name in reading.arguments]
         axis = 1 if model.config.model_type in ("idefics3", "smolvlm") else 0
+        if name == "pixel_values" and parts[0].ndim == 5 and not axis:  # with other numbers of tiles
+            most = max(part.shape[1] for part in parts)
+            parts = [torch.nn.functional.pad(part, (*(0,) * 7, most - part.shape[1])) for part in parts]
         arguments[name] = torch.cat(parts, axis)
     with torch.inference_mode():
         return model(input_ids=torch.tensor([prompt.ids]), **arguments).logits[0]
 
 
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+_CLIP_TOWER = TOWER | {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 8}
+_SIGLIP_TOWER = TOWER | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 8}
+_LLAVA = {"image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN}
+_NEXT = _LLAVA | {"image_grid_pinpoints": _PINPOINTS}
+_LLAMA_TEXT = {"text_config": TEXT | {"model_type": "llama"}}
+_SQUARE = _CLIP | {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+_GRID = _SQUARE | {"image_grid_pinpoints": _PINPOINTS}
 _TILES = {"size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 64}}
 _IDEFICS3 = {
     "text_config": TEXT | {"model_type": "llama"},
@@ -166,4 +237,32 @@ _IDEFICS3 = {
 VISION_MODELS = {
     "idefics3": VisionModel("idefics3", _IDEFICS3, _TILES, read_idefics3),
     "smolvlm": VisionModel("smolvlm", _IDEFICS3, _TILES, read_idefics3),
+    "llava": VisionModel("llava", _LLAVA | _LLAMA_TEXT | {"vision_config": _CLIP_TOWER}, _SQUARE, read_llava),
+    "llava_layers": VisionModel(
+        "llava",
+        _LLAVA
+        | {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": _SIGLIP_TOWER}
+        | {"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
+        _SQUARE,
+        read_llava,
+    ),
+    "llava_next": VisionModel(
+        "llava_next",
+        _NEXT | {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": _CLIP_TOWER},
+        _GRID,
+        read_any_resolution,
+    ),
+    "llava_next_video": VisionModel(
+        "llava_next_video",
+        _NEXT | _LLAMA_TEXT | {"vision_config": _CLIP_TOWER},
+        _GRID,
+        read_any_resolution,
+    ),
+    "llava_onevision": VisionModel(
+        "llava_onevision",
+        _NEXT | {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": _SIGLIP_TOWER},
+        _CLIP
+        | {"size": {"height": 56, "width": 56}, "image_grid_pinpoints": _PINPOINTS, "is_onevision": True},
+        read_any_resolution,
+    ),
 }

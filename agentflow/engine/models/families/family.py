@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentflow.engine.models.config import (
     Activation,
@@ -18,11 +18,6 @@ from agentflow.engine.models.config import (
 )
 from agentflow.engine.models.rope import read_rope
 from agentflow.errors import BadModelFolder
-
-if TYPE_CHECKING:
-    from agentflow.engine.media.settings import PixelScaling
-    from agentflow.engine.models.vision.tower import Tower
-    from agentflow.engine.models.vision.weights import TowerWeights
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -91,7 +86,8 @@ class WeightNames:
     # The ends of names of tensors that the forward pass does not use. Old folders store frequencies, which
     # follow from the config.
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    ignored_parts: tuple[str, ...] = ()  # the beginnings of such names
+    # The beginnings of such names, or of those of a vision tower (``vision/loading``).
+    ignored_parts: tuple[str, ...] = ()
 
     @property
     def are_standard(self) -> bool:
@@ -116,9 +112,6 @@ class Family:
     names: WeightNames = WeightNames()
     other_names: tuple[WeightNames, ...] = ()  # in other releases; the files' embedding decides which apply
     gguf: tuple[str, ...] = ()  # the values of ``general.architecture`` in GGUF files
-    # Loads the vision tower of a model that reads images. Its tensors are ``WeightNames.ignored_parts``.
-    load_tower: Callable[[TowerWeights, RawConfig, PixelScaling], Tower] | None = None
-    unused_parts: tuple[str, ...] = ()  # the beginnings of names of its tensors that it does not use
 
     def names_among(self, tensors: Collection[str]) -> WeightNames:
         """Returns the names that fit the tensors of a model, or the usual ones."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.families.image_text import read_text, text_names
-from agentflow.engine.models.vision.idefics3 import load_idefics3
 
 NAMES = text_names("model.text_model.", "lm_head", "model.vision_model.", "model.connector.")
 
@@ -14,13 +13,11 @@ FAMILIES = (
         "Idefics3, SmolVLM: text and images",
         read_text,
         NAMES,
-        load_tower=load_idefics3,
     ),
     Family(
         "SmolVLMForConditionalGeneration",
         "SmolVLM2: text and images",
         read_text,
         NAMES,
-        load_tower=load_idefics3,
     ),
 )

@@ -22,6 +22,7 @@ from agentflow.engine.models.families import (
     gpt_oss,
     idefics3,
     llama,
+    llava,
     mixture,
     olmo,
     phi,
@@ -36,7 +37,7 @@ from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
-    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, starcoder, gpt2, idefics3)
+    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, starcoder, gpt2, idefics3, llava)
     for family in module.FAMILIES
 }
 """The architectures that run natively, by the name in ``config.json``."""

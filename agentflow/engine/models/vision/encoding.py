@@ -85,7 +85,7 @@ class TowerEncoding:
         if one.layer in tower.kept_layers:
             self._kept.append(rows.hidden.clone())
         if one.layer + 1 == tower.encoder.shape.num_layers:
-            self._made.append(tower.finish(rows, self._kept))
+            self._made.append(tower.finish(self._arrays, rows, self._kept))
             self._rows, self._kept = None, []
             if len(self._made) == len(self._parts):
                 self._done(tower.join(self._arrays, self._made))

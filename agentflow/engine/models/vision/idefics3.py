@@ -55,7 +55,7 @@ class Idefics3Tower(Tower):
         hidden = self._tiles.embed(self.scaled(arrays["pixels"][part.first : part.end]))
         return Rows(hidden, starts_of(part.end - part.first, self._tiles.shape.num_rows))
 
-    def finish(self, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
         patches = self._tiles.patches_in(rows.hidden)
         grid, scale = self._tiles.shape.grid, self._scale
         squares = patches.view(len(patches), grid // scale, scale, grid // scale, scale, -1)

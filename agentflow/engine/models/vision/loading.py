@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from agentflow.engine.media.settings import pixel_scaling
-from agentflow.engine.models.config import read_folder
+from agentflow.engine.media.settings import PixelScaling, pixel_scaling
+from agentflow.engine.models.config import RawConfig, read_folder
 from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.vision.idefics3 import load_idefics3
+from agentflow.engine.models.vision.llava import load_llava
 from agentflow.engine.models.vision.tower import Tower
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.engine.models.weights.loader import open_checkpoint
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.ops import Kernels
+
+TOWERS: Final[Mapping[str, Callable[[TowerWeights, RawConfig, PixelScaling], Tower]]] = {
+    "Idefics3ForConditionalGeneration": load_idefics3,
+    "LlavaForConditionalGeneration": load_llava,
+    "LlavaNextForConditionalGeneration": load_llava,
+    "LlavaNextVideoForConditionalGeneration": load_llava,
+    "LlavaOnevisionForConditionalGeneration": load_llava,
+    "SmolVLMForConditionalGeneration": load_idefics3,
+}
+"""The architectures that read images, by the name in ``config.json``."""
 
 
 def load_tower(
@@ -25,16 +39,16 @@ def load_tower(
     Raises:
         BadModelFolder: the configuration is wrong, or tensors are missing, misshapen or left over.
     """
-    family = FAMILIES[architecture]
-    if family.load_tower is None:
+    load = TOWERS.get(architecture)
+    if load is None:
         return None
     with torch.inference_mode(), open_checkpoint(folder, dtype, device) as checkpoint:
-        parts = family.names_among(checkpoint.names).ignored_parts
+        parts = FAMILIES[architecture].names_among(checkpoint.names).ignored_parts
         if not any(name.startswith(parts) for name in checkpoint.names):
             return None
         try:
             raw = read_folder(folder)[0]
-            tower = family.load_tower(TowerWeights(checkpoint, kernels), raw, pixel_scaling(folder))
+            tower = load(TowerWeights(checkpoint, kernels), raw, pixel_scaling(folder))
         except BadModelFolder as error:
             raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
         except KeyError as error:
@@ -45,5 +59,5 @@ def load_tower(
             raise BadModelFolder(
                 f"{folder}: vision_config holds a value of the wrong kind: {error}", param="vision_config"
             ) from error
-        checkpoint.refuse_leftovers(only=parts, ignored_parts=family.unused_parts)
+        checkpoint.refuse_leftovers(only=parts)
     return tower

@@ -38,9 +38,9 @@ class TileShape:
     def num_rows(self) -> int:
         return self.grid**2 + self.has_class
 
-    def without_layers(self, count: int) -> TileShape:
-        """Returns the shape without the last layers, whose results are not used."""
-        return replace(self, encoder=replace(self.encoder, num_layers=self.encoder.num_layers - count))
+    def with_layers(self, count: int) -> TileShape:
+        """Returns the shape with the first layers only: the results of the others are not used."""
+        return replace(self, encoder=replace(self.encoder, num_layers=count))
 
 
 def read_tiles(vision: RawConfig) -> TileShape:
@@ -52,7 +52,7 @@ def read_tiles(vision: RawConfig) -> TileShape:
     if int(vision.get("num_channels", 3)) != 3:
         raise BadModelFolder("images must have 3 channels", param="num_channels")
     is_quick = vision.get("hidden_act") == "quick_gelu"
-    activation: Activation = "quick_gelu" if is_quick else _plain_activation(vision)
+    activation: Activation = "quick_gelu" if is_quick else plain_activation(vision)
     return TileShape(
         EncoderShape(
             hidden_size=hidden,
@@ -68,7 +68,8 @@ def read_tiles(vision: RawConfig) -> TileShape:
     )
 
 
-def _plain_activation(vision: RawConfig) -> Activation:
+def plain_activation(vision: RawConfig) -> Activation:
+    """Returns ``hidden_act``."""
     name = activation_of(vision, "hidden_act")
     assert name != "clamped_swiglu"
     return name
@@ -118,6 +119,7 @@ def load_tiles(
         order: the row in the table of positions for each patch; None: in order.
     """
     encoder, eps = shape.encoder, shape.eps
+    weights.leave("embeddings.position_ids", "head.", "post_layernorm.")
     hidden, num_rows, patch = encoder.hidden_size, shape.num_rows, shape.patch
     positions = weights.tensor("embeddings.position_embedding.weight", num_rows, hidden)
     if order is not None:

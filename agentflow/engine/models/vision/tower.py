@@ -81,7 +81,7 @@ class Tower(ABC):
         """Returns the rows of a part before the first layer."""
 
     @abstractmethod
-    def finish(self, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
         """Returns the features of a part, and then those of each of ``kept`` that becomes deep ones."""
 
     def join(self, arrays: Arrays, parts: Sequence[list[Tensor]]) -> Features:

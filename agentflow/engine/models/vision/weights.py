@@ -63,6 +63,11 @@ class TowerWeights:
             param=self.prefix + prefixes[0],
         )
 
+    def leave(self, *beginnings: str) -> None:
+        """Marks the tensors whose names begin so as not used."""
+        for beginning in beginnings:
+            self._checkpoint.leave(self.prefix + beginning)
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.take(self.prefix + name, *shape)
 

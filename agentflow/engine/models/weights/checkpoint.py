@@ -103,6 +103,10 @@ class TensorSource(ABC):
         """Releases the memory of matrices that ``take_blocks`` returned."""
         return
 
+    def leave(self, beginning: str) -> None:
+        """Marks the tensors whose names begin so as taken: the model does not use them."""
+        self._taken.update([name for name in self.names if name.startswith(beginning)])
+
     def refuse_leftovers(
         self, *ignored_endings: str, ignored_parts: tuple[str, ...] = (), only: tuple[str, ...] = ("",)
     ) -> None:
