@@ -98,6 +98,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": SIZES | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
             "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
             | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+            "mm_tokens_per_image": 4,
         },
     ),
     "phi3": ("phi3", {}),

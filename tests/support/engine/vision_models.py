@@ -102,6 +102,19 @@ def read_llava(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> li
     return found
 
 
+def read_gemma3(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    processor = Gemma3ImageProcessorPil(**settings)
+    found = []
+    for image in images:
+        pixels, arguments = bytes_and_numbers(processor, [image])
+        arguments.pop("num_crops")
+        pieces = ["before", in_line(16, sees_all=True), "after"]
+        found.append(Reading(medium_of({"pixels": pixels}, pieces), arguments))
+    return found
+
+
 def read_any_resolution(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
     """The number of tokens is that of transformers' features."""
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -211,6 +224,8 @@ def expected_logits(model: Any, prompt: Prompt) -> torch.Tensor:
             most = max(part.shape[1] for part in parts)
             parts = [torch.nn.functional.pad(part, (*(0,) * 7, most - part.shape[1])) for part in parts]
         arguments[name] = torch.cat(parts, axis)
+    if model.config.model_type == "gemma3":
+        arguments["token_type_ids"] = (torch.tensor([prompt.ids]) == IMAGE_TOKEN).long()
     with torch.inference_mode():
         return model(input_ids=torch.tensor([prompt.ids]), **arguments).logits[0]
 
@@ -234,7 +249,21 @@ _IDEFICS3 = {
     "scale_factor": 2,
     "image_token_id": IMAGE_TOKEN,
 }
+_GEMMA = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 56, "width": 56}}
+_GEMMA_TEXT = TEXT | {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24}
 VISION_MODELS = {
+    "gemma3": VisionModel(
+        "gemma3",
+        {
+            "text_config": _GEMMA_TEXT
+            | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "vision_config": _SIGLIP_TOWER | {"patch_size": 7},
+            "mm_tokens_per_image": 16,
+            "image_token_index": IMAGE_TOKEN,
+        },
+        _GEMMA,
+        read_gemma3,
+    ),
     "idefics3": VisionModel("idefics3", _IDEFICS3, _TILES, read_idefics3),
     "smolvlm": VisionModel("smolvlm", _IDEFICS3, _TILES, read_idefics3),
     "llava": VisionModel("llava", _LLAVA | _LLAMA_TEXT | {"vision_config": _CLIP_TOWER}, _SQUARE, read_llava),

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118) and the text part of Gemma 3 (arXiv 2503.19786).
+"""Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786).
 
 Norms around each block, windows in most layers, scaled embeddings. Gemma 2 caps scores and logits; Gemma 3
 norms queries and keys, and its layers with windows have a separate rope."""
@@ -99,7 +99,7 @@ FAMILIES = (
     Family("Gemma3ForCausalLM", "Gemma 3 for text", read_gemma3, NAMES, gguf=("gemma3",)),
     Family(
         "Gemma3ForConditionalGeneration",
-        "Gemma 3 for text and images: text only",
+        "Gemma 3: text and images",
         read_gemma3_text,
         _text_names("language_model.model.", "language_model.lm_head"),
         (_text_names("model.language_model.", "lm_head"),),

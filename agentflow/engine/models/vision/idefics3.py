@@ -12,20 +12,13 @@ from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
-from agentflow.engine.models.vision.siglip import TileEncoder, load_tiles, read_tiles
-from agentflow.engine.models.vision.tower import (
-    Arrays,
-    Part,
-    Tower,
-    equal_parts,
-    square_tiles,
-    starts_of,
-)
+from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
+from agentflow.engine.models.vision.tower import Arrays
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.kernels.inputs import LinearWeight
 
 
-class Idefics3Tower(Tower):
+class Idefics3Tower(TileTower):
     """The tower.
 
     Args:
@@ -38,22 +31,13 @@ class Idefics3Tower(Tower):
     def __init__(
         self, tiles: TileEncoder, connector: LinearWeight, scale: int, scaling: PixelScaling
     ) -> None:
-        super().__init__(tiles.encoder, scaling, tiles.positions.dtype, tiles.positions.device)
-        self._tiles = tiles
+        super().__init__(tiles, scaling)
         self._connector = connector
         self._scale = scale
 
     @property
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._connector.nbytes
-
-    def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
-        shape = self._tiles.shape
-        return equal_parts(len(square_tiles(arrays, shape.side)), shape.num_rows, most_rows)
-
-    def embed(self, arrays: Arrays, part: Part) -> Rows:
-        hidden = self._tiles.embed(self.scaled(arrays["pixels"][part.first : part.end]))
-        return Rows(hidden, starts_of(part.end - part.first, self._tiles.shape.num_rows))
 
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
         patches = self._tiles.patches_in(rows.hidden)

@@ -18,16 +18,14 @@ from agentflow.engine.models.config import RawConfig, architectures_of
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.any_resolution import Size, grid_of, pack, reduced
 from agentflow.engine.models.vision.encoder import Activation, Rows, activated
-from agentflow.engine.models.vision.siglip import TileEncoder, load_tiles, plain_activation, read_tiles
-from agentflow.engine.models.vision.tower import (
-    Arrays,
-    Features,
-    Part,
-    Tower,
-    equal_parts,
-    square_tiles,
-    starts_of,
+from agentflow.engine.models.vision.siglip import (
+    TileEncoder,
+    TileTower,
+    load_tiles,
+    plain_activation,
+    read_tiles,
 )
+from agentflow.engine.models.vision.tower import Arrays, Features, Part
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.inputs import LinearWeight
@@ -59,7 +57,7 @@ class AnyResolution:
     pool_after: Pool | None = None
 
 
-class LlavaTower(Tower):
+class LlavaTower(TileTower):
     """The tower.
 
     Args:
@@ -81,9 +79,8 @@ class LlavaTower(Tower):
         keeps_class: bool,
         any_resolution: AnyResolution | None,
     ) -> None:
-        super().__init__(tiles.encoder, scaling, tiles.positions.dtype, tiles.positions.device)
+        super().__init__(tiles, scaling)
         self.kept_layers = sorted({layer - 1 for layer in layers})
-        self._tiles = tiles
         self._layers = layers
         self._keeps_class = keeps_class
         self._projector = projector
@@ -94,15 +91,10 @@ class LlavaTower(Tower):
         return self._tiles.nbytes + self._projector.first.nbytes + self._projector.second.nbytes
 
     def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
-        shape = self._tiles.shape
-        num_tiles = len(square_tiles(arrays, shape.side))
-        if self._any_resolution is None and num_tiles > 1:
-            raise BadArgument(f"image: the model reads one tile, not {num_tiles}", param="image")
-        return equal_parts(num_tiles, shape.num_rows, most_rows)
-
-    def embed(self, arrays: Arrays, part: Part) -> Rows:
-        hidden = self._tiles.embed(self.scaled(arrays["pixels"][part.first : part.end]))
-        return Rows(hidden, starts_of(part.end - part.first, self._tiles.shape.num_rows))
+        parts = super().parts(arrays, most_rows)
+        if self._any_resolution is None and len(arrays["pixels"]) > 1:
+            raise BadArgument(f"image: the model reads one tile, not {len(arrays['pixels'])}", param="image")
+        return parts
 
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
         """Returns [tiles, features of each, hidden_size]."""

@@ -11,6 +11,7 @@ import torch
 from agentflow.engine.media.settings import PixelScaling, pixel_scaling
 from agentflow.engine.models.config import RawConfig, read_folder
 from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.vision.gemma3 import load_gemma3
 from agentflow.engine.models.vision.idefics3 import load_idefics3
 from agentflow.engine.models.vision.llava import load_llava
 from agentflow.engine.models.vision.tower import Tower
@@ -20,6 +21,7 @@ from agentflow.errors import BadModelFolder
 from agentflow.kernels.ops import Kernels
 
 TOWERS: Final[Mapping[str, Callable[[TowerWeights, RawConfig, PixelScaling], Tower]]] = {
+    "Gemma3ForConditionalGeneration": load_gemma3,
     "Idefics3ForConditionalGeneration": load_idefics3,
     "LlavaForConditionalGeneration": load_llava,
     "LlavaNextForConditionalGeneration": load_llava,

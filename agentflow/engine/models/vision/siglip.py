@@ -4,17 +4,22 @@ square tiles with learned positions. CLIP has a class token in front, and a norm
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.families.family import activation_of
 from agentflow.engine.models.forward.decoder import Norm
-from agentflow.engine.models.vision.encoder import Activation, Encoder, EncoderShape
-from agentflow.engine.models.vision.tower import patches_of
+from agentflow.engine.models.vision.encoder import Activation, Encoder, EncoderShape, Rows
+from agentflow.engine.models.vision.tower import Arrays, Part, Tower
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
-from agentflow.errors import BadModelFolder
+from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -93,7 +98,7 @@ class TileEncoder:
 
     def embed(self, tiles: Tensor) -> Tensor:
         """[n, 3, side, side] to [n * rows, hidden_size]."""
-        patches = patches_of(tiles, self.shape.patch)
+        patches = _patches_of(tiles, self.shape.patch)
         hidden = self.kernels.linear(patches.flatten(0, 1), self.patches).view(*patches.shape[:2], -1)
         if self.shape.has_class:
             hidden = torch.cat((hidden.new_zeros(len(hidden), 1, hidden.shape[-1]), hidden), dim=1)
@@ -141,3 +146,47 @@ def load_tiles(
         weights.norm("post_layernorm", hidden, eps) if is_normed else None,
         weights.kernels,
     )
+
+
+class TileTower(Tower):
+    """A tower of tiles that are encoded independently.
+
+    Args:
+        tiles: the encoder.
+        scaling: of pixels.
+    """
+
+    def __init__(self, tiles: TileEncoder, scaling: PixelScaling) -> None:
+        super().__init__(tiles.encoder, scaling, tiles.positions.dtype, tiles.positions.device)
+        self._tiles = tiles
+
+    def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
+        shape = self._tiles.shape
+        num_tiles = len(square_tiles(arrays, shape.side))
+        step = max(1, most_rows // shape.num_rows)
+        ends = [min(first + step, num_tiles) for first in range(0, num_tiles, step)]
+        return [Part(a, b, (b - a) * shape.num_rows) for a, b in pairwise([0, *ends])]
+
+    def embed(self, arrays: Arrays, part: Part) -> Rows:
+        hidden = self._tiles.embed(self.scaled(arrays["pixels"][part.first : part.end]))
+        num_rows = self._tiles.shape.num_rows
+        return Rows(hidden, np.arange(part.end - part.first + 1, dtype=np.int64) * num_rows)
+
+
+def square_tiles(arrays: Arrays, side: int) -> NDArray[Any]:
+    """Returns ``pixels`` [tiles, 3, side, side]. Raises ``BadArgument`` if they have another shape."""
+    pixels = arrays.get("pixels")
+    if pixels is None or pixels.ndim != 4 or not len(pixels) or pixels.shape[1:] != (3, side, side):
+        shape = None if pixels is None else pixels.shape
+        raise BadArgument(
+            f"image: the model reads tiles of {side} by {side} pixels, and they have the shape {shape}",
+            param="image",
+        )
+    return pixels
+
+
+def _patches_of(tiles: Tensor, side: int) -> Tensor:
+    """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row."""
+    n, channels, height, width = tiles.shape
+    grid = tiles.view(n, channels, height // side, side, width // side, side)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * side * side)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.vision.encoder import Encoder, Rows
-from agentflow.errors import BadArgument
 
 Arrays = Mapping[str, NDArray[Any]]
 """``PreparedMedium.arrays``."""
@@ -100,35 +99,3 @@ class Tower(ABC):
             )
             values = (values.float() * scaling.factor - mean) / std
         return values.to(self.dtype)
-
-
-def square_tiles(arrays: Arrays, side: int) -> NDArray[Any]:
-    """Returns ``pixels`` [tiles, 3, side, side]. Raises ``BadArgument`` if they have another shape."""
-    pixels = arrays.get("pixels")
-    if pixels is None or pixels.ndim != 4 or not len(pixels) or pixels.shape[1:] != (3, side, side):
-        shape = None if pixels is None else pixels.shape
-        raise BadArgument(
-            f"image: the model reads tiles of {side} by {side} pixels, and they have the shape {shape}",
-            param="image",
-        )
-    return pixels
-
-
-def equal_parts(num_tiles: int, rows_per_tile: int, most_rows: int) -> list[Part]:
-    """Divides tiles with equal numbers of rows."""
-    step = max(1, most_rows // rows_per_tile)
-    ends = [min(first + step, num_tiles) for first in range(0, num_tiles, step)]
-    firsts = [0, *ends[:-1]]
-    return [Part(a, b, (b - a) * rows_per_tile) for a, b in zip(firsts, ends, strict=True)]
-
-
-def patches_of(tiles: Tensor, side: int) -> Tensor:
-    """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row."""
-    n, channels, height, width = tiles.shape
-    grid = tiles.view(n, channels, height // side, side, width // side, side)
-    return grid.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * side * side)
-
-
-def starts_of(num_segments: int, length: int) -> NDArray[np.int64]:
-    """Returns ``Rows.starts`` for segments of one length."""
-    return np.arange(num_segments + 1, dtype=np.int64) * length

@@ -1,0 +1,79 @@
+"""The tower of Gemma 3 (arXiv 2503.19786): SigLIP, whose patches are averaged to a fixed number of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.media.settings import PixelScaling
+from agentflow.engine.models.config import RawConfig
+from agentflow.engine.models.forward.decoder import Norm
+from agentflow.engine.models.text_config import text_config, vision_config
+from agentflow.engine.models.vision.encoder import Rows
+from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
+from agentflow.engine.models.vision.tower import Arrays
+from agentflow.engine.models.vision.weights import TowerWeights
+from agentflow.errors import BadModelFolder
+from agentflow.kernels.inputs import LinearWeight
+
+
+class Gemma3Tower(TileTower):
+    """The tower.
+
+    Args:
+        tiles: the encoder.
+        norm: of the averages.
+        projection: from them to the text model.
+        pool: the patches on the side of a token.
+        scaling: of pixels.
+    """
+
+    def __init__(
+        self, tiles: TileEncoder, norm: Norm, projection: LinearWeight, pool: int, scaling: PixelScaling
+    ) -> None:
+        super().__init__(tiles, scaling)
+        self._norm, self._projection = norm, projection
+        self._pool = pool
+
+    @property
+    def nbytes(self) -> int:
+        return self._tiles.nbytes + self._projection.nbytes
+
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
+        patches = self._tiles.patches_in(rows.hidden)
+        grid = self._tiles.shape.grid
+        squares = patches.transpose(1, 2).reshape(len(patches), -1, grid, grid)
+        means = torch.nn.functional.avg_pool2d(squares, self._pool, self._pool)
+        tokens = means.flatten(2).transpose(1, 2).flatten(0, 1)
+        return [self._tiles.kernels.linear(self._norm(tokens, self._tiles.kernels), self._projection)]
+
+
+def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Gemma3Tower:
+    """Loads the tower and the projection of a model."""
+    shape, hidden = read_tiles(vision_config(raw)), int(text_config(raw)["hidden_size"])
+    num_tokens = int(raw.get("mm_tokens_per_image") or 256)
+    side = math.isqrt(num_tokens)
+    if side < 1 or side**2 != num_tokens or shape.grid % side:
+        raise BadModelFolder(
+            f"mm_tokens_per_image is {num_tokens}, which {shape.grid} by {shape.grid} patches cannot make",
+            param="mm_tokens_per_image",
+        )
+    below = weights.below(
+        *(f"{before}vision_tower.{after}" for before in ("", "model.") for after in ("vision_model.", ""))
+    )
+    tiles = load_tiles(below, shape, is_normed=True)
+    projector = weights.below("multi_modal_projector.", "model.multi_modal_projector.")
+    size = shape.encoder.hidden_size
+    matrix = projector.tensor("mm_input_projection_weight", size, hidden).t().contiguous()
+    norm = projector.norm("mm_soft_emb_norm", size, shape.eps, is_rms=True)
+    return Gemma3Tower(
+        tiles,
+        replace(norm, is_less_one=True),
+        weights.kernels.pack_linear(matrix, None),
+        shape.grid // side,
+        scaling,
+    )
