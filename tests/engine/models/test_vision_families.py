@@ -20,6 +20,7 @@ from support.engine.vision_models import (
     prompt_of,
     random_image,
     read_frames,
+    read_qwen_frames,
     saved_vision_model,
 )
 
@@ -154,6 +155,19 @@ def test_videos(name: str, of_frame: int, at_end: int, num_frames: int, tmp_path
     driver = Driver(case.runner)
     walker = walker_of(driver, prompt)
     (found,) = computed(driver, [walker], 200)
+    assert_likely(case.model, prompt, walker, found)
+
+
+@pytest.mark.parametrize(("name", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
+def test_videos_with_times(name: str, patch: int, tmp_path: Path) -> None:
+    case = Case(name, tmp_path)
+    (image,) = case.prompt(SIZES[1:2]).readings
+    videos = [read_qwen_frames(patch, is_divided=name == "qwen3_vl", seed=seed) for seed in (1, 2)]
+    prompt = prompt_of([videos[0], image, videos[1]])
+    case.encode(prompt)
+    driver = Driver(case.runner)
+    walker = walker_of(driver, prompt)
+    (found,) = computed(driver, [walker], 40)
     assert_likely(case.model, prompt, walker, found)
 
 

@@ -148,6 +148,26 @@ def read_any_resolution(settings: Mapping[str, Any], images: Sequence[Image.Imag
     return found
 
 
+def read_qwen(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(**settings)
+    found = []
+    for image in images:
+        patches, arguments = bytes_and_numbers(processor, [image])
+        (grid,) = arguments["image_grid_thw"].numpy()
+        _, rows, columns = grid
+        squares = patches.reshape(1, rows // 2, columns // 2, 2, 2, 3, 2, *[settings["patch_size"]] * 2)
+        frames = squares.transpose(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(
+            2, 3, -1, columns * settings["patch_size"]
+        )
+        assert (frames[0] == frames[1]).all()
+        places = np.stack(np.meshgrid([0], np.arange(rows // 2), np.arange(columns // 2), indexing="ij"))
+        piece = MediaPiece(places.reshape(3, -1))
+        found.append(Reading(medium_of({"pixels": frames[:1], "grid": grid}, ["before", piece]), arguments))
+    return found
+
+
 def read_frames(num_tokens: int, num_frames: int, seed: int) -> Reading:
     """A video, with CLIP's scaling."""
     pixels = np.random.default_rng(seed).integers(0, 256, (num_frames, 3, 56, 56), dtype=np.uint8)
@@ -155,6 +175,28 @@ def read_frames(num_tokens: int, num_frames: int, seed: int) -> Reading:
     numbers = (torch.from_numpy(pixels) / 255 - mean) / std
     medium = medium_of({"pixels": pixels}, ["before", in_line(num_tokens)])
     return Reading(medium, {"pixel_values_videos": numbers.unsqueeze(0)})
+
+
+def read_qwen_frames(patch: int, *, is_divided: bool, seed: int) -> Reading:
+    """A video of 4 frames, with CLIP's scaling. ``is_divided``: there is text between its two times."""
+    height, width = 4, 6
+    shape = 4, 3, height * patch, width * patch
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_CLIP["image_mean"], _CLIP["image_std"]))
+    numbers = (torch.from_numpy(pixels) / 255 - mean) / std
+    squares = numbers.view(2, 2, 3, height // 2, 2, patch, width // 2, 2, patch)
+    patches = squares.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(2 * height * width, -1)
+    rows, columns = np.arange(height // 2), np.arange(width // 2)
+    times = [[0], [0]] if is_divided else [[0, 1]]
+    places = [np.stack(np.meshgrid(t, rows, columns, indexing="ij")).reshape(3, -1) for t in times]
+    pieces: list[str | MediaPiece] = []
+    for number, place in enumerate(places):
+        pieces += ["before", MediaPiece(place, number * place.shape[1])]
+    grid = np.array([2, height, width])
+    arguments = {"pixel_values_videos": patches, "video_grid_thw": torch.from_numpy(grid).unsqueeze(0)}
+    if not is_divided:
+        arguments["second_per_grid_ts"] = torch.tensor([0.25])
+    return Reading(medium_of({"pixels": pixels, "grid": grid}, pieces), arguments)
 
 
 def config_of(name: str) -> Any:
@@ -224,6 +266,9 @@ def expected_logits(model: Any, prompt: Prompt) -> torch.Tensor:
             most = max(part.shape[1] for part in parts)
             parts = [torch.nn.functional.pad(part, (*(0,) * 7, most - part.shape[1])) for part in parts]
         arguments[name] = torch.cat(parts, axis)
+    if model.config.model_type in ("qwen2_5_vl", "qwen3_vl"):
+        ids = torch.tensor([prompt.ids])
+        arguments["mm_token_type_ids"] = (ids == IMAGE_TOKEN) + 2 * (ids == VIDEO_TOKEN)
     if model.config.model_type == "gemma3":
         arguments["token_type_ids"] = (torch.tensor([prompt.ids]) == IMAGE_TOKEN).long()
     with torch.inference_mode():
@@ -251,7 +296,34 @@ _IDEFICS3 = {
 }
 _GEMMA = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 56, "width": 56}}
 _GEMMA_TEXT = TEXT | {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24}
+_PATCHES = {"min_pixels": 3136, "max_pixels": 50_000, "merge_size": 2, "temporal_patch_size": 2}
+_QWEN = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+_QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "out_hidden_size": 48}
 VISION_MODELS = {
+    "qwen2_5_vl": VisionModel(
+        "qwen2_5_vl",
+        _QWEN
+        | {
+            "text_config": TEXT
+            | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 500.0}},
+            "vision_config": _QWEN_TOWER | {"window_size": 56, "fullatt_block_indexes": [1]},
+        },
+        _CLIP | _PATCHES | {"patch_size": 14},
+        read_qwen,
+    ),
+    "qwen3_vl": VisionModel(
+        "qwen3_vl",
+        _QWEN
+        | {
+            "text_config": TEXT
+            | {"head_dim": 16}
+            | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 500.0}},
+            "vision_config": _QWEN_TOWER
+            | {"patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        },
+        _CLIP | _PATCHES | {"patch_size": 16},
+        read_qwen,
+    ),
     "gemma3": VisionModel(
         "gemma3",
         {

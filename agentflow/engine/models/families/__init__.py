@@ -3,5 +3,5 @@
 ``family`` has what families share; ``registry`` finds one by the name in ``config.json``. A family reads its
 shape from the config and names its weights; ``forward/decoder`` or ``forward/fused_decoder`` computes it.
 Families: ``llama``, ``mixture``, ``gemma``, ``phi``, ``olmo``, ``gpt_oss``, ``deepseek``, ``starcoder`` and
-``gpt2``. With images (``image_text`` has what they share): ``idefics3`` and ``llava``.
+``gpt2``. With images (``image_text`` has what they share): ``idefics3``, ``llava`` and ``qwen_vl``.
 """

@@ -26,6 +26,7 @@ from agentflow.engine.models.families import (
     mixture,
     olmo,
     phi,
+    qwen_vl,
     starcoder,
 )
 from agentflow.engine.models.families.family import Family
@@ -37,7 +38,20 @@ from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
-    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, starcoder, gpt2, idefics3, llava)
+    for module in (
+        llama,
+        mixture,
+        gemma,
+        phi,
+        olmo,
+        gpt_oss,
+        deepseek,
+        starcoder,
+        gpt2,
+        idefics3,
+        llava,
+        qwen_vl,
+    )
     for family in module.FAMILIES
 }
 """The architectures that run natively, by the name in ``config.json``."""

@@ -14,6 +14,7 @@ from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.vision.gemma3 import load_gemma3
 from agentflow.engine.models.vision.idefics3 import load_idefics3
 from agentflow.engine.models.vision.llava import load_llava
+from agentflow.engine.models.vision.qwen import load_qwen2_5, load_qwen3
 from agentflow.engine.models.vision.tower import Tower
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.engine.models.weights.loader import open_checkpoint
@@ -27,6 +28,8 @@ TOWERS: Final[Mapping[str, Callable[[TowerWeights, RawConfig, PixelScaling], Tow
     "LlavaNextForConditionalGeneration": load_llava,
     "LlavaNextVideoForConditionalGeneration": load_llava,
     "LlavaOnevisionForConditionalGeneration": load_llava,
+    "Qwen2_5_VLForConditionalGeneration": load_qwen2_5,
+    "Qwen3VLForConditionalGeneration": load_qwen3,
     "SmolVLMForConditionalGeneration": load_idefics3,
 }
 """The architectures that read images, by the name in ``config.json``."""
