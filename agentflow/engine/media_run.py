@@ -11,12 +11,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.engine.cache.radix_cache import INNER_IDS
+
 Positions = NDArray[np.int64]
+
+
+class SubmittedRun(NamedTuple):
+    """A part of the prompt that is no text, as ``MediaRun``. ``positions``: int64 of each axis in turn."""
+
+    identity: str
+    start: int
+    num_axes: int
+    positions: bytes
+    first: int = 0
+    sees_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +60,19 @@ class MediaRun:
         """Index of the first token after it."""
         return self.start + self.num_tokens
 
+    @classmethod
+    def of(cls, submitted: SubmittedRun) -> MediaRun:
+        """The run of a ``Submit``."""
+        positions = np.frombuffer(submitted.positions, dtype=np.int64).reshape(submitted.num_axes, -1)
+        return cls(submitted.identity, submitted.start, positions, submitted.first, submitted.sees_all)
+
+    def submitted(self) -> SubmittedRun:
+        """The run for a ``Submit``."""
+        positions = np.ascontiguousarray(self.positions, dtype=np.int64)
+        return SubmittedRun(
+            self.identity, self.start, len(positions), positions.tobytes(), self.first, self.sees_all
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaPiece:
@@ -56,8 +82,12 @@ class MediaPiece:
     first: int = 0
     sees_all: bool = False
 
+    def at(self, identity: str, start: int) -> MediaRun:
+        """The run in a prompt, from token ``start`` on."""
+        return MediaRun(identity, start, self.positions, self.first, self.sees_all)
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PreparedMedium:
     """A medium as a model reads it.
 
@@ -79,10 +109,15 @@ class PreparedMedium:
 
 
 def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
-    """The token ids that stand for the run, all below 0. Positions count: keys and values depend on them."""
-    content = f"{run.identity}\0{run.first}\0".encode() + run.positions.tobytes()
+    """The token ids that stand for the run, all below 0. Positions count: keys and values depend on them.
+    Of a run with ``sees_all``, all but the last one are ``INNER_IDS``; 30 bits of each id are of the hash."""
+    positions = np.ascontiguousarray(run.positions, dtype=np.int64)
+    content = f"{run.identity}\0{run.first}\0{run.sees_all}\0".encode() + positions.tobytes()
     bits = hashlib.shake_256(content).digest(4 * run.num_tokens)
-    return np.frombuffer(bits, dtype=np.int32) | np.int32(-(2**31))
+    ids = (np.frombuffer(bits, dtype=np.int32) & np.int32(2**30 - 1)) | np.int32(-(2**31))
+    if run.sees_all:
+        ids[:-1] |= np.int32(INNER_IDS.start)
+    return ids
 
 
 def rope_positions(num_prompt: int, media: Sequence[MediaRun]) -> Positions:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.media_run import SubmittedRun
 from agentflow.engine.text.reasoning import Thinking
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.errors import BadArgument
@@ -106,3 +107,4 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     adapter: str = ""
     heads: Sequence[Sequence[int]] = ()
     head_of: Sequence[int] = ()  # the head of each choice
+    media: Sequence[SubmittedRun] = ()  # the images in the prompt, in order; the engine has their content

@@ -16,6 +16,7 @@ per token: as keys of trees they compare, slice and hash several times faster th
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ TokenArray = NDArray[np.int32]
 SlotArray = NDArray[np.int32]
 
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
+
+INNER_IDS = range(-(2**30), 0)
+"""Token ids after which no prefix ends: the keys and values before them depend on tokens that follow."""
 
 MAX_RECENT = 8192
 
@@ -59,6 +63,16 @@ def common_prefix_len(a: TokenRun, b: TokenRun) -> int:
         b, np.int32, size // TOKEN_BYTES
     )
     return int(differs.argmax())
+
+
+def prefix_end(run: TokenRun, count: int) -> int:
+    """The longest length, at most ``count`` tokens, at which a prefix of the run may end."""
+    last = run[(count - 1) * TOKEN_BYTES : count * TOKEN_BYTES] if count else b""
+    if int.from_bytes(last, sys.byteorder, signed=True) not in INNER_IDS:
+        return count
+    tokens = np.frombuffer(run, np.int32, count)
+    ends = np.flatnonzero((tokens < INNER_IDS.start) | (tokens >= INNER_IDS.stop))
+    return int(ends[-1]) + 1 if len(ends) else 0
 
 
 class Node:
@@ -325,7 +339,8 @@ class RadixCache:
     def evict(
         self, count: int, on_evict: OnEvict | None = None, make_room: MakeRoom | None = None
     ) -> SlotArray:
-        """Removes ``count`` tokens, or all evictable ones if they are fewer. Returns their slots."""
+        """Removes ``count`` tokens, or all evictable ones if they are fewer; more if no prefix may end before
+        the last of them. Returns their slots."""
         freed: list[SlotArray] = []
         all_locked: list[Holding] = []
         while count > 0 and (holding := self._holdings.pop()) is not None:
@@ -338,7 +353,7 @@ class RadixCache:
                 if node.keeps and make_room is not None and make_room(node):
                     account.leaves.push(node)
                     continue
-                num_kept = max(0, len(node.slots) - amount)
+                num_kept = prefix_end(node.run, max(0, len(node.slots) - amount))
                 amount -= len(node.slots) - num_kept
                 freed.append(node.slots[num_kept:])
                 if on_evict is not None:

@@ -11,6 +11,9 @@ markup, in which special tokens are recognised: it is content, or the call fails
 Tools and tool calls are untrusted like contents but appear inside the markup. The conversation is rendered
 again with a nonce before and after each of their strings; the text between two nonces is an *untrusted span*,
 and a special token that is even partly inside one is encoded as content.
+
+A content with images is several contents, one for each text between them. The template writes a placeholder
+for each image. It is found in the markup, outside untrusted spans, so no text of a user is taken for one.
 """
 
 from __future__ import annotations
@@ -31,15 +34,18 @@ from msgspec.structs import replace
 from agentflow.engine.text.chat_template import ChatTemplate, Mark, unmarked
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
+from agentflow.protocol.images import Image, placed_in
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Characters ``start`` to ``end`` of a rendering, which show the content of message number ``turn``."""
+    """Characters ``start`` to ``end`` of a rendering, which show the content of message number ``turn``.
+    ``part``: which of its texts, if images divide it."""
 
     turn: int
     start: int
     end: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +299,8 @@ class Layout:
     shown: tuple[Shown, ...]  # in the order of the text
     tools: tuple[ToolSpec, ...] = ()
     untrusted_spans: tuple[Place, ...] = ()  # strings of tools and tool calls in the markup, if requested
+    # The places of the images' placeholders, in the order of the text.
+    images: tuple[tuple[Place, Image], ...] = ()
 
     def pieces(self) -> list[Piece]:
         """Returns the whole text in pieces: markup, content, markup, …, markup. Markup may be empty."""
@@ -314,6 +322,7 @@ def lay_out(
     now: datetime | None = None,
     previous: Layout | None = None,
     closed_places: Places | None = None,
+    placeholder: str = "",
 ) -> Layout:
     """Renders ``messages`` and finds each content. Costs two renderings (three with tools), and two or more
     extra if the template alters new turns.
@@ -328,27 +337,69 @@ def lay_out(
         previous: a layout of an earlier state of the same conversation; places in the common prefix are
             reused.
         closed_places: finds tokens that no content may have; without it, ``untrusted_spans`` stays empty.
+        placeholder: what the template writes for an image.
 
     Raises:
         NotSupported: the template rejects these messages, hides the opened turn or alters too many turns.
     """
-    asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools))
+    units = _units(messages)
+    asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools), *units)
     if previous is not None and (previous.messages, previous.open_role, previous.tools) == (
         asked.messages,
         open_role,
         asked.tools,
     ):
         return previous
-    text = asked.render(asked.messages)
+    text = asked.render(asked.units)
     marks = asked.marks()
-    shown = None if marks is None else walk(text, asked.messages, marks)
+    shown = None if marks is None else walk(text, asked.units, marks)
     if shown is None:
         shown = _one_by_one(text, asked, marks, previous)
-    shown = _whole_generations(text, asked.messages, shown)
+    found = [(part, asked.owners[part.turn]) for part in _whole_generations(text, asked.units, shown)]
+    shown = [Shown(turn, part.start, part.end, number) for part, (turn, number) in found]
     untrusted: tuple[Place, ...] = ()
     if closed_places is not None and asked.says_more_than_contents:
-        untrusted = find_untrusted_spans(lambda mark: asked.render(asked.messages, mark), text, closed_places)
-    return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, untrusted)
+        untrusted = find_untrusted_spans(lambda mark: asked.render(asked.units, mark), text, closed_places)
+    images = [placed.image for message in asked.messages for placed in message.images]
+    places = _placeholders(text, shown, untrusted, placeholder) if images else []
+    if len(places) != len(images):
+        raise NotSupported(
+            f"the model's chat template shows {len(places)} of the {len(images)} images of this conversation"
+        )
+    by_place = tuple(zip(places, images, strict=True))
+    return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, untrusted, by_place)
+
+
+def _placeholders(
+    text: str, shown: Sequence[Shown], untrusted: Sequence[Place], placeholder: str
+) -> list[Place]:
+    """Returns the places of the placeholders that the template wrote, in order."""
+    found: list[Place] = []
+    firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
+    edges = [0, *[edge for part in shown for edge in (part.start, part.end)], len(text)]
+    for low, high in zip(edges[::2], edges[1::2], strict=True):
+        at = text.find(placeholder, low, high) if placeholder else -1
+        while at >= 0:
+            end = at + len(placeholder)
+            if bisect_right(ends, at) >= bisect_left(firsts, end):
+                found.append((at, end))
+            at = text.find(placeholder, end, high)
+    return found
+
+
+def _units(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:
+    """Returns each text of the contents as a message, and the number of its message and of the text in
+    it."""
+    units: list[Message] = []
+    owners: list[tuple[int, int]] = []
+    for turn, message in enumerate(messages):
+        texts = [message.content]
+        if message.images:
+            texts = [part for part in message.parts if isinstance(part, str)]
+        for part, text in enumerate(texts):
+            units.append(replace(message, content=text, images=()) if message.images else message)
+            owners.append((turn, part))
+    return units, owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +409,8 @@ class _Asked:
     open_role: str | None
     now: datetime
     tools: tuple[ToolSpec, ...]
+    units: Sequence[Message]  # as of ``_units``, with ``owners``
+    owners: Sequence[tuple[int, int]]
 
     @property
     def says_more_than_contents(self) -> bool:
@@ -369,7 +422,8 @@ class _Asked:
             for message in self.messages
         )
 
-    def render(self, messages: tuple[Message, ...], mark: Mark = unmarked) -> str:
+    def render(self, units: Sequence[Message], mark: Mark = unmarked) -> str:
+        messages = self._with_texts(units)
         if self.open_role is None or self.open_role == "assistant":
             opens = self.open_role is not None
             return self.template.render(
@@ -382,8 +436,21 @@ class _Asked:
             raise NotSupported(f"the model's chat template does not show a {self.open_role} turn here")
         return text[: text.rindex(marker)]
 
+    def _with_texts(self, units: Sequence[Message]) -> tuple[Message, ...]:
+        """Returns the messages with the texts of ``units``."""
+        texts = iter(units)
+        messages: list[Message] = []
+        for message in self.messages:
+            if not message.images:
+                messages.append(next(texts))
+                continue
+            parts = [next(texts).content if isinstance(part, str) else part for part in message.parts]
+            content, images = placed_in(parts)
+            messages.append(replace(message, content=content, images=images))
+        return tuple(messages)
+
     def marks(self, turns: Set[int] | None = None) -> Marks | None:
-        """Returns the markup around all contents, or around the contents of ``turns``, while the others are
+        """Returns the markup around all units, or around the units ``turns``, while the others are
         unchanged. None if the template rejects markers as contents."""
         nonce = new_nonce()
         marked = tuple(
@@ -391,7 +458,7 @@ class _Asked:
             # Next to tool calls, templates treat an absent content like an empty one.
             if (message.content or not message.tool_calls if turns is None else number in turns)
             else message
-            for number, message in enumerate(self.messages)
+            for number, message in enumerate(self.units)
         )
         try:
             first, *rest = self.render(marked).split(nonce)
@@ -411,14 +478,14 @@ class _Asked:
 def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout | None) -> list[Shown]:
     """Returns the places of the contents. Finds many together if that is unambiguous, else one by one."""
     counts = None if marks is None else Counter(turn for turn, _ in marks.after)
-    shown = _still_shown(text, asked.messages, previous)
+    shown = _still_shown(text, asked, previous)
     shown = [part for part in shown if counts is None or counts[part.turn] == 1]
     known = {part.turn for part in shown}
     unsure: list[Shown] = []
-    altered = set() if marks is None else suspects(text, asked.messages, marks)
-    new = [turn for turn in range(len(asked.messages)) if turn not in known]
+    altered = set() if marks is None else suspects(text, asked.units, marks)
+    new = [turn for turn in range(len(asked.units)) if turn not in known]
     groups = [[turn for turn in new if turn in altered], [turn for turn in new if turn not in altered]]
-    budget = _Budget(len(text) + CHARS_PER_TURN * len(asked.messages))
+    budget = _Budget(len(text) + CHARS_PER_TURN * len(asked.units))
     while groups:
         group = groups.pop()
         if not group:
@@ -427,20 +494,20 @@ def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout 
         around = asked.marks(set(group))
         found: list[Shown] | None
         if len(group) == 1:
-            found = _alone(text, asked.messages[group[0]], group[0], around, unsure)
+            found = _alone(text, asked.units[group[0]], group[0], around, unsure)
         else:
-            found = None if around is None else _together(text, asked.messages, around)
+            found = None if around is None else _together(text, asked.units, around)
         if found is None:
             middle = len(group) // 2
             groups += [group[middle:], group[:middle]]
         else:
             shown += found
     for region in sorted(unsure, key=lambda part: part.turn):
-        shown += _search(text, asked.messages[region.turn], region, shown)
+        shown += _search(text, asked.units[region.turn], region, shown)
     shown.sort(key=lambda part: (part.start, part.end))
     for one, other in itertools.pairwise(shown):
         if one.end > other.start:
-            raise _cannot_tell(asked.messages[other.turn])
+            raise _cannot_tell(asked.units[other.turn])
     return shown
 
 
@@ -476,7 +543,7 @@ def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure:
     return []
 
 
-def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[Shown] | None:
+def _together(text: str, messages: Sequence[Message], around: Marks) -> list[Shown] | None:
     """Returns the places of several contents, if unambiguous: each is unchanged or trimmed, or there is only
     one way to place them and each shows a part of its content. Else None."""
     shown = walk(text, messages, around)
@@ -516,20 +583,25 @@ def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> l
     return [Shown(region.turn, start, end)]
 
 
-def _still_shown(text: str, messages: tuple[Message, ...], previous: Layout | None) -> list[Shown]:
+def _still_shown(text: str, asked: _Asked, previous: Layout | None) -> list[Shown]:
     """Returns the places in ``previous`` that are in the common prefix with ``text``."""
     if previous is None:
         return []
     same = 0
-    for old, new in zip(previous.messages, messages, strict=False):
+    for old, new in zip(previous.messages, asked.messages, strict=False):
         if old != new:
             break
         same += 1
     end = common_prefix(previous.text, text)
-    return [part for part in previous.shown if part.turn < same and part.end <= end]
+    numbers = {owner: number for number, owner in enumerate(asked.owners)}
+    return [
+        Shown(numbers[part.turn, part.part], part.start, part.end)
+        for part in previous.shown
+        if part.turn < same and part.end <= end
+    ]
 
 
-def _whole_generations(text: str, messages: tuple[Message, ...], shown: list[Shown]) -> list[Shown]:
+def _whole_generations(text: str, messages: Sequence[Message], shown: list[Shown]) -> list[Shown]:
     """Extends a generated content by text that the template writes as markup, such as the space before each
     answer, so that generated text keeps its ids."""
     whole: list[Shown] = []

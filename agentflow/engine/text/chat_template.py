@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jinja2
 import jinja2.ext
@@ -53,6 +54,15 @@ class ToolDialect:
     short_ids: bool = False  # ids must be nine letters and digits; others are replaced
 
 
+class ImageMarkup(NamedTuple):
+    """The text that a template writes for an image. ``placeholder``: the special token in it that stands for
+    the image."""
+
+    before: str
+    placeholder: str
+    after: str
+
+
 class JsonObject(dict[str, Any]):
     """An object together with the JSON text from which it was read."""
 
@@ -67,10 +77,11 @@ def unmarked(text: str) -> str:
 
 
 def message_values(
-    messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked
+    messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked, *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns messages in the form of OpenAI's API."""
-    return [_message_value(message, dialect, mark) for message in messages]
+    """Returns messages in the form of OpenAI's API. ``in_parts``: also the contents without images are lists
+    of parts."""
+    return [_message_value(message, dialect, mark, in_parts=in_parts) for message in messages]
 
 
 def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[str, Any]] | None:
@@ -144,8 +155,13 @@ def _with_stand_ins(value: Any, texts: dict[str, str]) -> Any:
     return value
 
 
-def _message_value(message: Message, dialect: ToolDialect, mark: Mark) -> dict[str, Any]:
+def _message_value(message: Message, dialect: ToolDialect, mark: Mark, *, in_parts: bool) -> dict[str, Any]:
     value: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images or in_parts:
+        value["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in message.parts or [""]
+        ]
     if message.reasoning is not None:
         value["reasoning_content"] = mark(message.reasoning)
         if not (message.content and message.tool_calls):  # templates that read it reject the combination
@@ -282,6 +298,42 @@ class ChatTemplate:
         return has_channels(self.source)
 
     @cached_property
+    def wants_parts(self) -> bool:
+        """Whether it shows only contents that are lists of parts, as templates of models with vision may."""
+        text = secrets.token_hex(16)
+
+        def shows(content: Any) -> bool:
+            try:
+                return text in self._rendered([{"role": "user", "content": content}])
+            except Exception:  # a template is a program and may raise anything
+                return False
+
+        return self.has_template and not shows(text) and shows([{"type": "text", "text": text}])
+
+    def image_markup(self, special_places: Callable[[str], Sequence[tuple[int, int]]]) -> ImageMarkup | None:
+        """Returns how the template writes an image; None if it writes nothing, or no special token. Of
+        several special tokens the one in the middle stands for the image, between a begin and an end.
+
+        Args:
+            special_places: finds the special tokens in a text.
+        """
+        texts = [{"type": "text", "text": secrets.token_hex(16)} for _ in range(2)]
+        try:
+            alone = self._rendered([{"role": "user", "content": texts}])
+            content = [texts[0], {"type": "image"}, texts[1]]
+            shown = self._rendered([{"role": "user", "content": content}])
+        except Exception:  # a template is a program and may raise anything
+            return None
+        start = len(os.path.commonprefix([alone, shown]))
+        end = len(os.path.commonprefix([alone[start:][::-1], shown[start:][::-1]]))
+        written = shown[start : len(shown) - end]
+        places = special_places(written)
+        if not places:
+            return None
+        low, high = places[len(places) // 2]
+        return ImageMarkup(written[:low], written[low:high], written[high:])
+
+    @cached_property
     def dialect(self) -> ToolDialect:
         """The form in which it expects calls, which the first conversation with calls determines."""
         return find_dialect(lambda messages, dialect: self.render(messages, dialect=dialect))
@@ -295,6 +347,7 @@ class ChatTemplate:
         now: datetime | None = None,
         dialect: ToolDialect | None = None,
         mark: Mark = unmarked,
+        in_parts: bool | None = None,
     ) -> str:
         """Renders a conversation.
 
@@ -305,6 +358,7 @@ class ChatTemplate:
             now: the time for the template; None: the current time.
             dialect: the form of calls; None: the form that the template expects.
             mark: applied to all strings of tools and calls.
+            in_parts: contents without images are lists of parts too; None: ``wants_parts``.
 
         Raises:
             NotSupported: there is no template, or it rejects these messages.
@@ -315,21 +369,34 @@ class ChatTemplate:
         if dialect is None:
             has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
             dialect = self.base.dialect if has_calls else ToolDialect()
-        values = message_values(messages, dialect, mark)
+        in_parts = self.base.wants_parts if in_parts is None else in_parts
+        values = message_values(messages, dialect, mark, in_parts=in_parts)
         try:
-            return self._template.render(
-                **{**self.special_tokens, **self.values},
-                messages=values,
-                tools=tool_values(tools, mark),
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                strftime_now=moment.strftime,
-            )
+            return self._rendered(values, tool_values(tools, mark), add_generation_prompt, moment)
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(message.role for message in messages) or "none"
             raise NotSupported(
                 f"the model's chat template rejects turns of these roles ({roles}): {error}"
             ) from error
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        now: datetime | None = None,
+    ) -> str:
+        """Returns what the template writes. It may raise anything."""
+        if self._template is None:
+            raise no_chat_template()
+        return self._template.render(
+            **{**self.special_tokens, **self.values},
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            strftime_now=(now or datetime.now()).strftime,
+        )
 
     def turn_markup(self) -> str:
         """Returns the markup around turns of a user and an assistant; empty if the template rejects them."""

@@ -3,6 +3,10 @@
 The ids depend only on the appended text. Consecutive text is encoded as one run, split only at generated
 tokens, at role markup and at calls of ``cut``. Generated text keeps its generated ids. The parts of a state
 become spans of text (``spans_of``), and these become ids (``encode_spans``).
+
+An image is a run of a turn, or of text outside turns. It is a part of the message that the template gets, and
+replaces the placeholder that the template writes for it; in an open turn and outside turns it gets the same
+markup. Its ids are markup and pseudo-tokens (``media_run``), which its prepared form determines.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from functools import lru_cache
 
 from msgspec import structs
 
+from agentflow.engine.media_run import PreparedMedium, pseudo_tokens
 from agentflow.engine.text.channel_output import read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
-from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.chat_template import ChatTemplate, ImageMarkup
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
@@ -25,8 +30,9 @@ from agentflow.engine.text.rendered_prefixes import Attached, RenderedPrefixes
 from agentflow.engine.text.spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
-from agentflow.errors import BadArgument, NotSupported, no_chat_template
+from agentflow.errors import BadArgument, EngineFailed, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec
+from agentflow.protocol.images import DIGEST, FILE, Image, digest_of, placed_in
 
 # The largest generated run (characters plus ids) whose slices are cached, because the cache outlives the
 # state.
@@ -35,10 +41,11 @@ MAX_REMEMBERED = 8_000
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """Text that is encoded as a whole, or generated text."""
+    """Text that is encoded as a whole, or generated text; or an image, whose text is empty."""
 
     text: str
     ids: tuple[int, ...] | None = None  # of generated text
+    image: Image | None = None  # without its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +73,43 @@ class Part:
             return read_channels(self.text, self.called)
         if writes_calls and self.called is not None:
             return self.called
+        text, images = placed_in([run.image or run.text for run in self.runs])
         if self.given is not None:
-            return structs.replace(self.given, content=self.text)
-        return Message(self.role or "", self.text, self.is_generated)
+            return structs.replace(self.given, content=text, images=images)
+        return Message(self.role or "", text, self.is_generated, images=images)
+
+    def texts(self) -> list[list[TextRun]]:
+        """Returns the runs of each text between images, as the template gets them."""
+        texts: list[list[TextRun]] = [[]]
+        for run in self.runs:
+            if run.image is not None:
+                texts.append([])
+            else:
+                texts[-1].append(run)
+        filled = [runs for runs in texts if any(run.text for run in runs)]
+        return filled if len(texts) > 1 else texts
+
+
+@dataclass(frozen=True, slots=True)
+class ShowImage:
+    """Shows images as spans: ``span`` has the ids, and ``markup`` is what the template writes for one."""
+
+    span: Callable[[Image], Span]
+    markup: ImageMarkup | None
+
+    def part(self, part: Part) -> list[Span]:
+        """Returns the runs of an open turn, or outside turns."""
+        spans: list[Span] = []
+        for run in part.runs:
+            if run.image is None:
+                spans.append(Span(run.text, is_markup=False, ids=run.ids))
+            elif self.markup is None:
+                spans.append(self.span(run.image))
+            else:
+                before, after = self.markup.before, self.markup.after
+                around = [Span(before, is_markup=True), self.span(run.image), Span(after, is_markup=True)]
+                spans += [span for span in around if span.text]
+        return spans
 
 
 def spans_of(
@@ -77,6 +118,7 @@ def spans_of(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     now: datetime,
+    show: ShowImage,
 ) -> list[Span]:
     """Returns the whole state, in the order of its text.
 
@@ -86,6 +128,7 @@ def spans_of(
         tokenizer: of the model.
         template: the chat template.
         now: the time for the template.
+        show: returns the span of an image.
 
     Raises:
         NotSupported: the template leaves no place for text between turns.
@@ -93,18 +136,18 @@ def spans_of(
     begins_plain = not parts or parts[0].role is None
     spans = [Span("", is_markup=True, ids=tokenizer.prefix_ids)] if begins_plain else []
     if layout is None:
-        return spans + [span for part in parts for span in _as_it_is(part)]
+        return spans + [span for part in parts for span in show.part(part)]
     at = 0
     bos = tokenizer.bos
     if begins_plain and bos and tokenizer.bos_id in tokenizer.prefix_ids and layout.text.startswith(bos):
         at = len(bos)  # the state already begins with bos
     turns = [part for part in parts if part.role is not None and not part.is_open]
     for part, end in _between_turns(parts, layout, template, now):
-        spans += _laid_out(layout, turns, tokenizer, at, end)
-        spans += _as_it_is(part)
+        spans += _laid_out(layout, turns, tokenizer, at, end, show)
+        spans += show.part(part)
         at = max(at, end)
-    spans += _laid_out(layout, turns, tokenizer, at, len(layout.text))
-    return spans + [span for part in parts if part.is_open for span in _as_it_is(part)]
+    spans += _laid_out(layout, turns, tokenizer, at, len(layout.text), show)
+    return spans + [span for part in parts if part.is_open for span in show.part(part)]
 
 
 def encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
@@ -133,12 +176,8 @@ def _encode(span: Span, tokenizer: Tokenizer, continues: bool) -> Segment:
     return Segment(span, continues, tuple(encode(span.text, continues=continues)))
 
 
-def _as_it_is(part: Part) -> list[Span]:
-    return [Span(run.text, is_markup=False, ids=run.ids) for run in part.runs]
-
-
 def _laid_out(
-    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int
+    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: ShowImage
 ) -> Iterator[Span]:
     """Yields the spans of characters ``start`` to ``end`` of the layout, which contain only complete
     turns."""
@@ -146,15 +185,27 @@ def _laid_out(
     for shown in layout.shown:
         if shown.start < start or shown.end > end:
             continue
-        yield from _markup(layout, tokenizer, at, shown.start)
-        for run in _rewritten(turns[shown.turn].runs, layout.text[shown.start : shown.end], tokenizer):
+        yield from _markup(layout, tokenizer, at, shown.start, show)
+        runs = turns[shown.turn].texts()[shown.part]
+        for run in _rewritten(runs, layout.text[shown.start : shown.end], tokenizer):
             yield Span(run.text, is_markup=False, ids=run.ids)
         at = shown.end
-    yield from _markup(layout, tokenizer, at, end)
+    yield from _markup(layout, tokenizer, at, end, show)
 
 
-def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
-    """Yields the spans of markup. Special tokens in its untrusted spans become content."""
+def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int, show: ShowImage) -> Iterator[Span]:
+    """Yields the spans of markup, with the images in the place of their placeholders."""
+    at = start
+    for (low, high), image in layout.images:
+        if start <= low and high <= end:
+            yield from _written(layout, tokenizer, at, low)
+            yield show.span(image)
+            at = high
+    yield from _written(layout, tokenizer, at, end)
+
+
+def _written(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
+    """Yields the spans of markup without images. Special tokens in its untrusted spans become content."""
     at = start
     cuts = (
         closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
@@ -230,7 +281,10 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
         return 0
     if num_turns == len(layout.messages) and layout.open_role is None:
         return len(layout.text)
-    alone = lay_out(template, layout.messages[:num_turns], tools=layout.tools, now=now)
+    placeholder = layout.text[slice(*layout.images[0][0])] if layout.images else ""
+    alone = lay_out(
+        template, layout.messages[:num_turns], tools=layout.tools, now=now, placeholder=placeholder
+    )
     places = [part.end for part in layout.shown if part.turn == num_turns - 1]
     if places and alone.shown and alone.shown[-1].turn == num_turns - 1:
         closing = alone.text[alone.shown[-1].end :]
@@ -288,7 +342,8 @@ def _merged(runs: Sequence[TextRun]) -> tuple[TextRun, ...]:
     """Returns the runs with adjacent text that is not encoded yet joined to one run."""
     merged: list[TextRun] = []
     for run in runs:
-        if merged and run.ids is None and merged[-1].ids is None:
+        is_text = run.ids is None and run.image is None
+        if merged and is_text and merged[-1].ids is None and merged[-1].image is None:
             merged[-1] = TextRun(merged[-1].text + run.text)
         else:
             merged.append(run)
@@ -326,6 +381,9 @@ class TokenState:
         self._writes_calls = False
         self._parts: list[Part] = []
         self._pending: list[str] = []
+        self._images: dict[str, _ImageIds] = {}  # by source
+        self._image_markup: ImageMarkup | None = None
+        self._unread: dict[str, Image] = {}  # images that are not prepared, by source
         self._layout: Layout | None = None
         self._segments: list[Segment] = []
         self._ids: list[int] = []
@@ -368,7 +426,11 @@ class TokenState:
         """Appends a whole turn, with its tool calls. Without calls, the ids are the same as with
         ``begin_role``, ``text`` and ``end_role``, and so are the errors."""
         self.begin_role(message.role)
-        self.text(message.content)
+        for part in message.parts:
+            if isinstance(part, str):
+                self.text(part)
+            else:
+                self.image(part)
         self.end_role()
         self._parts[-1] = replace(self._parts[-1], given=message)
 
@@ -377,6 +439,31 @@ class TokenState:
         if s:
             self._pending.append(s)
             self._has_changed()
+
+    def image(self, image: Image) -> None:
+        """Appends an image to the open turn or outside all turns. Ids need its prepared form (``unread``)."""
+        self._take_pending()
+        self._parts = _with_run(self._parts, TextRun("", image=image.reference()))
+        if image.source not in self._images:
+            self._unread[image.source] = image
+        self._has_changed()
+
+    @property
+    def unread(self) -> list[Image]:
+        """The images whose prepared form ``prepared`` must set before ids are needed."""
+        return list(self._unread.values())
+
+    def prepared(self, image: Image, medium: PreparedMedium) -> None:
+        """Sets the prepared form of an image."""
+        ids: list[int] = []
+        for piece in medium.pieces:
+            if isinstance(piece, str):
+                ids += self._tokenizer.encode_markup(piece, continues=True)
+            else:
+                ids += pseudo_tokens(piece.at(medium.identity, 0)).tolist()
+        self._images[image.source] = _ImageIds(medium, tuple(ids))
+        self._unread.pop(image.source, None)
+        self._has_changed()
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
         """Opens a turn. ``tool_call_id``, ``name``: the call that it answers, and the tool. Raises
@@ -499,6 +586,9 @@ class TokenState:
         """Returns an independent copy without ``cut``: this state does not change."""
         child = TokenState(self._tokenizer, self.template, self._check)
         child._pending = list(self._pending)
+        child._images = dict(self._images)
+        child._unread = dict(self._unread)
+        child._image_markup = self._image_markup
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
@@ -540,12 +630,23 @@ class TokenState:
         return f"\n{thinking.end}\n\n" if thinking is not None and is_open else ""
 
     def messages(self) -> list[dict[str, str]]:
-        """Returns the turns so far, including the open one, as ``{"role": …, "content": …}``."""
+        """Returns the turns so far, including the open one, as ``{"role": …, "content": …}``. A short mark
+        stands for an image."""
         return [
-            {"role": part.role, "content": part.message(in_channels=self.template.has_channels).content}
+            {"role": part.role, "content": _marked(part.message(in_channels=self.template.has_channels))}
             for part in self._all_parts()
             if part.role is not None
         ]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns the texts of ids of the state, including special tokens. The first pseudo-token of an image
+        has its mark, the others nothing."""
+        texts = self._tokenizer.texts_of(ids)
+        marks = {
+            next(one for one in known.ids if one < 0): image_mark(source)
+            for source, known in self._images.items()
+        }
+        return [marks.get(one, "") if one < 0 else text for one, text in zip(ids, texts, strict=True)]
 
     @property
     def num_settled(self) -> int:
@@ -611,11 +712,30 @@ class TokenState:
             now=self._now,
             previous=self._layout,
             closed_places=self._tokenizer.closed_places,
+            placeholder=self._placeholder(),
         )
+
+    def _placeholder(self) -> str:
+        """Returns what the template writes for an image; empty without images."""
+        markup = self._image_markup_now()
+        return "" if markup is None else markup.placeholder
+
+    def _image_markup_now(self) -> ImageMarkup | None:
+        if self._image_markup is None and (self._images or self._unread) and self.template.has_template:
+            self._image_markup = self.template.image_markup(self._tokenizer.closed_places)
+        return self._image_markup
+
+    def _span_of(self, image: Image) -> Span:
+        known = self._images.get(image.source)
+        mark = image_mark(image.source)
+        if known is None:
+            return Span(mark, is_markup=False, ids=(), image=image.source)
+        return Span(mark, is_markup=False, ids=known.ids, image=known.medium.identity)
 
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
-        spans = spans_of(parts, layout, self._tokenizer, self.template, self._now)
+        show = ShowImage(self._span_of, self._image_markup_now())
+        spans = spans_of(parts, layout, self._tokenizer, self.template, self._now, show)
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
             spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
@@ -625,6 +745,8 @@ class TokenState:
         return self._encoded(self._lay_out())
 
     def _encoded(self, layout: Layout | None) -> list[Segment]:
+        if self._unread:
+            raise EngineFailed("an image of this state is not prepared")
         if self._check is not None:
             self._check(self._new_texts(layout))
         spans = self._spans(layout)
@@ -659,6 +781,31 @@ class TokenState:
         self._layout, self._segments, self._ids = layout, segments, ids
         self._is_settled = True
         self._ids_read = None
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageIds:
+    """An image in its prepared form, and its ids."""
+
+    medium: PreparedMedium
+    ids: tuple[int, ...]
+
+
+def image_mark(source: str) -> str:
+    """Returns the mark that stands for an image in texts.
+
+    >>> image_mark("sha256:4c4b6a3be1314ab86138bef4314dde022e600960d8689a2c8f8631802d20dab6")
+    '<image 4c4b6a3b>'
+    """
+    is_file = FILE.fullmatch(source) is not None
+    digest = source.removeprefix(DIGEST) if is_file else digest_of(source.encode()).removeprefix(DIGEST)
+    return f"<image {digest[:8]}>"
+
+
+def _marked(message: Message) -> str:
+    """Returns the content with a mark for each image."""
+    parts = message.parts
+    return "".join([part if isinstance(part, str) else image_mark(part.source) for part in parts])
 
 
 def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
