@@ -135,6 +135,7 @@ ROOMS = {
         "tenant",
         "watching",
         "engine",
+        "known_media",
         "client",
         "generator",
         "process",

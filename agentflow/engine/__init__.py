@@ -11,6 +11,7 @@ free memory), ``store`` (model files), ``media`` (decodes images and prepares th
 ``grammar`` (constraints and their automata), ``text`` (tokenizer, chat templates, tools), ``models`` (forward
 passes on torch), and ``tenant`` (whose states and cache a snapshot shows). Around it: ``request_checks``,
 ``adapters`` and ``constrained`` are parts of the engine, and ``watching`` shows what it does. ``client`` and
-``generator`` are the event loop's side, ``process`` runs an engine in a separate process, ``options`` are its
-settings, and ``local_engine`` starts one. ``simulator`` schedules without a model.
+``generator`` are the event loop's side (``known_media`` finds the images in prompts), ``process`` runs an
+engine in a separate process, ``options`` are its settings, and ``local_engine`` starts one. ``simulator``
+schedules without a model.
 """

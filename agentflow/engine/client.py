@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from copy import copy
 from pathlib import Path
 from typing import Protocol
 
@@ -20,16 +21,20 @@ from msgspec.structs import replace
 
 from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.known_media import KnownMedia
+from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,
     AdapterLoaded,
     Answer,
     CloseState,
+    DropMedium,
     EngineSnapshot,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    KeepMedium,
     LoadAdapter,
     NodeTokens,
     Placed,
@@ -75,7 +80,7 @@ class EngineLink(Protocol):
     process. Answers come to ``EngineClient.receive``. ``send`` raises EngineFailed while the engine is
     down."""
 
-    def send(self, message: ToEngine) -> None: ...
+    def send(self, message: ToEngine | KeepMedium) -> None: ...
 
 
 class RequestObserver(Protocol):
@@ -139,6 +144,8 @@ class EngineClient:
         self._max_unfinished = max_unfinished
         self._unfinished: dict[int, str] = {}  # tenant of each
         self._num_unfinished_of: Counter[str] = Counter()
+        self._media = KnownMedia()
+        self._media_of: dict[int, list[PreparedMedium]] = {}  # of unfinished requests
         self._queries: dict[int, _Call] = {}
         self._stats_ticket: int | None = None  # of the unanswered StatsRequest
         self.watches = WatchHub(self._query)
@@ -226,6 +233,20 @@ class EngineClient:
         """The embedding of the tokens. ``BadArgument`` if the model generates text."""
         return await self._call(Submit(next(self._ids), token_ids, None, origin=origin, embeds=True), None)
 
+    def add_medium(self, medium: PreparedMedium, tenant: str) -> PreparedMedium:
+        """The engine gets an image for the requests of a state of the tenant. Returns the object for the
+        image, which the state must hold as long as it has the image. ``Overloaded``."""
+        self._drop_media()
+        known, is_new = self._media.add(medium, tenant)
+        if is_new:
+            self.engine.send(KeepMedium(copy(known)))
+        return known
+
+    def _drop_media(self) -> None:
+        """Drops the images that no state and no unfinished request has."""
+        for identity in self._media.released():
+            self.engine.send(DropMedium(identity))
+
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
         """Computes tokens for later requests, if there is much room, without waiting. Returns an id for
         ``forget``."""
@@ -258,6 +279,7 @@ class EngineClient:
 
     def close_state(self, state: int) -> None:
         """The state will have no more requests."""
+        self._drop_media()
         self.engine.send(CloseState(state))
 
     async def stats(self) -> EngineStats:
@@ -315,6 +337,7 @@ class EngineClient:
 
     def _send_query(self, make: Callable[[int], Query]) -> int:
         ticket = next(self._ids)
+        self._drop_media()
         self.engine.send(make(ticket))
         self._queries[ticket] = _Call()
         return ticket
@@ -362,7 +385,15 @@ class EngineClient:
     def _submit(self, message: Submit) -> None:
         if message.origin.adapter and not message.adapter:
             message = replace(message, adapter=self._identity_of(message.origin.adapter))
-        self.engine.send(message)
+        runs, media = self._media.runs_in(message.token_ids)
+        if runs:
+            message = replace(message, media=runs)
+            self._media_of[message.request_id] = media
+        try:
+            self.engine.send(message)
+        except BaseException:
+            self._media_of.pop(message.request_id, None)
+            raise
         self._unfinished[message.request_id] = message.origin.tenant
         self._num_unfinished_of[message.origin.tenant] += 1
         for observer in self._observers:
@@ -398,8 +429,10 @@ class EngineClient:
                     self._end(message.ticket, message)
                 case EngineStats() | EngineSnapshot() | NodeTokens():
                     self._end(message.ticket, message)
+        self._drop_media()
 
     def _has_ended(self, request_id: int) -> None:
+        self._media_of.pop(request_id, None)
         tenant = self._unfinished.pop(request_id, None)
         if tenant is not None:
             self._num_unfinished_of[tenant] -= 1

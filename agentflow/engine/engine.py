@@ -23,6 +23,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from msgspec.structs import replace
+
 from agentflow.engine.adapters import AdapterRead, Adapters
 from agentflow.engine.batch import Batch
 from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
@@ -35,10 +37,12 @@ from agentflow.engine.messages import (
     Abort,
     BucketCounts,
     CloseState,
+    DropMedium,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    KeepMedium,
     LoadAdapter,
     NeedPayload,
     PeekRequest,
@@ -54,7 +58,9 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.request import Request, Status
 from agentflow.engine.request_checks import make_request
-from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory
+from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory
+from agentflow.engine.scheduling.defaults import FEATURE_BYTES
+from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
 from agentflow.engine.submit import Submit, TopTokens
@@ -115,10 +121,17 @@ class Engine:
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._is_stuck = False  # the last step had nothing to run
-        self._inbox: queue.SimpleQueue[ToEngine | BuiltGrammar | AdapterRead] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | KeepMedium | BuiltGrammar | AdapterRead] = (
+            queue.SimpleQueue()
+        )
         info = runner.info
+        self._media = MediaWork(runner, FEATURE_BYTES) if isinstance(runner, MediaRunner) else None
         self.scheduler = Scheduler(
-            num_slots=info.num_slots, max_context=info.max_context, config=config, model=info.identity
+            num_slots=info.num_slots,
+            max_context=info.max_context,
+            config=config,
+            model=info.identity,
+            media=self._media,
         )
         self.times = StepTimes()
         self._watch = EngineWatch(self.scheduler)
@@ -140,7 +153,7 @@ class Engine:
         self._num_halved = 0  # batches since the start
         self._is_stopping = False
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine | KeepMedium) -> None:
         """Queues a message. The engine reads it before the next step."""
         self._inbox.put(message)
 
@@ -183,10 +196,16 @@ class Engine:
 
     def _launch(self) -> bool:
         """Schedules and launches a batch, if there is one to run."""
+        if self._in_flight and self.scheduler.wants_media:
+            return False
         began = time.perf_counter()
         batch = self.scheduler.schedule()
+        is_encoding = self._media is not None and bool(self._media.planned)
+        if is_encoding:
+            self._encode()
+            began = time.perf_counter()
         if batch is None:
-            return False
+            return is_encoding
         launched = _InFlight(
             len(batch.token_ids), self.scheduler.num_decode_tokens, len(self.scheduler.waiting)
         )
@@ -199,6 +218,27 @@ class Engine:
         except Exception as error:  # raised when its turn comes: batches complete in order
             launched.error = error
         return True
+
+    def _encode(self) -> None:
+        """Runs the planned slices of encodings. A failure is that of the requests with the image."""
+        assert self._media is not None
+        self._outbox.append(StepBegins(1))
+        self._meanwhile()
+        for identity, error in self._media.run_planned():
+            if isinstance(error, AcceleratorFault):
+                self._break(_logged("the accelerator failed", error))
+            if isinstance(error, OutOfMemory) and self._media.shrink(self.scheduler.running.values()):
+                continue
+            self._fail_medium(identity, error)
+        if self._delivery_error is not None:
+            raise self._delivery_error
+
+    def _fail_medium(self, identity: str, error: Exception) -> None:
+        """Fails the requests that need the features of a medium, which cannot be made."""
+        failure = _as_failure(error, "cannot encode an image of the request")
+        for request in [*self._requests.values()]:
+            if any(run.identity == identity and run.end > request.num_computed for run in request.media):
+                self._fail(request.id, failure)
 
     def _collect(self) -> None:
         """Waits for the oldest batch in flight, and reports its results."""
@@ -287,13 +327,29 @@ class Engine:
                     self._install_adapter(message)
                 case UnloadAdapter():
                     self._adapters.unload(message.identity)
+                case KeepMedium():
+                    if self._media is not None:
+                        self._media.keep(message.medium)
+                case DropMedium():
+                    if self._media is not None:
+                        self._media.drop(message.identity)
                 case Stop():
                     self._is_stopping = True
                     return
 
     def _stats(self, ticket: int) -> EngineStats:
         num_unready = sum([len(messages) for messages in self._unready.values()])
-        return engine_stats(ticket, self._runner.info.model, self.scheduler, self.times, num_unready)
+        stats = engine_stats(ticket, self._runner.info.model, self.scheduler, self.times, num_unready)
+        if (media := self._media) is None:
+            return stats
+        return replace(
+            stats,
+            media_encoded=media.num_encoded,
+            media_evicted=media.num_evicted,
+            media_encode_s=media.encode_s,
+            media_feature_bytes=media.feature_bytes,
+            media_pixel_bytes=media.pixel_bytes,
+        )
 
     def _install_adapter(self, read: AdapterRead) -> None:
         try:
@@ -314,6 +370,8 @@ class Engine:
             return
         try:
             request = make_request(message, self._runner.info, self.scheduler.max_total_tokens)
+            if any(self._media is None or run.identity not in self._media for run in request.media):
+                raise EngineFailed("the engine does not have an image of the request")
             if message.adapter:
                 self._adapters.use(message.adapter, message.origin.adapter)
         except Exception as error:

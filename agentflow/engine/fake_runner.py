@@ -4,6 +4,8 @@ Its "KV" is the token id and positions written to each slot. The next token is a
 ``req_to_token`` shows, so a wrong slot or order, or a slot that another request overwrote, changes the
 output. A slot with the wrong position raises immediately.
 
+An image has no features before its encoding, and its tokens have those of the rows that the batch names.
+
 It has no logits. Penalties and biases raise ``NotImplementedError``; forbidden and masked tokens are never
 chosen. The likeliest tokens that it reports are the chosen one and its successors by id.
 """
@@ -21,10 +23,14 @@ from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
+from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo
 from agentflow.engine.store.adapter_folder import adapter_identity
 from agentflow.kernels.no_choice import NO_TOKEN
 from agentflow.runtime.word_embedding import word_embedding
+
+SLICE_BYTES = 1000
+BYTES_PER_FEATURE = 8
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
 
@@ -33,7 +39,9 @@ class FakeRunner:
     """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
     among ``vocab_size``. ``embedding_size``: makes embeddings of this many dimensions (``word_embedding`` of
     the ids) and generates nothing. ``on_step`` is called with every batch before it runs, in the engine's
-    thread: tests block a step there, or raise. ``launches_ahead``: as in ``RunnerInfo``."""
+    thread: tests block a step there, or raise. ``launches_ahead``: as in ``RunnerInfo``. ``needs_features``:
+    images must be encoded. ``on_slices`` is called before slices of an encoding run, with the identity and
+    their number."""
 
     def __init__(
         self,
@@ -46,6 +54,8 @@ class FakeRunner:
         next_token: NextToken | None = None,
         on_step: Callable[[Batch], None] | None = None,
         launches_ahead: bool = False,
+        needs_features: bool = True,
+        on_slices: Callable[[str, int], None] | None = None,
     ) -> None:
         self.info = RunnerInfo(
             model="fake",
@@ -67,6 +77,11 @@ class FakeRunner:
         self._slot_adapters = np.zeros(num_slots, dtype=np.int64)
         self._slot_ropes = np.full(num_slots, -1, dtype=np.int64)
         self.adapters: set[str] = set()
+        self._needs_features = needs_features
+        self._on_slices = on_slices
+        self.encodings: dict[str, FakeEncoding] = {}
+        """By the identity of the image; those without slices left are features."""
+        self.num_encoded = 0
         self._launched: deque[Batch] = deque()
         self._last_output: BatchOutput | None = None
 
@@ -88,7 +103,7 @@ class FakeRunner:
         return self._last_output
 
     def _run(self, batch: Batch) -> BatchOutput:
-        self._slot_tokens[batch.write_slots] = batch.token_ids
+        self._slot_tokens[batch.write_slots] = self._with_features(batch)
         self._slot_positions[batch.write_slots] = batch.positions
         adapters = self._adapters_of(batch)
         self._slot_adapters[batch.write_slots] = adapters
@@ -114,6 +129,34 @@ class FakeRunner:
 
     def drop_adapter(self, identity: str) -> None:
         self.adapters.remove(identity)
+
+    def encode_medium(self, medium: PreparedMedium) -> FakeEncoding:
+        assert medium.identity not in self.encodings
+        encoding = self.encodings[medium.identity] = FakeEncoding(medium, self._on_slices)
+        self.num_encoded += 1
+        return encoding
+
+    def feature_bytes(self, medium: PreparedMedium) -> int:
+        return BYTES_PER_FEATURE * num_features(medium)
+
+    def drop_medium(self, identity: str) -> None:
+        del self.encodings[identity]
+
+    def _with_features(self, batch: Batch) -> NDArray[np.int64]:
+        """The tokens, with their features mixed into those of images. A token of an image attends to its
+        whole run, if it has to: the run must be in the batch."""
+        media = batch.media
+        if media is None or not self._needs_features:
+            return batch.token_ids
+        tokens = batch.token_ids.copy()
+        for number, identity in enumerate(media.identities):
+            encoding = self.encodings[identity]
+            assert not encoding.num_slices, "a batch has an image without features"
+            [indices] = np.nonzero(media.of_tokens == number)
+            places = media.places[indices]
+            encoding.check_whole(places)
+            tokens[indices] += encoding.features[places]
+        return tokens
 
     def _adapters_of(self, batch: Batch) -> NDArray[np.int64]:
         """A number for each token's adapter, 0 for none."""
@@ -183,6 +226,44 @@ class FakeRunner:
         ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
         logprobs = output.logprobs[:, None] - rank.astype(np.float32)
         return replace(output, top_ids=ids, top_logprobs=logprobs)
+
+
+class FakeEncoding:
+    """An encoding of one slice for each ``SLICE_BYTES`` of the image. The features of a row are a number."""
+
+    flops_per_slice = 1e6
+
+    def __init__(self, medium: PreparedMedium, on_slices: Callable[[str, int], None] | None = None) -> None:
+        self._medium = medium
+        self._on_slices = on_slices
+        self.num_slices = 1 + medium.nbytes // SLICE_BYTES
+
+    def run(self, count: int) -> None:
+        assert 0 < count <= self.num_slices
+        if self._on_slices is not None:
+            self._on_slices(self._medium.identity, count)
+        self.num_slices -= count
+
+    @property
+    def features(self) -> NDArray[np.int64]:
+        """A number for each row, above those of tokens."""
+        pixels = b"".join([name.encode() + array.tobytes() for name, array in self._medium.arrays.items()])
+        rows = range(num_features(self._medium))
+        return np.array([2**32 + zlib.crc32(pixels + b"%d" % row) for row in rows], dtype=np.int64)
+
+    def check_whole(self, places: NDArray[np.int64]) -> None:
+        """Checks that runs that attend both ways are whole."""
+        for piece in self._medium.pieces:
+            if not isinstance(piece, str) and piece.sees_all:
+                rows = range(piece.first, piece.first + piece.positions.shape[1])
+                counts = {np.count_nonzero(places == row) for row in rows}
+                assert len(counts) == 1, "a run that attends both ways is divided"
+
+
+def num_features(medium: PreparedMedium) -> int:
+    """The rows of the features."""
+    runs = [piece for piece in medium.pieces if not isinstance(piece, str)]
+    return max([piece.first + len(piece.positions[0]) for piece in runs])
 
 
 def _ropes_of(batch: Batch) -> NDArray[np.int64]:

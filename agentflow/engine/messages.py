@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Objective, Submit, TopTokens
@@ -90,9 +92,42 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     identity: str
 
 
+class MediumPart(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A part of the content of a medium, for an engine process. The parts come in order; other messages may
+    come between them. A medium is sent once, before the first request that has it."""
+
+    identity: str
+    data: bytes
+    head: MediumHead | None = None  # of the first part
+    is_last: bool = False
+
+
+class MediumHead(msgspec.Struct, frozen=True, array_like=True):
+    """The form of a medium's content."""
+
+    arrays: list[tuple[str, str, list[int]]]  # the name, type and shape of each array, in order
+    # Markup, or a run: its axes, positions, first row, and whether it sees all.
+    pieces: list[str | tuple[int, bytes, int, bool]]
+
+
+class DropMedium(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """No request will have this medium, unless its content is sent again."""
+
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepMedium:
+    """The content of a medium, for requests that have it."""
+
+    medium: PreparedMedium
+
+
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
 """Messages that one message with the same ticket answers, or ``Failed``."""
-ToEngine = Submit | Abort | CloseState | Placed | Query | UnloadAdapter | Stop
+ToEngine = Submit | Abort | CloseState | Placed | Query | UnloadAdapter | DropMedium | Stop
+ToProcess = ToEngine | MediumPart
+"""The messages on the socket of an engine process."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -218,6 +253,11 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     restarts: int = 0  # how often the engine's process was replaced
     forced_tokens: int = 0  # by grammars
     step_times: Sequence[BucketCounts] = ()  # for each of ``PHASES``, with ``STEP_BOUNDS_S``
+    media_encoded: int = 0  # images whose features were made
+    media_evicted: int = 0  # images whose features were dropped for room
+    media_encode_s: float = 0.0  # the time of encodings
+    media_feature_bytes: int = 0  # features that are kept
+    media_pixel_bytes: int = 0  # images that requests may need
 
 
 TreeRow = tuple[int, int, int, int, int, int, float, int]
@@ -308,5 +348,5 @@ start_decoder = msgspec.msgpack.Decoder(Start)
 answer_decoder: msgspec.msgpack.Decoder[Loaded | LoadFailed | list[Logged]] = msgspec.msgpack.Decoder(
     Loaded | LoadFailed | list[Logged]
 )
-to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+to_engine_decoder: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
 from_engine_decoder: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])

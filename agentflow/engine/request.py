@@ -212,8 +212,18 @@ class Request:
     @property
     def num_reusable(self) -> int:
         """Leading tokens that may come from the cache. The first token whose logits are needed must be
-        computed: the last token, or the one before the first that is scored."""
-        return self.first_unscored - 1
+        computed: the last token, or the one before the first that is scored; and with it the run of a medium
+        that it is in, if this run attends both ways."""
+        last = self.first_unscored - 1
+        return self.whole_end(-1, last) if self.media else last
+
+    def whole_end(self, start: int, end: int) -> int:
+        """An index near ``end`` that no run which attends both ways contains: the start of the run that
+        contains it, or the run's end, if that would not be after ``start``."""
+        for run in self.media:
+            if run.sees_all and run.start < end < run.end:
+                return run.start if run.start > start else run.end
+        return end
 
     def reusable_run(self) -> TokenRun:
         """The tokens that may come from the cache."""

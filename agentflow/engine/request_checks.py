@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from agentflow.engine.media_run import MediaRun
 from agentflow.engine.request import Request
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import GREEDY, Submit
@@ -54,6 +55,9 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
     token_ids = np.array(message.token_ids, dtype=np.int32)
+    media = [MediaRun.of(run) for run in message.media]
+    if np.count_nonzero(token_ids < 0) != sum([run.num_tokens for run in media]):
+        raise EngineFailed("a prompt has other tokens below 0 than those of its images")
     if (last := int(token_ids.max())) >= info.vocab_size:
         raise BadArgument(
             f"the prompt has the token {last}, which the tokenizer knows and the model does not: its ids are "
@@ -61,7 +65,11 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
             param="prompt",
         )
     request = Request.of(
-        message, token_ids, _output_limit(message, max_total_tokens), end_ids=_end_ids(params, info)
+        message,
+        token_ids,
+        _output_limit(message, max_total_tokens),
+        end_ids=_end_ids(params, info),
+        media=media,
     )
     request.deadline = _time_in(message.origin.deadline_s)
     request.patience_end = _time_in(message.origin.patience_s)

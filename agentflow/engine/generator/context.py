@@ -34,10 +34,13 @@ from agentflow.engine.text.tool_format import takes_system, tool_description
 from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
+from agentflow.protocol.images import Image
 from agentflow.runtime.programs.place import Place
 
 # The estimate until a text is encoded.
 CHARS_PER_TOKEN = 4
+# The same for an image until it is read.
+TOKENS_PER_IMAGE = 256
 # A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
 PIECE_CHARS = 65_536
 # Rendering one turn costs about as much as encoding this many characters.
@@ -149,6 +152,7 @@ class EngineContext:
     num_unencoded_chars: int = 0
     num_unencoded_turns: int = 0
     num_turns: int = 0
+    num_images: int = 0
     num_computed: int = 0  # the leading tokens that requests have already computed
     has_run: bool = False  # the engine knows the state
     prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
@@ -169,6 +173,13 @@ class EngineContext:
         self.limits.check_length(self.num_unencoded_chars + len(text))
         self.tokens.text(text)
         self.num_unencoded_chars += len(text)
+
+    def image(self, image: Image) -> None:
+        """Appends an image, to be read later. Raises ``PromptTooLong`` for more images than the context has
+        tokens."""
+        self.num_images += 1
+        self.limits.check_turns(self.num_images)
+        self.tokens.image(image)
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
         """Opens a turn under the chat template. Raises ``PromptTooLong`` for more turns than the context has
@@ -204,7 +215,8 @@ class EngineContext:
     @property
     def num_guessed_tokens(self) -> int:
         """The number of its tokens, with an estimate for text that is not encoded yet."""
-        return self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
+        num_text = self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
+        return num_text + TOKENS_PER_IMAGE * len(self.tokens.unread)
 
     def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
         """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
@@ -252,6 +264,7 @@ class EngineContext:
             origin,
             self.limits,
             num_turns=self.num_turns,
+            num_images=self.num_images,
             num_computed=self.num_computed,
             place=None if self.place is None else msgspec.structs.replace(self.place, group=0),
             deadline=self.deadline,
@@ -320,7 +333,13 @@ def fill_conversation(
             context.num_unencoded_chars += _num_chars_of(message) + len(reasoning or "")
             continue
         context.begin_role(message.role)
-        if answer is None:
+        if message.images:
+            for part in message.parts:
+                if isinstance(part, str):
+                    context.fill(part)
+                else:
+                    context.image(part)
+        elif answer is None:
             context.fill(text)
         else:
             context.tokens.generated(answer.token_ids, text)
@@ -426,12 +445,14 @@ _NONE = b"\xff" * 8
 
 def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
     """Returns, for each message, the key of the conversation up to and including it: a chained BLAKE2b hash
-    of all fields, without the ids of calls. Arguments are compared as JSON values, because clients may
-    serialise them again. ``start``: the key of the preceding part."""
+    of all fields, without the ids of calls; images count by their sources. Arguments are compared as JSON
+    values, because clients may serialise them again. ``start``: the key of the preceding part."""
     keys: list[bytes] = []
     key = start
     for message in messages:
         fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
+        for placed in message.images:
+            fields += ["image", str(placed.at), placed.image.source]
         for call in message.tool_calls:
             fields += [call.name, _comparable(call.arguments)]
         digest = hashlib.blake2b(key, digest_size=16)

@@ -41,6 +41,7 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
+from agentflow.engine.generator.media import ImageReader, read_images
 from agentflow.engine.generator.prompt_changes import PromptChanges
 from agentflow.engine.generator.select import select_scores, with_ends
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
@@ -124,6 +125,7 @@ class EngineGenerator:
         compiler: None if constraints are not supported.
         patience_s: a request that has waited this long is admitted before others of its tenant and priority.
         embedding: the settings of a model that makes embeddings, such as its prompts.
+        reader: prepares images for the model; None: it has no vision.
     """
 
     def __init__(
@@ -139,8 +141,10 @@ class EngineGenerator:
         compiler: ConstraintCompiler | None = None,
         patience_s: float | None = None,
         embedding: EmbeddingFolder | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self._embedding = embedding
+        self._reader = reader
         self.patience_s = patience_s
         self._use_hints = use_hints
         self._client = client
@@ -167,6 +171,7 @@ class EngineGenerator:
             embedding_models=(name or info.model,) if info.embedding_size else (),
             batch_size=info.batch_size,
             default_max_tokens=SamplingParams().max_tokens,
+            images=reader is not None,
         )
 
     @property
@@ -245,8 +250,10 @@ class EngineGenerator:
         context.end_role()
 
     def image(self, context: EngineContext, image: Image) -> None:
-        """Raises ``NotSupported``: the engine's models have no vision, and ``capabilities`` says so."""
+        """Appends an image, which is read before the text after it is encoded. Raises ``NotSupported`` if the
+        model has no vision."""
         self.capabilities.require_images()
+        context.image(image)
 
     async def converse(self, context: EngineContext, conversation: Conversation) -> None:
         """Writes the conversation into an empty context and opens the assistant's turn. Raises the errors of
@@ -576,6 +583,7 @@ class EngineGenerator:
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """Encodes in a worker thread if the text is long."""
         num_chars = context.num_to_encode + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
+        await self._read_images(context)
         encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
         if not encoded.num_before and not encoded.text:
             raise BadArgument("select on an empty state: append some text or a turn first")
@@ -631,7 +639,8 @@ class EngineGenerator:
             self._place(context, hint.place, hint.objective)
         if hint.deadline_s is not None:
             context.deadline = time.monotonic() + hint.deadline_s
-        if hint.forks is not None and hint.forks > 1 and context.num_to_encode <= MAX_INLINE_CHARS:
+        is_short = context.num_to_encode <= MAX_INLINE_CHARS and not context.tokens.unread
+        if hint.forks is not None and hint.forks > 1 and is_short:
             context.tokens.cut()
             self._compute_ahead(context)
 
@@ -667,6 +676,7 @@ class EngineGenerator:
         before = context.filled_ahead.num_tokens if context.filled_ahead is not None else 0
         try:
             self.limits.check_length(context.num_unencoded_chars)
+            await self._read_images(context)
             token_ids = await self.encode_beside(context.num_to_encode, context.tokens.ids_ahead)
         except AgentflowError:  # the state's next request explains it
             return
@@ -710,12 +720,13 @@ class EngineGenerator:
     async def token_ids(self, context: EngineContext) -> list[int]:
         """Returns the current prompt's ids. Long text is encoded in a thread. The end stays open: text that
         is appended next is encoded together with it."""
+        await self._read_images(context)
         return await self.encode_beside(context.num_to_encode, context.tokens.ids)
 
     async def token_texts(self, context: EngineContext) -> list[str]:
         """Returns the texts of ``token_ids``, including markup."""
         token_ids = await self.token_ids(context)
-        return await self.encode_beside(len(token_ids), self.tokenizer.texts_of, token_ids)
+        return await self.encode_beside(len(token_ids), context.tokens.token_texts, token_ids)
 
     def _compute_ahead(self, context: EngineContext) -> None:
         """Computes the prefix before forks need it, if enough of its tokens are missing. Only for tenants
@@ -808,8 +819,17 @@ class EngineGenerator:
     async def _encode(self, context: EngineContext) -> None:
         """Encodes appended text, in a thread if it is long. The state's ops run one after the other, so
         nothing else changes the tokens meanwhile."""
+        await self._read_images(context)
         await self.encode_beside(context.num_to_encode, context.tokens.cut)
         context.mark_encoded()
+
+    async def _read_images(self, context: EngineContext) -> None:
+        """Reads the images that were appended. Raises the errors of ``read_images``."""
+        images = context.tokens.unread
+        if images:
+            self.capabilities.require_images()
+            assert self._reader is not None
+            await read_images(context.tokens, self._reader, self._client, self.tenant.name, images)
 
     async def encode_beside(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs

@@ -39,7 +39,9 @@ def outline(messages: Sequence[Message], tools: str, salt: str, keys: Sequence[b
     if first is None:
         return None
     system = "\0".join([message.content for message in messages[:first]])
-    return Outline(_hash(f"{salt}\0{messages[first].content}"), _hash(tools), _hash(system), keys)
+    images = [placed.image.source for placed in messages[first].images]
+    begin = "\0".join([salt, messages[first].content, *images])
+    return Outline(_hash(begin), _hash(tools), _hash(system), keys)
 
 
 class PromptChanges:

@@ -1,5 +1,5 @@
 """An engine in a separate process.
 
 ``worker`` runs in it, ``supervisor`` starts it and keeps it alive, ``request_journal`` knows what it owes,
-and ``shutdown_budget`` divides the time of a shutdown.
+``medium_parts`` carries images to it, and ``shutdown_budget`` divides the time of a shutdown.
 """

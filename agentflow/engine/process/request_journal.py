@@ -80,6 +80,8 @@ class RequestJournal:
         self._sent: dict[int, _Entry] = {}
         self._num_suspects = 0
         self._missing: set[str] = set()  # adapters that the process does not have yet
+        self.media: set[str] = set()
+        """The images that the process has."""
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._sent)
@@ -115,7 +117,7 @@ class RequestJournal:
         return [_without_adapter(entry) for entry in waiting]
 
     def release(self) -> list[Submit]:
-        """Returns the requests to send to the process now."""
+        """Returns the requests to send to the process now: those whose adapters and images it has."""
         if not self._queued:
             return []
         if not self._num_suspects:
@@ -126,11 +128,20 @@ class RequestJournal:
             released = [next(entry for entry in self._queued.values() if entry.is_suspect)]
         if self._missing:
             released = [entry for entry in released if entry.submit.adapter not in self._missing]
+        released = [entry for entry in released if self._has_media(entry)]
         for entry in released:
             del self._queued[entry.submit.request_id]
             self._sent[entry.submit.request_id] = entry
         now_s = self._clock()
         return [entry.as_submitted(now_s) for entry in released]
+
+    def _has_media(self, entry: _Entry) -> bool:
+        return self.media.issuperset(run.identity for run in entry.submit.media)
+
+    def missing_media(self) -> set[str]:
+        """Returns the images for which queued requests wait, because the process does not have them."""
+        runs = [run for entry in self._queued.values() for run in entry.submit.media]
+        return {run.identity for run in runs} - self.media
 
     def place(self, placed: Placed) -> None:
         """Gives the unfinished requests of a state their new place, which they have in another process

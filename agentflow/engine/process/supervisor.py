@@ -27,15 +27,18 @@ from msgspec.structs import replace
 
 from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.client import EngineClient
+from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,
     AdapterLoaded,
     CloseState,
+    DropMedium,
     EngineSnapshot,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    KeepMedium,
     LoadAdapter,
     Loaded,
     LoadFailed,
@@ -52,6 +55,7 @@ from agentflow.engine.messages import (
     answer_decoder,
     from_engine_decoder,
 )
+from agentflow.engine.process.medium_parts import medium_parts
 from agentflow.engine.process.request_journal import RequestJournal, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
@@ -283,6 +287,9 @@ class EngineSupervisor:
         self._reloads: dict[int, _Adapter] = {}  # the adapters that this process is loading, by ticket
         self._unneeded: list[str] = []  # identities of adapters, to be unloaded after their last request
         self._sent_keys: set[str] = set()  # of the constraints that were sent to this process
+        self._media: dict[str, PreparedMedium] = {}  # the images that requests may have
+        self._media_sent: set[str] = set()  # to this process, or on the way
+        self._media_outgoing: MemoryObjectSendStream[PreparedMedium] | None = None
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
         self._down_because: str | None = None
@@ -297,7 +304,7 @@ class EngineSupervisor:
         """The process id; None between two processes."""
         return None if self._child is None else self._child.pid
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine | KeepMedium) -> None:
         """Accepts a message whether or not a process is running. Raises ``EngineDown`` for a ``Query``
         without a process, and for a ``Submit`` while the engine is down."""
         match message:
@@ -315,6 +322,10 @@ class EngineSupervisor:
             case UnloadAdapter():
                 self._unneeded.append(message.identity)
                 self._forward()
+            case KeepMedium():
+                self._media[message.medium.identity] = message.medium  # sent when a request needs it
+            case DropMedium():
+                self._drop_medium(message.identity)
             case CloseState() | Placed():
                 if isinstance(message, Placed):
                     self._journal.place(message)
@@ -433,14 +444,19 @@ class EngineSupervisor:
         self._pace = StepPace(self._deadlines)
         self._num_frames = 0
         self._down_because = None
+        self._journal.media.clear()
+        self._media_sent.clear()
         outgoing, to_write = anyio.create_memory_object_stream[bytes](math.inf)
-        self._outgoing = outgoing
+        media_outgoing, media = anyio.create_memory_object_stream[PreparedMedium](math.inf)
+        self._outgoing, self._media_outgoing = outgoing, media_outgoing
+        turn = anyio.Lock()
         try:
-            with outgoing, to_write:
+            with outgoing, to_write, media_outgoing, media:
                 self._load_adapters()
                 self._forward()
                 async with open_task_group() as group:
-                    group.start_soon(_write, child, to_write)
+                    group.start_soon(_write, child, to_write, turn)
+                    group.start_soon(self._write_media, child, media, turn)
                     group.start_soon(self._watch, group.cancel_scope)
                     while True:
                         for frame in await child.receive():
@@ -451,7 +467,7 @@ class EngineSupervisor:
                             self._num_frames += 1
                             self._receive(messages)
         finally:
-            self._outgoing = None
+            self._outgoing = self._media_outgoing = None
         raise _Hung(f"hung: it was silent for {self._pace.limit_s:g} s with unfinished requests")
 
     async def _expire(self, limit_s: float, scope: anyio.CancelScope) -> None:
@@ -576,8 +592,39 @@ class EngineSupervisor:
         if self._unneeded:
             self._unload_adapters()
         if self._outgoing is not None:
+            self._send_media()
             for submit in self._journal.release():
                 self._post(self._without_known_payload(submit))
+
+    def _send_media(self) -> None:
+        """Begins to send the images for which requests wait."""
+        assert self._media_outgoing is not None
+        for identity in self._journal.missing_media() - self._media_sent:
+            self._media_sent.add(identity)
+            self._media_outgoing.send_nowait(self._media[identity])
+
+    def _drop_medium(self, identity: str) -> None:
+        self._media.pop(identity, None)
+        if identity in self._journal.media and self._outgoing is not None:
+            self._journal.media.discard(identity)
+            self._media_sent.discard(identity)
+            self._post(DropMedium(identity))
+
+    async def _write_media(
+        self, child: EngineChild, media: MemoryObjectReceiveStream[PreparedMedium], turn: anyio.Lock
+    ) -> None:
+        """Writes images in parts, after each of which other messages have their turn."""
+        try:
+            async for medium in media:
+                for part in medium_parts(medium):
+                    async with turn:
+                        await child.send(to_frame(part))
+                self._journal.media.add(medium.identity)
+                if medium.identity not in self._media:  # dropped meanwhile
+                    self._drop_medium(medium.identity)
+                self._forward()
+        except OSError:
+            pass  # the process died; the reader handles it
 
     def _without_known_payload(self, submit: Submit) -> Submit:
         """Removes the payload, which may be megabytes, of a constraint that was already sent to this process.
@@ -602,9 +649,10 @@ class EngineSupervisor:
             self._client.receive(messages)
 
 
-async def _write(child: EngineChild, to_write: MemoryObjectReceiveStream[bytes]) -> None:
+async def _write(child: EngineChild, to_write: MemoryObjectReceiveStream[bytes], turn: anyio.Lock) -> None:
     try:
         async for frame in to_write:
-            await child.send(frame)
+            async with turn:
+                await child.send(frame)
     except OSError:
         pass  # the process died; the reader handles it

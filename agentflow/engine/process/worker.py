@@ -25,15 +25,18 @@ from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.messages import (
     FromEngine,
+    KeepMedium,
     Loaded,
     LoadEngine,
     LoadFailed,
     Logged,
+    MediumPart,
     Start,
     Stop,
     start_decoder,
     to_engine_decoder,
 )
+from agentflow.engine.process.medium_parts import MediumAssembly
 from agentflow.errors import AgentflowError, EngineFailed
 
 logger = logging.getLogger(__name__)
@@ -132,10 +135,15 @@ class EngineProcess:
 
     def _read(self) -> None:
         """Reads messages until the socket closes, then ends the process."""
+        media = MediumAssembly()
         try:
             for frame in self._frames:
                 assert self._engine is not None  # the server sends nothing before Loaded
-                self._engine.send(to_engine_decoder.decode(frame))
+                message = to_engine_decoder.decode(frame)
+                if not isinstance(message, MediumPart):
+                    self._engine.send(message)
+                elif (medium := media.push(message)) is not None:
+                    self._engine.send(KeepMedium(medium))
             if self._engine is not None:
                 self._engine.send(Stop())
                 threading.Event().wait(LAST_STEP_S)  # the process ends meanwhile, unless a step hangs

@@ -11,6 +11,10 @@ is only one request).
 Running requests and the radix cache share the KV pool. If slots are missing, unlocked cache is evicted. If
 that is not enough, the running request that is cheapest to redo is *preempted*: its slots become free, its
 tokens are kept, and it waits at the front of the queue.
+
+Images are encoded in slices (``media_work``). A slice takes the place of a chunk of a prompt: the policy
+picks the request that it is for, it takes its time off the time for prompts, and it is charged to the tenant
+as the tokens that could be computed in that time.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from dataclasses import dataclass, field
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.radix_cache import TokenRun
+from agentflow.engine.media_run import MediaRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.batch_builder import build_batch
@@ -32,6 +37,7 @@ from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLIC
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes, divided
 from agentflow.engine.scheduling.kv_memory import KVMemory, NewLiveness
+from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
@@ -106,6 +112,7 @@ class Scheduler:
         on_blocks: As of ``RadixCache``.
         clock: Seconds, for the times between the requests of a state.
         new_liveness: As of ``KVMemory``.
+        media: The encodings of images; None: the runner needs none.
 
     Raises:
         BadArgument: The policy is unknown.
@@ -122,8 +129,12 @@ class Scheduler:
         on_blocks: OnBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_liveness: NewLiveness | None = None,
+        media: MediaWork | None = None,
     ) -> None:
         self.config = config
+        self.media = media
+        self.wants_media = False
+        """Whether an encoding goes on, or begins once no batch is in flight."""
         self.max_total_tokens = min(max_context, num_slots)
         if config.policy not in policies:
             known = ", ".join(policies)
@@ -184,8 +195,11 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its tokens, or None if there is nothing to run (before the batch
-        in flight completes, if there is one). ``RequestFault`` after a fault. If a batch cannot be built, its
-        requests run alone, which finds the one at fault."""
+        in flight completes, if there is one). ``media.planned`` has the slices of encodings to run before the
+        batch, or without one; none are planned while a batch is in flight. ``RequestFault`` after a fault. If
+        a batch cannot be built, its requests run alone, which finds the one at fault."""
+        if self.media is not None:
+            self.media.start_step()
         if self._in_flight and self._retries:
             return None
         while True:
@@ -204,6 +218,7 @@ class Scheduler:
         """The next step, or None if there is nothing to run."""
         if not self.running and not len(self.waiting):
             return None
+        self.wants_media = False
         try:
             self.pauses.resume()
             while True:
@@ -212,7 +227,7 @@ class Scheduler:
                 self._prefill(draft)
                 if draft.num_tokens:
                     return draft
-                if not self.running or self._in_flight:
+                if not self.running or self._in_flight or (self.media is not None and self.media.planned):
                     return None
                 self._preempt_one(1)  # unfinished prefills use all slots together
         except Exception as error:
@@ -311,12 +326,20 @@ class Scheduler:
                     self._hold_back(request)
                     may_admit = self._pace.hold_back(request, self.memory.num_computed)
                     continue
+                if (run := self._missing_at_start(request)) is not None:
+                    if not self._encode(request, run.identity, draft):
+                        self._hold_back(request)
+                    continue
                 if not self._admit(request, admission):
                     self._hold_back(request)
                     may_admit = admission.is_open
                     continue
                 may_admit = self.memory.has_free_row
                 prompts.append(request)
+            if (run := self._missing_next(request, draft)) is not None:
+                if not self._encode(request, run.identity, draft):
+                    prompts.remove(request)
+                continue
             num_tokens = self._chunk_size(request, draft, chunk)
             if not num_tokens and draft.num_tokens > draft.num_decode:
                 return  # no time or no slots are left
@@ -324,8 +347,51 @@ class Scheduler:
                 start = request.num_computed + request.num_nodes_computed + draft.tokens.get(request, 0)
                 draft.add(request, num_tokens)
                 self._charge(request, start + num_tokens, num_tokens)
+                if self.media is not None and request.media:
+                    self.media.use(request, start, start + num_tokens)
             if not num_tokens or not draft.num_left(request):
                 prompts.remove(request)
+
+    def _missing_at_start(self, request: Request) -> MediaRun | None:
+        """The run that a waiting request needs first, if it has no features."""
+        if self.media is None or not request.media:
+            return None
+        return self.media.missing(request, self._peek(request.extra_key, request.reusable_run()))
+
+    def _missing_next(self, request: Request, draft: Draft) -> MediaRun | None:
+        """The run of which a running request needs the next token, if it has no features."""
+        if self.media is None or not request.media:
+            return None
+        start = request.num_computed + draft.tokens.get(request, 0)
+        run = self.media.missing(request, start)
+        return run if run is not None and run.start <= start else None
+
+    def _encode(self, request: Request, identity: str, draft: Draft) -> bool:
+        """Plans slices of the encoding that the request needs, as many as take the time of a chunk. Whether
+        more may be planned for it in this step."""
+        assert self.media is not None
+        self.wants_media = True
+        if self._in_flight or not self.media.begin(identity, self.running.values()):
+            return False
+        num_left, slice_s = self.media.num_left(identity), self.media.slice_s(identity)
+        is_first = draft.num_tokens == draft.num_decode and not self.media.planned
+        least = 1 if is_first else 0
+        if slice_s is None:  # one slice shows what it takes
+            count = min(num_left, least)
+        else:
+            spare_s = PROMPT_STEP_S if draft.spare_s == math.inf else draft.spare_s
+            num_now = int(spare_s / CHUNKS_PER_STEP / slice_s) or int(spare_s >= slice_s)
+            count = min(num_left, max(least, num_now))
+            draft.spare_s = spare_s - count * slice_s
+        if not count:
+            return False
+        self.media.plan(identity, count)
+        num_tokens = self.cost.tokens_within(count * (slice_s or 0.0), 0, is_first=False)
+        if not 0 < num_tokens < 2**31:  # a cost is unknown
+            num_tokens = count * MIN_CHUNK
+        self.waiting.charge(request, num_tokens)
+        self.pauses.charge(request.tenant, num_tokens)
+        return count < num_left
 
     def _hold_back(self, request: Request) -> None:
         request.is_held_back = True
@@ -399,7 +465,8 @@ class Scheduler:
     def retry_one_by_one(self) -> list[Request]:
         """The oldest batch in flight failed: runs each of its requests alone, before anything else. If there
         is only one, returns it, and the caller must release it."""
-        return self._retry([[item] for item in self._in_flight.oldest_work()])
+        work = self._in_flight.oldest_work()
+        return self._retry(self.discard(), [[item] for item in work])
 
     def retry_smaller(self) -> list[Request]:
         """The oldest batch in flight ran out of memory: runs it again in halves, before anything else, and
@@ -412,11 +479,11 @@ class Scheduler:
         cannot_divide = len(work) == 1 if self.config.whole_prompts else num_tokens == 1
         if cannot_divide:
             self._pass_size.does_not_fit()
-            return self._retry([work])
-        return self._retry(self._divided(work, self._pass_size.divide(num_tokens)))
+            return self._retry(self.discard(), [work])
+        size, requests = self._pass_size.divide(num_tokens), self.discard()
+        return self._retry(requests, self._divided(work, size))
 
-    def _retry(self, parts: list[list[Work]]) -> list[Request]:
-        requests = self.discard()
+    def _retry(self, requests: list[Request], parts: list[list[Work]]) -> list[Request]:
         if len(parts) == 1:
             return requests
         self._retries.extendleft(reversed(parts))
@@ -577,13 +644,37 @@ class Scheduler:
             return left if has_room and left <= available else 0
         num_tokens = min(chunk, draft.num_free, draft.num_left(request), available)
         given = draft.tokens.get(request, 0)
+        if request.media:
+            num_tokens = self._whole_runs(request, request.num_computed + given, num_tokens, draft)
+            if num_tokens > available:
+                return 0
         context, is_first = request.num_computed + given, not given
         affordable = self.cost.tokens_within(draft.spare_s, context, is_first=is_first)
         if affordable < num_tokens:
-            least = 0 if draft.num_tokens > draft.num_decode else min(num_tokens, MIN_CHUNK)
+            has_others = draft.num_tokens > draft.num_decode or (
+                self.media is not None and self.media.planned
+            )
+            least = 0 if has_others else min(num_tokens, MIN_CHUNK)
             num_tokens = affordable if affordable >= MIN_CHUNK else least
+            if request.media:
+                num_tokens = self._whole_runs(request, context, num_tokens, draft)
+                num_tokens = num_tokens if num_tokens <= available else 0
         draft.spare_s -= self.cost.chunk_s(num_tokens, context, is_first=is_first)
         return num_tokens
+
+    def _whole_runs(self, request: Request, start: int, num_tokens: int, draft: Draft) -> int:
+        """A number of tokens near ``num_tokens`` with which no run that attends both ways is divided, and no
+        run begins that has no features. The step's first chunk may be a whole run that is longer; others
+        wait for a step in which there is room."""
+        if not num_tokens or start >= request.num_prompt:
+            return num_tokens
+        run = None if self.media is None else self.media.first_missing(request, start)
+        if run is not None:
+            num_tokens = min(num_tokens, run.start - start)
+        num_whole = request.whole_end(start, start + num_tokens) - start
+        if num_whole > max(num_tokens, draft.num_free) and draft.num_tokens > draft.num_decode:
+            return 0
+        return num_whole
 
     def _charge(self, request: Request, end: int, num_tokens: int) -> None:
         """Charges the tenant for the last ``num_tokens`` tokens before ``end``, except tokens that were

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,8 +323,8 @@ class ChatTemplate:
             shown = self._rendered([{"role": "user", "content": content}])
         except Exception:  # a template is a program and may raise anything
             return None
-        start = len(os.path.commonprefix([alone, shown]))
-        end = len(os.path.commonprefix([alone[start:][::-1], shown[start:][::-1]]))
+        start = _num_equal(alone, shown)
+        end = _num_equal(alone[start:][::-1], shown[start:][::-1])
         written = shown[start : len(shown) - end]
         places = special_places(written)
         if not places:
@@ -406,6 +405,12 @@ class ChatTemplate:
             return self.render(turns).replace(marker, "\0")
         except NotSupported:
             return ""
+
+
+def _num_equal(one: str, other: str) -> int:
+    """Returns the length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class _Generation(jinja2.ext.Extension):

@@ -6,8 +6,8 @@ the hash of a rendered text, at places where its encoding may be cut, to the ids
 it was computed, and the answer as it was generated. Equal texts get these ids.
 
 Texts are compared byte for byte, and special tokens count as such: a user's ``<|im_end|>`` is not equal to
-the markup ``<|im_end|>``. An image counts by its identity. The places are the ends of spans, and both sides of each special token in markup
-and in generated text.
+the markup ``<|im_end|>``. An image counts by its identity. The places are the ends of spans, and both sides
+of each special token in markup and in generated text.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Whitespace
+from agentflow.protocol.images import PlacedImage, moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,24 +234,41 @@ def as_plain_messages(
     and the user's text directly after them, share a turn, because many templates require alternating roles.
     """
     plain: list[Message] = []
-    parts: list[list[str]] = []  # the lines of the content of each message
+    parts: list[list[Message]] = []  # the contents of each message, on lines
     is_answering = False
     for message in messages:
-        content = message.content
+        content, role = message.content, message.role
         if message.role == "tool":
-            content, role = f"{RESULT_BEGIN}{content}{RESULT_END}", "user"
-        else:
-            role = message.role
+            shown = _after(RESULT_BEGIN, message)
+            content, role = f"{shown.content}{RESULT_END}", "user"
+            message = replace(message, images=shown.images)
         if message.tool_calls:
             content = _with_calls(message)
+        said = Message(role, content, images=message.images)
         if is_answering and role == "user":
-            parts[-1].append(content)
+            parts[-1].append(said)
         else:
             plain.append(Message(role, "", message.generated))
-            parts.append([content])
+            parts.append([said])
         is_answering = message.role == "tool"
-    plain = [replace(one, content="\n".join(said)) for one, said in zip(plain, parts, strict=True)]
+    plain = [_on_lines(one, said) for one, said in zip(plain, parts, strict=True)]
     return tuple(_with_tools(plain, tools, template) if tools else plain)
+
+
+def _after(text: str, message: Message) -> Message:
+    """Returns the message with ``text`` before its content."""
+    return replace(message, content=text + message.content, images=moved(message.images, len(text)))
+
+
+def _on_lines(message: Message, said: Sequence[Message]) -> Message:
+    """Returns the message with the contents of others, one on each line."""
+    images: list[PlacedImage] = []
+    num_chars = 0
+    for line in said:
+        images += moved(line.images, num_chars)
+        num_chars += len(line.content) + 1
+    content = "\n".join([line.content for line in said])
+    return replace(message, content=content, images=tuple(images))
 
 
 def _with_calls(message: Message) -> str:
@@ -270,7 +288,7 @@ def _with_tools(plain: list[Message], tools: Sequence[ToolSpec], template: ChatT
     with_system = [Message("system", text), *plain]
     if not plain or takes_system(template):
         return with_system
-    return [replace(plain[0], content=f"{text}\n\n{plain[0].content}"), *plain[1:]]
+    return [_after(f"{text}\n\n", plain[0]), *plain[1:]]
 
 
 def takes_system(template: ChatTemplate) -> bool:

@@ -217,7 +217,7 @@ def test_an_attached_history_tells_images_apart() -> None:
 
     first = asked("cat")
     first.cut()
-    answer = [[one] for one in "a cat".encode()]
+    answer = [[one] for one in b"a cat"]
     split = [one for part in answer for one in TOKENIZER.encode(bytes(part).decode(), continues=True)]
     first.keep_answer(split, "a cat")
     prompt = first.ids()

@@ -41,7 +41,9 @@ class Harness:
     collected, if there is one to launch."""
 
     def __init__(self, num_slots: int = 256, *, ahead: bool = False, **config) -> None:
-        self.runner = FakeRunner(num_slots=num_slots, max_context=128, launches_ahead=ahead)
+        self.runner = FakeRunner(
+            num_slots=num_slots, max_context=128, launches_ahead=ahead, needs_features=False
+        )
         self.in_flight: deque[Batch] = deque()
         self.scheduler = Scheduler(
             num_slots=num_slots,

@@ -1,0 +1,198 @@
+"""The encodings of images: which media have features, and which slices of encodings a step runs.
+
+Features are made when the first request needs them: when it is its turn, and the keys and values of the
+image's tokens are not cached. The request then waits in the queue, without slots. The features of later
+images are made when the request has computed everything before them. Encodings belong to media, not to
+requests: several requests share one, and one that nobody waits for any more is continued by the next.
+
+Features stay within a budget of bytes. The least recently used ones go first, then unfinished encodings.
+Features that a running request needs next stay; so whoever has features can compute, and whatever the budget
+is, all requests end. Only a medium that exceeds the budget alone may exceed it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from agentflow.engine.media_run import MediaRun, PreparedMedium
+from agentflow.engine.request import Request
+from agentflow.engine.runner import MediaEncoding, MediaRunner
+
+MEMORY = 0.9
+"""The part of the learned cost that remains after another encoding step."""
+
+
+class MediaWork:
+    """The media of one engine.
+
+    ``planned``: the slices of each encoding that the step being planned runs. ``num_encoded``: media whose
+    features were made. ``num_evicted``: media whose features, or parts of them, were dropped for room.
+    ``num_slices``, ``encode_s``: the slices that were run, and their time.
+
+    Args:
+        runner: Encodes.
+        most_bytes: The budget for features.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        runner: MediaRunner,
+        most_bytes: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._media: dict[str, PreparedMedium] = {}
+        # Features in the order of their last use, with their bytes; unfinished ones are also in ``_begun``.
+        self._features: OrderedDict[str, int] = OrderedDict()
+        self._begun: dict[str, MediaEncoding] = {}
+        self._used: set[str] = set()  # by the tokens of the step being planned
+        self._flops = self._seconds = 0.0  # of late slices
+        self.planned: dict[str, int] = {}
+        self.feature_bytes = 0
+        self.pixel_bytes = 0
+        self.num_encoded = self.num_evicted = self.num_slices = 0
+        self.encode_s = 0.0
+
+    def __contains__(self, identity: str) -> bool:
+        """Whether the engine has the content of the medium."""
+        return identity in self._media
+
+    def keep(self, medium: PreparedMedium) -> None:
+        """The engine has the content of a medium."""
+        self.drop(medium.identity)
+        self._media[medium.identity] = medium
+        self.pixel_bytes += medium.nbytes
+
+    def drop(self, identity: str) -> None:
+        """No request needs the content any more. Complete features stay until their room is needed."""
+        medium = self._media.pop(identity, None)
+        if medium is not None:
+            self.pixel_bytes -= medium.nbytes
+        if identity in self._begun:
+            self._forget(identity)
+
+    def start_step(self) -> None:
+        """A step is being planned."""
+        self.planned.clear()
+        self._used.clear()
+
+    def missing(self, request: Request, num_done: int) -> MediaRun | None:
+        """The first run of the request that is not computed after ``num_done`` tokens, if it has no features
+        yet."""
+        for run in request.media:
+            if run.end > num_done:
+                return None if self.is_ready(run.identity) else run
+        return None
+
+    def first_missing(self, request: Request, num_done: int) -> MediaRun | None:
+        """The first run after ``num_done`` tokens without features."""
+        late = [run for run in request.media if run.end > num_done]
+        return next((run for run in late if not self.is_ready(run.identity)), None)
+
+    def is_ready(self, identity: str) -> bool:
+        """Whether the medium has its features."""
+        return identity in self._features and identity not in self._begun
+
+    def use(self, request: Request, start: int, end: int) -> None:
+        """The step being planned computes these tokens of the request."""
+        for run in request.media:
+            if run.start < end and start < run.end:
+                self._used.add(run.identity)
+                self._features.move_to_end(run.identity)
+
+    def begin(self, identity: str, running: Iterable[Request]) -> bool:
+        """Begins an encoding, or continues it. Whether there is room for it in this step. Raises what the
+        runner raises."""
+        if identity in self._features:
+            self._features.move_to_end(identity)
+            return True
+        medium = self._media[identity]
+        num_bytes = self._runner.feature_bytes(medium)
+        if not self._make_room(num_bytes, running):
+            return False
+        self._begun[identity] = self._runner.encode_medium(medium)
+        self._features[identity] = num_bytes
+        self.feature_bytes += num_bytes
+        return True
+
+    def num_left(self, identity: str) -> int:
+        """The slices of a begun encoding that are neither run nor planned."""
+        return self._begun[identity].num_slices - self.planned.get(identity, 0)
+
+    def slice_s(self, identity: str) -> float | None:
+        """The seconds of a slice; None: unknown."""
+        if not self._flops:
+            return None
+        return self._seconds / self._flops * self._begun[identity].flops_per_slice
+
+    def plan(self, identity: str, count: int) -> None:
+        """The step runs ``count`` more slices of the encoding."""
+        self.planned[identity] = self.planned.get(identity, 0) + count
+
+    def run_planned(self) -> list[tuple[str, Exception]]:
+        """Runs the planned slices. Returns the media whose encodings failed, which are forgotten."""
+        failed: list[tuple[str, Exception]] = []
+        planned, self.planned = self.planned, {}
+        for identity, count in planned.items():
+            if identity not in self._begun:  # dropped since
+                continue
+            encoding = self._begun[identity]
+            flops, began = count * encoding.flops_per_slice, self._clock()
+            try:
+                encoding.run(count)
+            except Exception as error:
+                self._forget(identity)
+                failed.append((identity, error))
+                continue
+            took_s = self._clock() - began
+            self._flops = MEMORY * self._flops + flops
+            self._seconds = MEMORY * self._seconds + took_s
+            self.num_slices += count
+            self.encode_s += took_s
+            if not encoding.num_slices:
+                del self._begun[identity]
+                self.num_encoded += 1
+        return failed
+
+    def shrink(self, running: Iterable[Request]) -> bool:
+        """Drops all features that no running request needs next, because memory is short. Whether there were
+        any."""
+        before = len(self._features)
+        self._make_room(math.inf, running)
+        return len(self._features) < before
+
+    def _make_room(self, num_bytes: float, running: Iterable[Request]) -> bool:
+        """Drops features until there is room. Whether there is, or nothing else is left."""
+        if self.feature_bytes + num_bytes <= self._most_bytes:
+            return True
+        needed = self._used | self.planned.keys() | self._needed_by(running)
+        unfinished = [one for one in self._features if one in self._begun]
+        complete = [one for one in self._features if one not in self._begun]
+        for identity in complete + unfinished:
+            if identity in needed:
+                continue
+            self._forget(identity)
+            self.num_evicted += 1
+            if self.feature_bytes + num_bytes <= self._most_bytes:
+                return True
+        return not self._features
+
+    def _needed_by(self, running: Iterable[Request]) -> set[str]:
+        """The media that running requests need next."""
+        needed: set[str] = set()
+        for request in running:
+            run = next((one for one in request.media if one.end > request.num_computed), None)
+            if run is not None and self.is_ready(run.identity):
+                needed.add(run.identity)
+        return needed
+
+    def _forget(self, identity: str) -> None:
+        self.feature_bytes -= self._features.pop(identity)
+        self._begun.pop(identity, None)
+        self._runner.drop_medium(identity)

@@ -1,0 +1,209 @@
+"""Images from a state to the answer, on the fake model with vision: engine, client and generator."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from support.engine.fake_vision import (
+    TEMPLATE,
+    TOKENIZER,
+    FakeReader,
+    answer_alone,
+    picture,
+    prepared,
+    vision_runner,
+)
+from support.faults import has_param
+
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
+from agentflow.protocol.chat import Conversation, Message, read_reply
+from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.sampling import GenParams
+
+pytestmark = pytest.mark.anyio
+
+PARAMS = GenParams(max_tokens=5, ignore_eos=True, temperature=0.0)
+
+
+@asynccontextmanager
+async def vision(
+    *, runner: FakeRunner | None = None, sees_all: bool = False, **config
+) -> AsyncIterator[tuple[EngineGenerator, FakeRunner, EngineClient]]:
+    runner = runner or vision_runner()
+    opening = running_engine(lambda: (runner, TOKENIZER, SchedulerConfig(**config)))
+    async with opening as client:
+        reader = FakeReader(sees_all=sees_all)
+        yield EngineGenerator(client, TEMPLATE, reader=reader), runner, client
+        with anyio.fail_after(10):
+            await client.until_idle()
+        await client.stats()
+        client.engine.scheduler.check_idle()
+
+
+def ask(generator: EngineGenerator, *parts: str, salt: str = ""):
+    """A context with a turn of the user; parts that begin with # are pictures."""
+    context = generator.open(salt)
+    generator.begin_role(context, "user")
+    for part in parts:
+        if part.startswith("#"):
+            generator.image(context, picture(part))
+        else:
+            generator.fill(context, part)
+    generator.end_role(context)
+    generator.begin_role(context, "assistant")
+    return context
+
+
+async def answer(generator: EngineGenerator, context) -> tuple[list[int], int]:
+    """The generated ids, and the cached tokens of the prompt."""
+    found = await generator.generate(context, PARAMS, lambda _: None)
+    return context.tokens.ids()[-5:], found.usage.cached_tokens
+
+
+async def expected(generator: EngineGenerator, context, names: Sequence[str], sees_all: bool = False):
+    ids = await generator.prompt_ids(context)
+    media = [prepared(name.encode(), sees_all=sees_all) for name in dict.fromkeys(names)]
+    return answer_alone(ids, media, 5)
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+@pytest.mark.parametrize("token_budget", [5, 64])
+async def test_answers_and_shared_pictures(sees_all: bool, token_budget: int) -> None:
+    async with vision(sees_all=sees_all, token_budget=token_budget) as (generator, runner, _):
+        first = ask(generator, "Look: ", "#cat", "What?")
+        wanted = await expected(generator, first, ["#cat"], sees_all)
+        num_prompt = len(first.tokens.ids())
+        assert await answer(generator, first) == (wanted, 0)
+        second = ask(generator, "Look: ", "#cat", "Why is it there?")
+        wanted = await expected(generator, second, ["#cat"], sees_all)
+        found, num_cached = await answer(generator, second)
+        assert found == wanted
+        assert num_cached > num_prompt - 20
+        other = ask(generator, "Look: ", "#dog", "What?")
+        wanted = await expected(generator, other, ["#dog"], sees_all)
+        found, num_cached = await answer(generator, other)
+        assert found == wanted
+        assert num_cached == other.tokens.ids().index(min(other.tokens.ids(), key=lambda one: one >= 0))
+        assert runner.num_encoded == 2
+
+
+async def test_a_forked_picture_is_read_and_encoded_once() -> None:
+    async with vision() as (generator, runner, _):
+        context = ask(generator, "#cat", "#cat", "Compare.")
+        forks = await generator.fork(context, 4)
+        wanted = await expected(generator, context, ["#cat"])
+        answers = []
+
+        async def run(fork) -> None:
+            answers.append((await answer(generator, fork))[0])
+
+        async with anyio.create_task_group() as group:
+            for fork in forks:
+                group.start_soon(run, fork)
+        assert answers == [wanted] * 4
+        assert len(generator._reader.read) == 1
+        assert runner.num_encoded == 1
+
+
+async def test_pictures_in_conversations() -> None:
+    async with vision() as (generator, _, _):
+        turn = Message("user", "Look. Why?", images=(PlacedImage(5, picture("#cat")),))
+        context = generator.open("")
+        await generator.converse(context, Conversation((turn,)))
+        streamed = ask(generator, "Look.", "#cat", " Why?")
+        assert await generator.prompt_ids(context) == await generator.prompt_ids(streamed)
+        replied = await generator.reply(context, PARAMS, lambda _: None)
+        # The client sends the conversation again: the answer's tokens are those that were generated.
+        again = generator.open("")
+        turns = (turn, Message("assistant", read_reply(replied.text).text), Message("user", "And?"))
+        await generator.converse(again, Conversation(turns))
+        ids = await generator.prompt_ids(again)
+        num_common = len(context.tokens.ids())
+        assert ids[:num_common] == context.tokens.ids()
+        other = Message("user", "Look. Why?", images=(PlacedImage(5, picture("#dog")),))
+        third = generator.open("")
+        await generator.converse(third, Conversation((other, *turns[1:])))
+        found = await generator.reply(third, PARAMS, lambda _: None)
+        assert found.usage.cached_tokens < ids.index(min(ids)) + 1
+
+
+async def test_choices_and_questions_behind_a_picture() -> None:
+    async with vision() as (generator, runner, _):
+        context = ask(generator, "#cat", "A cat?")
+        scored = await generator.score(context, ["yes", "no"], "token_length_normalized")
+        assert scored.usage.prompt_tokens > 12
+        assert generator.text(context).endswith(["yes", "no"][scored.index])
+        assert runner.num_encoded == 1
+
+
+async def test_failures_of_pictures() -> None:
+    def broken(identity: str, _: int) -> None:
+        if identity == prepared(b"#bad").identity:
+            raise RuntimeError("the tower fell")
+
+    runner = vision_runner(on_slices=broken)
+    async with vision(runner=runner) as (generator, _, client):
+        with pytest.raises(EngineFailed):
+            await answer(generator, ask(generator, "#bad"))
+        good = ask(generator, "#good")
+        wanted = await expected(generator, good, ["#good"])
+        assert (await answer(generator, good))[0] == wanted
+        blind = EngineGenerator(client, TEMPLATE)
+        with pytest.raises(NotSupported):
+            ask(blind, "#cat")
+        assert not blind.capabilities.images
+        context = generator.open("")
+        generator.image(context, Image("https://example.org/a.png"))
+        with pytest.raises(BadArgument, check=has_param("image")):
+            await generator.prompt_ids(context)
+
+
+async def test_pixels_are_bounded_and_released() -> None:
+    async with vision() as (generator, _, client):
+        client._media._most_bytes = 7000  # two pictures
+        contexts = [ask(generator, f"#{number}") for number in range(3)]
+        await answer(generator, contexts[0])
+        await answer(generator, contexts[1])
+        with pytest.raises(Overloaded):
+            await answer(generator, contexts[2])
+        stats = await client.stats()
+        assert (stats.media_pixel_bytes, stats.media_encoded) == (6000, 2)
+        generator.free(contexts[0])
+        del contexts[0]
+        await answer(generator, contexts[1])
+        stats = await client.stats()
+        assert (stats.media_pixel_bytes, stats.media_encoded) == (6000, 3)
+
+
+async def test_an_aborted_encoding_leaves_nothing() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stand(*_) -> None:
+        reached.set()
+        go_on.wait(10)
+
+    runner = vision_runner(on_slices=stand)
+    async with vision(runner=runner) as (generator, _, client):
+        context = ask(generator, "#cat")
+        async with anyio.create_task_group() as group:
+            group.start_soon(answer, generator, context)
+            await anyio.to_thread.run_sync(reached.wait, 10)
+            group.cancel_scope.cancel()
+        go_on.set()
+        generator.free(context)
+        del context
+        gc.collect()  # the cancelled call refers to it
+        await client.stats()  # the request has ended here, too
+        stats = await client.stats()
+        assert stats.waiting == stats.running == 0
+        assert stats.media_pixel_bytes == 0
+        assert not runner.encodings
