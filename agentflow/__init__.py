@@ -28,10 +28,11 @@ from agentflow.errors import (
     ServerLost,
 )
 from agentflow.language.batch.map import ProgramMap
+from agentflow.language.expressions import ImageExpression as Image
+from agentflow.language.expressions import VideoExpression as Video
 from agentflow.language.expressions import (
     assistant,
     conversation,
-    image,
     select,
     system,
     tool_result,
@@ -40,6 +41,7 @@ from agentflow.language.expressions import (
 from agentflow.language.gen import gen, reply
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.host import OpenSession
+from agentflow.language.media import image, video
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.session import Session
 from agentflow.language.states.event_stream import ProgramEvent, RunDone, TextDelta, VariableDone
@@ -82,6 +84,7 @@ __all__ = [
     "Embedded",
     "Fallback",
     "Graph",
+    "Image",
     "InvalidValue",
     "McpServer",
     "Message",
@@ -118,6 +121,7 @@ __all__ = [
     "Usage",
     "Variable",
     "VariableDone",
+    "Video",
     "__version__",
     "act",
     "assistant",
@@ -139,6 +143,7 @@ __all__ = [
     "tool",
     "tool_result",
     "user",
+    "video",
 ]
 
 

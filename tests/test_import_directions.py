@@ -82,6 +82,7 @@ ROOMS = {
         "failures",
         "typed",
         "expressions",
+        "media",
         "gen",
         "op_log",
         "display",

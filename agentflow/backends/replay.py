@@ -56,8 +56,9 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
+from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, spec_of
-from agentflow.recording.file import Recording, read_recording
+from agentflow.recording.file import Recording, read_image, read_recording
 from agentflow.recording.places import Content, ForkTree, Node, Path, describe, difference
 from agentflow.recording.runs import (
     CONTROL,
@@ -155,6 +156,10 @@ class _ReplayConnection:
             resolves_params=recording.header.resolves_params,
         )
         self._schedule_loss()
+
+    def file_of(self, source: str) -> Image | None:
+        """The image, or the file of a video, in the folder of the recording; None if it is not there."""
+        return read_image(self._recording.path, source)
 
     def send(self, ops: Sequence[ops.Op]) -> None:
         rejection: ErrorInfo | None = None

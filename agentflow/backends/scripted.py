@@ -50,7 +50,7 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, Stats, Usage
-from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.images import Image, Medium, Video, kind_of, placed_in
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
@@ -126,9 +126,6 @@ queues. A state runs its ops in order and stops at the first that fails, so the 
 that runs."""
 
 
-_IMAGE = "<image>"
-
-
 @dataclass
 class ScriptedContext:
     """A state as text, with turns as ``<role>…</role>``."""
@@ -143,7 +140,7 @@ class ScriptedContext:
     calls_at: int | None = None  # where its tool calls begin
     calls: tuple[ToolCall, ...] = ()  # its tool calls
     answered: tuple[str | None, str | None] = (None, None)  # the id of the call that it answers, and the tool
-    images: tuple[tuple[int, Image], ...] = ()  # of the open turn, with their places in its text
+    images: tuple[tuple[int, Medium], ...] = ()  # of the open turn, with their places in its text
     num_calls: int = 0
 
     def begin(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
@@ -161,20 +158,18 @@ class ScriptedContext:
     def open_message(self) -> Message:
         """The open turn."""
         written = self.text[self.turn_at : self.calls_at]
-        pieces, done = [], 0
-        for at, _ in self.images:
-            pieces.append(written[done:at])
-            done = at + len(_IMAGE)
-        content = "".join([*pieces, written[done:]])
-        images = [
-            PlacedImage(at - number * len(_IMAGE), image) for number, (at, image) in enumerate(self.images)
-        ]
-        return Message(self.open_roles[-1], content, self.calls, *self.answered, tuple(images))
+        parts: list[str | Medium] = []
+        done = 0
+        for at, medium in self.images:
+            parts += [written[done:at], medium]
+            done = at + len(_mark(medium))
+        content, images = placed_in([*parts, written[done:]])
+        return Message(self.open_roles[-1], content, self.calls, *self.answered, images)
 
-    def image(self, image: Image) -> None:
-        """Writes ``<image>``."""
-        self.images += ((len(self.text) - self.turn_at, image),)
-        self.text += _IMAGE
+    def show(self, medium: Medium) -> None:
+        """Writes ``<image>`` or ``<video>``."""
+        self.images += ((len(self.text) - self.turn_at, medium),)
+        self.text += _mark(medium)
 
     def call(self, call: ToolCall) -> None:
         """Writes a tool call."""
@@ -191,6 +186,10 @@ class ScriptedContext:
     def forked(self, sent: _Queue) -> ScriptedContext:
         """A copy, for a branch."""
         return replace(self, open_roles=list(self.open_roles), sent=sent)
+
+
+def _mark(medium: Medium) -> str:
+    return f"<{kind_of(medium)}>"
 
 
 EMBEDDING_SIZE = 64
@@ -212,6 +211,7 @@ class ScriptedGenerator:
             logprobs=False,
             constraints=CONSTRAINT_KINDS,
             images=True,
+            videos=True,
             token_ids=False,
             conversations=True,
             embedding_models=("scripted",),
@@ -248,7 +248,11 @@ class ScriptedGenerator:
 
     def image(self, context: ScriptedContext, image: Image) -> None:
         """Writes ``<image>``."""
-        context.image(image)
+        context.show(image)
+
+    def video(self, context: ScriptedContext, video: Video) -> None:
+        """Writes ``<video>``."""
+        context.show(video)
 
     async def generate(
         self,
@@ -280,8 +284,8 @@ class ScriptedGenerator:
         for number, message in enumerate(messages):
             context.begin(message.role)
             for part in message.parts:
-                if isinstance(part, Image):
-                    context.image(part)
+                if not isinstance(part, str):
+                    context.show(part)
                 else:
                     context.text += part
             for call in calls_of(message.tool_calls):

@@ -107,9 +107,10 @@ class _Place:
     error: Exception | None = None
 
     @property
-    def has_images(self) -> bool:
-        """Whether its models accept images."""
-        return self.error is None and any(model.images for model in self.connection.models.values())
+    def has_media(self) -> bool:
+        """Whether its models accept images or videos."""
+        models = self.connection.models.values()
+        return self.error is None and any(model.images or model.videos for model in models)
 
 
 @dataclass(eq=False)
@@ -292,7 +293,7 @@ class SeveralConnection:
                 else:
                     self._images.discard(op.source)
                 for place in self._places.values():
-                    if place.has_images:
+                    if place.has_media:
                         yield place, op
             case ops.Watch() | ops.Unwatch() | ops.Peek():
                 yield self._default, op
@@ -595,7 +596,7 @@ class SeveralConnection:
         self.receive(place, failures)
         if not is_final:  # the limits and images of the session are lost as well
             self._react(self._left((None,), place, 0))
-            images = [known_file(source) for source in self._images if place.has_images]
+            images = [known_file(source) for source in self._images if place.has_media]
             for image in images:
                 self._react([(place, op) for op in (parts_of_upload(image) if image is not None else ())])
 

@@ -1,17 +1,15 @@
-"""The items that can be appended to a state: text, variables, ``gen``, ``select``, roles, images,
+"""The items that can be appended to a state: text, variables, ``gen``, ``select``, roles, images, videos,
 conversations, and sums of these.
 
 ``Expression`` is the base. An expression is inert: a state turns it into ops when it is appended
-(``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool_result``, ``image`` and
-``conversation`` check their arguments and make expressions; ``gen`` and ``reply`` are in ``gen``.
+(``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool_result`` and
+``conversation`` check their arguments and make expressions; ``gen`` and ``reply`` are in ``gen``, ``image``
+and ``video`` in ``media``.
 """
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -22,7 +20,7 @@ from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, spec_of
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
-from agentflow.protocol.images import Image, image_at, image_file
+from agentflow.protocol.images import Image, Medium, Video
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import GenParams
@@ -125,13 +123,71 @@ class RoleExpression(Expression):
         self.call = call
 
 
-class ImageExpression(Expression):
-    """An image."""
+class MediumExpression(Expression):
+    """An image or a video."""
+
+    __slots__ = ()
+
+    @property
+    def medium(self) -> Medium:
+        """The image or the video. For the session."""
+        raise NotImplementedError
+
+    @property
+    def file(self) -> Image:
+        """The file or the URL. For the session."""
+        medium = self.medium
+        return medium.file if isinstance(medium, Video) else medium
+
+
+class ImageExpression(MediumExpression):
+    """An image in a program, as ``af.image`` makes it: ``af.Image``.
+
+    >>> def screenshot() -> af.Image:
+    ...     return af.image("screen.png")
+    """
 
     __slots__ = ("image",)
 
     def __init__(self, image: Image) -> None:
         self.image = image
+
+    @property
+    def medium(self) -> Image:
+        """The image. For the session."""
+        return self.image
+
+    def __repr__(self) -> str:
+        return f"<image{MARKERS.repr_tag} {self.image.source[:24]}>"
+
+
+class VideoExpression(MediumExpression):
+    """A video in a program, as ``af.video`` makes it: ``af.Video``.
+
+    >>> def clip() -> af.Video:
+    ...     return af.video("match.mp4", num_frames=8)
+    """
+
+    __slots__ = ("_file", "num_frames")
+
+    def __init__(self, file: Image, num_frames: int | None = None) -> None:
+        self._file = file
+        self.num_frames = num_frames
+
+    @property
+    def medium(self) -> Video:
+        """The video. For the session."""
+        return Video(self._file, self.num_frames)
+
+    def __repr__(self) -> str:
+        return f"<video{MARKERS.repr_tag} {self._file.source[:24]}>"
+
+
+def medium_expression(medium: Medium) -> MediumExpression:
+    """The image or video as an item of a program."""
+    if isinstance(medium, Video):
+        return VideoExpression(medium.file, medium.num_frames)
+    return ImageExpression(medium)
 
 
 class ConversationExpression(Expression):
@@ -217,7 +273,7 @@ def not_appendable(item: object) -> BadArgument:
     """The error for an item that is not ``Appendable``."""
     return BadArgument(
         f"cannot append {type(item).__name__} {item!r}: "
-        "append a string, a variable, gen, select, image, a role or a conversation"
+        "append a string, a variable, gen, select, image, video, a role or a conversation"
     )
 
 
@@ -237,70 +293,6 @@ def tuple_of(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tu
         raise BadArgument(
             f"{where}: {param} must be a list of {wanted}, not {values!r}", param=param
         ) from None
-
-
-def image(source: Any) -> ImageExpression:
-    """An image in a turn of the user, or in the result of a tool.
-
-    Args:
-        source: The path of a file, its bytes, an image of Pillow, an array of numpy (height × width, or
-            height × width × 3 or 4, of bytes), or a URL. ``data:`` URLs contain a file; the model's provider
-            fetches ``https:`` URLs.
-
-    Raises:
-        BadArgument: The file cannot be read, is not a PNG, JPEG, GIF or WebP file, or is larger than 20 MB.
-
-    Appending it raises ``NotSupported`` if the backend's model has no vision. A session sends the bytes of an
-    image once, however many states have it.
-
-    >>> s += af.user(af.image("chart.png"), "What does the chart show?")
-    """
-    if isinstance(source, str) and source.startswith(("https:", "http:", "data:")):
-        return ImageExpression(image_at(source))
-    if isinstance(source, bytes | bytearray | memoryview):
-        return ImageExpression(image_file(bytes(source)))
-    if isinstance(source, str | os.PathLike):
-        return ImageExpression(image_file(_read(source)))
-    if callable(getattr(source, "save", None)) and hasattr(source, "mode"):
-        return ImageExpression(image_file(_encoded(source)))
-    if hasattr(source, "__array_interface__"):
-        return ImageExpression(image_file(_encoded(_from_array(source))))
-    raise BadArgument(
-        f"image: give a file's path or bytes, a picture of Pillow or numpy, or a URL, not {source!r:.80}"
-    )
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise BadArgument(f"image: {os.fspath(path)!r:.200} cannot be read: {why}") from None
-
-
-def _encoded(picture: Any) -> bytes:
-    """A Pillow image as a file: a PNG, or a JPEG if it was read from one."""
-    written = io.BytesIO()
-    try:
-        picture.save(written, "JPEG" if getattr(picture, "format", None) == "JPEG" else "PNG")
-    except (OSError, ValueError) as error:
-        raise BadArgument(f"image: {picture!r:.80} cannot be written as a file: {error}") from None
-    return written.getvalue()
-
-
-def _from_array(array: Any) -> Any:
-    try:
-        from PIL import Image as pillow
-    except ModuleNotFoundError:
-        raise BadArgument("image: an array needs Pillow: pip install pillow") from None
-    if getattr(array, "dtype", None) != "uint8":
-        raise BadArgument(
-            f"image: an array of bytes (uint8) is needed, not of {getattr(array, 'dtype', '?')}"
-        )
-    try:
-        return pillow.fromarray(array)
-    except (TypeError, ValueError) as error:
-        raise BadArgument(f"image: an array of shape {array.shape} is no picture: {error}") from None
 
 
 _MODES = ("auto", "required", "none")

@@ -53,6 +53,7 @@ from agentflow.protocol.events import (
     Watched,
     summed,
 )
+from agentflow.protocol.images import Image, known_file
 from agentflow.protocol.op_table import StateModels, check_sendable
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group, running_loop
@@ -313,6 +314,14 @@ class Link:
             "`asyncio.run_coroutine_threadsafe(coroutine, loop)` with that loop (in a worker thread of "
             "anyio, `anyio.from_thread.run`), or open another session here"
         )
+
+    def recorded_file(self, source: str) -> Image:
+        """The image, or the file of a video, that a recording has by its source."""
+        found = known_file(source)
+        file_of = getattr(self._connection, "file_of", None)
+        if found is None and file_of is not None:
+            found = file_of(source)
+        return Image(source) if found is None else found
 
     def next_id(self) -> int:
         """A number that no state, variable or ticket of this session has."""

@@ -1,6 +1,6 @@
-"""The images that a session has sent to its backend.
+"""The images and videos that a session has sent to its backend.
 
-Each image is sent once, before the first op that refers to it, and released when no part of the program uses
+Each file is sent once, before the first op that refers to it, and released when no part of the program uses
 it any more.
 """
 
@@ -12,9 +12,9 @@ from typing import Final
 from weakref import finalize
 
 from agentflow.protocol import ops
-from agentflow.protocol.images import UPLOAD_BYTES, Image, known_file
+from agentflow.protocol.images import UPLOAD_BYTES, Image, MediumKind, known_file
 
-REFERRING: Final = frozenset({ops.Image, ops.Converse, ops.SubmitGraph})
+REFERRING: Final = frozenset({ops.Image, ops.Video, ops.Converse, ops.SubmitGraph})
 """The ops that may refer to images."""
 
 
@@ -22,10 +22,10 @@ def images_in(op: ops.Op) -> Iterator[Image]:
     """The files that the op refers to."""
     sources: Iterable[str] = ()
     match op:
-        case ops.Image():
+        case ops.Image() | ops.Video():
             sources = (op.source,)
         case ops.Converse():
-            sources = [image.source for image in op.conversation.images]
+            sources = [one.image.source for message in op.conversation.messages for one in message.images]
         case ops.SubmitGraph():
             for part in op.ops:
                 yield from images_in(part)
@@ -85,7 +85,8 @@ class Uploads:
 def parts_of_upload(image: Image) -> list[ops.Op]:
     """The ops that send an image."""
     size = len(image.data)
+    kind: MediumKind = "video" if image.is_video else "image"
     return [
-        ops.Upload(image.source, size, at, image.data[at : at + UPLOAD_BYTES])
+        ops.Upload(image.source, size, at, image.data[at : at + UPLOAD_BYTES], kind)
         for at in range(0, size, UPLOAD_BYTES)
     ]

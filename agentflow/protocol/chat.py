@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
-from agentflow.protocol.images import Image, PlacedImage, check_source, parts_of
+from agentflow.protocol.images import Image, Medium, PlacedImage, Video, check_frames, check_source, parts_of
 from agentflow.protocol.schema_walk import subschemas
 
 ROLES: Final = ("system", "user", "assistant", "tool")
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
     message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``. ``reasoning``:
     the assistant's reasoning before the content; chat templates show it where the model needs it. ``images``:
-    of a ``user`` or ``tool`` message, in the order of their places in the content."""
+    and videos of a ``user`` or ``tool`` message, in the order of their places in the content."""
 
     role: str
     content: str
@@ -73,9 +73,23 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     images: tuple[PlacedImage, ...] = ()
 
     @property
-    def parts(self) -> list[str | Image]:
-        """The content cut at its images."""
+    def parts(self) -> list[str | Medium]:
+        """The content cut at its images and videos."""
         return parts_of(self.content, self.images)
+
+
+def content_part(part: str | Medium) -> dict[str, Any]:
+    """A part of a message in the format of OpenAI's chat API, or for a video of vLLM's and SGLang's.
+
+    >>> content_part("What is this?")
+    {'type': 'text', 'text': 'What is this?'}
+    """
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Video):
+        chosen = {} if part.num_frames is None else {"num_frames": part.num_frames}
+        return {"type": "video_url", "video_url": {"url": part.file.url, **chosen}}
+    return {"type": "image_url", "image_url": {"url": part.url}}
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -101,16 +115,17 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: ToolChoice = FREE_CHOICE
 
     @property
-    def images(self) -> list[Image]:
-        """The images of all messages, in order."""
-        return [placed.image for message in self.messages for placed in message.images]
+    def media(self) -> list[Medium]:
+        """The images and videos of all messages, in order."""
+        return [placed.medium for message in self.messages for placed in message.images]
 
-    def with_images(self, images: Iterable[Image]) -> Self:
-        """The conversation with others in the place of its images, given in order."""
-        given = iter(images)
+    def with_files(self, files: Iterable[Image]) -> Self:
+        """The conversation with other files of its images and videos, given in order."""
+        given = iter(files)
         messages = [
             msgspec.structs.replace(
-                message, images=tuple([PlacedImage(placed.at, next(given)) for placed in message.images])
+                message,
+                images=tuple([msgspec.structs.replace(one, image=next(given)) for one in message.images]),
             )
             if message.images
             else message
@@ -142,6 +157,7 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise BadArgument("conversation: an image is outside its text", param="messages")
             for placed in message.images:
                 check_source(placed.image.source, "messages")
+                check_frames(placed.num_frames, "messages")
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)

@@ -53,6 +53,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     max_context: int | None = None
     constraints: tuple[ConstraintKind, ...] = ()
     images: bool = False
+    videos: bool = False
+    video_frames: bool = True  # a program may choose the number of a video's frames
     token_ids: bool = True
     conversations: bool = False
     watch: bool = False
@@ -123,6 +125,16 @@ class Capabilities(msgspec.Struct, frozen=True):
         """Raises ``NotSupported`` if the model has no vision."""
         if not self.images:
             raise NotSupported(f"{self.model} does not accept images: image() needs a model with vision")
+
+    def require_videos(self, num_frames: int | None = None) -> None:
+        """Raises ``NotSupported`` if the model reads no videos, or chooses their frames itself."""
+        if not self.videos:
+            instead = ": af.video(…, as_images=True) shows its frames as images" if self.images else ""
+            raise NotSupported(f"{self.model} does not accept videos{instead}")
+        if num_frames is not None and not self.video_frames:
+            raise NotSupported(
+                f"{self.model} chooses the frames of a video itself: leave out num_frames", param="num_frames"
+            )
 
 
 class Usage(Record, msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Images in a conversation: the bytes of a file, or a URL that the model's provider fetches.
+"""Images and videos in a conversation: the bytes of a file, or a URL that the model's provider fetches.
 
 The bytes of a file travel once in a session, in ``ops.Upload``. Ops, recordings and caches refer to them by
 ``source``, which contains their digest.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -17,6 +18,9 @@ import msgspec
 from agentflow.errors import BadArgument
 
 MAX_IMAGE_BYTES: Final = 20_000_000
+MAX_VIDEO_BYTES: Final = 50_000_000
+MAX_FRAMES: Final = 512
+"""The most frames of a video that a program may ask for."""
 UPLOAD_BYTES: Final = 3_000_000
 """The most bytes of an image in one op. In JSON, which has them in base64, they still fit into a frame."""
 DIGEST: Final = "sha256:"
@@ -24,11 +28,16 @@ FILE: Final = re.compile(DIGEST + "[0-9a-f]{64}")
 """The ``source`` of a file."""
 _MAX_URL_CHARS: Final = 8_000
 _STARTS: Final = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
+_STILL_BRANDS: Final = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+"""Brands of images in the container of MP4 files."""
+
+MediumKind: TypeAlias = Literal["image", "video"]
 
 
 class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
-    """An image. ``source``: ``sha256:`` and the digest of a file in hexadecimal digits, or an ``https:`` URL.
-    ``media_type`` and ``data``: of a file; ops leave them out, because its bytes were uploaded."""
+    """An image, or the file or URL of a ``Video``. ``source``: ``sha256:`` and the digest of a file in
+    hexadecimal digits, or an ``https:`` URL. ``media_type`` and ``data``: of a file; ops leave them out,
+    because its bytes were uploaded."""
 
     source: str
     media_type: str = ""
@@ -37,6 +46,11 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     def __repr__(self) -> str:
         """Without the bytes, which are large, and private in logs and errors."""
         return f"Image({self.source!r})"
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it is the file of a video. Unknown, so False, without the bytes."""
+        return self.media_type.startswith("video/")
 
     @property
     def is_file(self) -> bool:
@@ -58,11 +72,42 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
         return f"data:{self.media_type};base64,{self.base64}" if self.is_file else self.source
 
 
-class PlacedImage(msgspec.Struct, frozen=True):
-    """An image in a text, before its character ``at``."""
+class Video(msgspec.Struct, frozen=True):
+    """A video, of which a model sees some frames. ``num_frames``: how many, evenly spaced; None: as many as
+    the model is made for."""
+
+    file: Image
+    num_frames: int | None = None
+
+
+Medium: TypeAlias = Image | Video
+
+
+def kind_of(medium: Medium) -> MediumKind:
+    """Whether it is an image or a video."""
+    return "video" if isinstance(medium, Video) else "image"
+
+
+class PlacedImage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image in a text, before its character ``at``; or with ``video``, a video. ``num_frames``: as in
+    ``Video``."""
 
     at: int
     image: Image
+    video: bool = False
+    num_frames: int | None = None
+
+    @property
+    def medium(self) -> Medium:
+        """The image or the video."""
+        return Video(self.image, self.num_frames) if self.video else self.image
+
+
+def placed_medium(at: int, medium: Medium) -> PlacedImage:
+    """The image or video before a character."""
+    if isinstance(medium, Video):
+        return PlacedImage(at, medium.file, True, medium.num_frames)
+    return PlacedImage(at, medium)
 
 
 def num_base64_chars(num_bytes: int) -> int:
@@ -78,6 +123,12 @@ def digest_of(data: bytes | bytearray) -> str:
     return DIGEST + hashlib.sha256(data).hexdigest()
 
 
+def check_frames(num_frames: int | None, param: str = "num_frames") -> None:
+    """``BadArgument`` for a number of frames that a video cannot have."""
+    if num_frames is not None and not 1 <= num_frames <= MAX_FRAMES:
+        raise BadArgument(f"video: num_frames must be 1 to {MAX_FRAMES}, not {num_frames}", param=param)
+
+
 def check_source(source: str, param: str) -> None:
     """``BadArgument`` of ``param`` for another ``source`` than that of a file, or an ``https:`` URL."""
     if not source.startswith("https:") and not FILE.fullmatch(source):
@@ -89,28 +140,28 @@ def check_source(source: str, param: str) -> None:
         raise BadArgument(f"image: a URL has {_MAX_URL_CHARS:,} characters at most", param=param)
 
 
-def image_at(url: str) -> Image:
-    """The image at an ``https:`` URL, or in a ``data:`` URL. ``BadArgument`` for another URL, and as
-    ``image_file``."""
+def image_at(url: str, kind: MediumKind = "image") -> Image:
+    """The image, or the file of a video, at an ``https:`` URL, or in a ``data:`` URL. ``BadArgument`` for
+    another URL, and as ``image_file``."""
     head, comma, body = url.partition(",")
     if url.startswith("https:"):
         check_source(url, "image")
         return Image(url)
-    if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
+    if not (comma and head.startswith(f"data:{kind}/") and head.endswith(";base64")):
         raise BadArgument(
-            f"image: a URL must begin with https:, or with data:image/…;base64, unlike {url[:40]!r}",
-            param="image",
+            f"{kind}: a URL must begin with https:, or with data:{kind}/…;base64, unlike {url[:40]!r}",
+            param=kind,
         )
-    return image_in_base64(body)
+    return image_in_base64(body, kind)
 
 
-def image_in_base64(encoded: str) -> Image:
-    """The image in a file whose bytes are in base64. ``BadArgument`` as ``image_file``."""
+def image_in_base64(encoded: str, kind: MediumKind = "image") -> Image:
+    """The image, or the file of a video, whose bytes are in base64. ``BadArgument`` as ``image_file``."""
     try:
         data = base64.b64decode(encoded, validate=True)
     except ValueError:
-        raise BadArgument("image: this is no valid base64", param="image") from None
-    return image_file(data)
+        raise BadArgument(f"{kind}: this is no valid base64", param=kind) from None
+    return image_file(data, kind)
 
 
 def media_type_of(data: bytes | bytearray) -> str:
@@ -124,14 +175,36 @@ def media_type_of(data: bytes | bytearray) -> str:
     )
 
 
-def image_file(data: bytes) -> Image:
-    """The image in a file: the same object for the same bytes, as long as it is in use. ``BadArgument`` if it
-    is no image or too large."""
-    if len(data) > MAX_IMAGE_BYTES:
+def video_type_of(data: bytes | bytearray) -> str:
+    """The media type of a video, by its first bytes. ``BadArgument`` for other files."""
+    start = bytes(data[:64])
+    if start[4:8] == b"ftyp" and start[8:12] not in _STILL_BRANDS:
+        return "video/quicktime" if start[8:12] == b"qt  " else "video/mp4"
+    if start.startswith(b"\x1aE\xdf\xa3"):
+        return "video/webm" if b"webm" in start else "video/x-matroska"
+    if start.startswith(b"RIFF") and start[8:12] == b"AVI ":
+        return "video/x-msvideo"
+    if start.startswith(b"\x00\x00\x01\xba"):
+        return "video/mpeg"
+    raise BadArgument(
+        f"video: {start[:12]!r}… begins no known video: MP4, MOV, WebM, Matroska, AVI and MPEG are supported",
+        param="video",
+    )
+
+
+def most_bytes_of(kind: MediumKind) -> int:
+    """The size of the largest file."""
+    return MAX_VIDEO_BYTES if kind == "video" else MAX_IMAGE_BYTES
+
+
+def image_file(data: bytes, kind: MediumKind = "image") -> Image:
+    """The image in a file, or the file of a video: the same object for the same bytes, as long as it is in
+    use. ``BadArgument`` if it is none or too large."""
+    if len(data) > most_bytes_of(kind):
         raise BadArgument(
-            f"image: {len(data):,} bytes are more than {MAX_IMAGE_BYTES:,}: make it smaller", param="image"
+            f"{kind}: {len(data):,} bytes are more than {most_bytes_of(kind):,}: make it smaller", param=kind
         )
-    media_type = media_type_of(data)
+    media_type = video_type_of(data) if kind == "video" else media_type_of(data)
     source = digest_of(data)
     image = _files.get(source)
     if image is None:
@@ -144,36 +217,36 @@ def known_file(source: str) -> Image | None:
     return _files.get(source)
 
 
-def parts_of(text: str, images: tuple[PlacedImage, ...]) -> list[str | Image]:
-    """The text cut at its images, in order, without empty texts.
+def parts_of(text: str, images: tuple[PlacedImage, ...]) -> list[str | Medium]:
+    """The text cut at its images and videos, in order, without empty texts.
 
     >>> parts_of("ab", (PlacedImage(1, Image("https://example.org/x.png")),))
     ['a', Image('https://example.org/x.png'), 'b']
     """
-    parts: list[str | Image] = []
+    parts: list[str | Medium] = []
     done = 0
     for placed in images:
         if text[done : placed.at]:
             parts.append(text[done : placed.at])
-        parts.append(placed.image)
+        parts.append(placed.medium)
         done = placed.at
     return [*parts, text[done:]] if text[done:] else parts
 
 
-def placed_in(parts: list[str | Image]) -> tuple[str, tuple[PlacedImage, ...]]:
+def placed_in(parts: Sequence[str | Medium]) -> tuple[str, tuple[PlacedImage, ...]]:
     """The text of some parts, and its images: the inverse of ``parts_of``."""
     texts: list[str] = []
     images: list[PlacedImage] = []
     num_chars = 0
     for part in parts:
-        if isinstance(part, Image):
-            images.append(PlacedImage(num_chars, part))
-        else:
+        if isinstance(part, str):
             texts.append(part)
             num_chars += len(part)
+        else:
+            images.append(placed_medium(num_chars, part))
     return "".join(texts), tuple(images)
 
 
 def moved(images: tuple[PlacedImage, ...], num_chars: int) -> tuple[PlacedImage, ...]:
     """The images of a text that stands behind ``num_chars`` more characters."""
-    return tuple([PlacedImage(placed.at + num_chars, placed.image) for placed in images])
+    return tuple([msgspec.structs.replace(placed, at=placed.at + num_chars) for placed in images])

@@ -33,7 +33,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import FILE, MAX_IMAGE_BYTES, check_source
+from agentflow.protocol.images import FILE, Video, check_frames, check_source, most_bytes_of
 from agentflow.protocol.transform import check_transforms, check_written
 
 ROOT: Final = 1
@@ -71,18 +71,27 @@ def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
 
 
 def _check_upload(op: ops.Upload) -> None:
-    if not 0 < op.size <= MAX_IMAGE_BYTES:
-        raise BadArgument(f"upload: an image has 1 to {MAX_IMAGE_BYTES:,} bytes, not {op.size:,}")
+    most = most_bytes_of(op.kind)
+    if not 0 < op.size <= most:
+        raise BadArgument(f"upload: the file of one {op.kind} has 1 to {most:,} bytes, not {op.size:,}")
     if not 0 <= op.at <= op.size - len(op.data):
         raise BadArgument(f"upload: {len(op.data):,} bytes at {op.at:,} of {op.size:,}")
     if not FILE.fullmatch(op.source):
         raise BadArgument(f"upload: {op.source[:100]!r} is no digest of a file")
 
 
+def _check_video(op: ops.Video) -> None:
+    check_source(op.source, "source")
+    check_frames(op.num_frames)
+
+
 def _require_converse(op: ops.Converse, capabilities: Capabilities) -> None:
     capabilities.require_conversations()
-    if op.conversation.images:
-        capabilities.require_images()
+    for medium in op.conversation.media:
+        if isinstance(medium, Video):
+            capabilities.require_videos(medium.num_frames)
+        else:
+            capabilities.require_images()
 
 
 def _check_tools(op: ops.Tools) -> None:
@@ -175,6 +184,11 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         check=lambda op: check_source(op.source, "source"),
         require=lambda op, capabilities: capabilities.require_images(),
         label=lambda op, names: "image",
+    ),
+    ops.Video: _step(
+        check=_check_video,
+        require=lambda op, capabilities: capabilities.require_videos(op.num_frames),
+        label=lambda op, names: "video",
     ),
     ops.Converse: _step(
         check=lambda op: op.conversation.check(),

@@ -21,6 +21,7 @@ from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolS
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.images import MediumKind
 from agentflow.protocol.sampling import MAX_INT, GenParams, is_number, is_whole
 from agentflow.protocol.transform import Transform
 
@@ -107,14 +108,15 @@ class Text(_Op, frozen=True):
 
 
 class Upload(_Op, frozen=True):
-    """Sends bytes of an image to the session, once for all of its states: ``data`` begins at byte ``at`` of
-    its ``size`` bytes. ``source``: as in ``Image``. An upload fails no state; an ``Image`` without a whole
-    upload does."""
+    """Sends bytes of an image or a video to the session, once for all of its states: ``data`` begins at byte
+    ``at`` of its ``size`` bytes. ``source``: as in ``Image``. An upload fails no state; an ``Image`` or
+    ``Video`` without a whole upload does."""
 
     source: str
     size: int
     at: int
     data: bytes
+    kind: MediumKind = "image"
 
 
 class Release(_Op, frozen=True):
@@ -129,6 +131,15 @@ class Image(_Op, frozen=True):
 
     state: int
     source: str
+
+
+class Video(_Op, frozen=True):
+    """Appends a video, of which the model sees ``num_frames`` frames, evenly spaced (None: as many as it is
+    made for). ``source``: as in ``Image``."""
+
+    state: int
+    source: str
+    num_frames: int | None = None
 
 
 class Converse(_Op, frozen=True):
@@ -403,6 +414,7 @@ Op = (
     | Upload
     | Release
     | Image
+    | Video
     | Converse
     | Tools
     | Begin

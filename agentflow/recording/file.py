@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -26,6 +26,7 @@ from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply
+from agentflow.protocol.images import FILE, Image, MediumKind, digest_of, image_file
 from agentflow.protocol.ops import GetGraph, GetStats, Op, Upload, Want
 from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
@@ -351,6 +352,23 @@ class _Writer:
 def images_folder(path: str | PathLike[str]) -> Path:
     """The folder with the images of a recording, named by their digests."""
     return Path(f"{os.fspath(path)}.images")
+
+
+def read_image(path: str | PathLike[str], source: str) -> Image | None:
+    """The image, or the file of a video, in the folder of a recording; None if it is not there, or
+    damaged."""
+    if not FILE.fullmatch(source):
+        return None
+    try:
+        data = (images_folder(path) / source.replace(":", "-")).read_bytes()
+    except OSError:
+        return None
+    if digest_of(data) != source:
+        return None
+    for kind in get_args(MediumKind):
+        with suppress(BadArgument):
+            return image_file(data, kind)
+    return None
 
 
 def _path_of(path: str | PathLike[str], where: str) -> Path:

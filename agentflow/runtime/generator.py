@@ -26,7 +26,7 @@ from agentflow.protocol.events import (
     Usage,
     WatchedRequest,
 )
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Video
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.programs.place import Place
@@ -193,6 +193,9 @@ class Generator(Embedder, Protocol[ContextT]):
 
     def image(self, context: ContextT, image: Image) -> None:
         """Appends an image."""
+
+    def video(self, context: ContextT, video: Video) -> None:
+        """Appends a video, whose file has its bytes. Called only if ``capabilities.videos``."""
 
     async def converse(self, context: ContextT, conversation: Conversation) -> None:
         """Begins the context with a conversation. Called only if ``capabilities.conversations``."""

@@ -1,4 +1,4 @@
-"""The images of a session: uploaded once, and used by any number of ops.
+"""The images and videos of a session: uploaded once, and used by any number of ops.
 
 The memory of an image counts until nothing uses it: the store forgets it with ``Release``, and the contexts
 that contain it are freed.
@@ -13,7 +13,7 @@ from weakref import finalize
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.images import DIGEST, Image, media_type_of
+from agentflow.protocol.images import DIGEST, Image, MediumKind, Video, media_type_of, video_type_of
 from agentflow.protocol.op_table import OPS
 from agentflow.runtime.limits import MemoryBudget, Reservation
 
@@ -81,7 +81,8 @@ class ImageStore:
         if DIGEST + upload.digest.hexdigest() != op.source:
             raise BadArgument("upload: the bytes of the image have another digest")
         data = op.data if is_whole else bytes(upload.data)
-        image = Image(op.source, media_type_of(data), data)
+        media_type = video_type_of(data) if op.kind == "video" else media_type_of(data)
+        image = Image(op.source, media_type, data)
         finalize(image, _forget, upload.reservation)
         self._errors.pop(op.source, None)
         self._images[op.source] = image
@@ -92,23 +93,32 @@ class ImageStore:
         self._partial.pop(source, None)
 
     def images_of(self, op: ops.Op) -> tuple[Image, ...]:
-        """The images that the op refers to. ``BadArgument`` if one was not uploaded, or its error."""
+        """The files that the op refers to. ``BadArgument`` if one was not uploaded, or its error."""
         match op:
-            case ops.Image():
-                OPS[ops.Image].check(op)
-                return (self._image(op.source),)
+            case ops.Image() | ops.Video():
+                OPS[type(op)].check(op)
+                return (self._file(op.source, "video" if isinstance(op, ops.Video) else "image"),)
             case ops.Converse(conversation=conversation):
-                return tuple([self._image(image.source) for image in conversation.images])
+                return tuple(
+                    [
+                        self._file(medium.file.source, "video")
+                        if isinstance(medium, Video)
+                        else self._file(medium.source, "image")
+                        for medium in conversation.media
+                    ]
+                )
         return ()
 
-    def _image(self, source: str) -> Image:
+    def _file(self, source: str, kind: MediumKind) -> Image:
         image = self._images.get(source)
         if image is not None:
+            if image.is_video != (kind == "video"):
+                raise BadArgument(f"{kind}: {source[:100]!r} was uploaded as another kind of file")
             return image
         if source.startswith(DIGEST):
             error = self._errors.get(source)  # a new one each time, because tracebacks keep their frames
             raise (
-                BadArgument(f"image: {source[:100]!r} was not uploaded")
+                BadArgument(f"{kind}: {source[:100]!r} was not uploaded")
                 if error is None
                 else error.to_exception()
             )

@@ -49,6 +49,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
 from agentflow.protocol.decisions import answers_text
 from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
+from agentflow.protocol.images import Video
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
@@ -725,7 +726,7 @@ class _OpExecution(Generic[ContextT]):
             case ops.Converse():
                 conversation = op.conversation
                 if pending.images:
-                    conversation = conversation.with_images(pending.images)
+                    conversation = conversation.with_files(pending.images)
                 await self._converse(state, generator, context, conversation)
             case ops.Tools():
                 state.reserve_text("", _num_chars_of(op.tools))
@@ -775,6 +776,8 @@ class _OpExecution(Generic[ContextT]):
                 await self._fork(state, generator, context, op.model, pending.children)
             case ops.Image():
                 generator.image(context, pending.images[0])
+            case ops.Video():
+                generator.video(context, Video(pending.images[0], op.num_frames))
             case ops.Hint():
                 hint = StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s, op.speculate)
                 generator.hint(context, hint)

@@ -53,7 +53,9 @@ def _prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for backend in (Embedded, Remote):
         monkeypatch.setattr(backend, "connect", af.Scripted(by_end(SCRIPT)).connect)
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
-    (tmp_path / "chart.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    for name in ("chart.png", "screen.png"):
+        (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "match.mp4").write_bytes(b"\x00\x00\x00\x18ftypmp42")
     monkeypatch.chdir(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 from pathlib import Path
 
 import numpy as np
@@ -215,3 +216,80 @@ async def test_the_address_of_an_image_refers_to_no_variable():
             async with flow.state() as other:
                 with pytest.raises(af.errors.BadArgument):
                     other += item
+
+
+CLIP = b"\x00\x00\x00\x18ftypmp42 a clip"
+
+
+async def test_a_video_is_uploaded_once_and_seen_by_the_script():
+    observed = Observed(af.Scripted("a goal"))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        s += af.user(f"What happens in {af.video(CLIP, num_frames=4)}?", af.video(CLIP))
+        s += af.assistant(af.gen("x"))
+        assert await s["x"] == "a goal"
+        messages = await s.messages()
+        assert "[video]" in str(s)
+    assert observed.of(ops.Upload) == [ops.Upload(digest(CLIP), len(CLIP), 0, CLIP, "video")]
+    assert [op.num_frames for op in observed.of(ops.Video)] == [4, None]
+    url = image_file(CLIP, "video").url
+    assert messages[0]["content"] == [
+        {"type": "text", "text": "What happens in "},
+        {"type": "video_url", "video_url": {"url": url, "num_frames": 4}},
+        {"type": "text", "text": "?"},
+        {"type": "video_url", "video_url": {"url": url}},
+    ]
+    async with af.session(backend=Observed(backend := af.Scripted("a goal"))) as flow, flow.state() as s:
+        s += af.conversation(messages[:1]) + af.gen("x")
+        assert await s["x"] == "a goal"
+    assert backend.calls[0].messages == messages[:1]
+
+
+@pytest.mark.parametrize(
+    ("data", "media_type"),
+    [
+        (CLIP, "video/mp4"),
+        (b"\x00\x00\x00\x14ftypqt  \x00", "video/quicktime"),
+        (b"\x1aE\xdf\xa3\x01\x00\x42\x82\x84webm", "video/webm"),
+        (b"\x1aE\xdf\xa3\x01\x00\x42\x82\x88matroska", "video/x-matroska"),
+        (b"RIFF\x00\x00\x00\x00AVI LIST", "video/x-msvideo"),
+        (b"\x00\x00\x01\xba\x44", "video/mpeg"),
+        (png("no video"), None),
+        (b"\x00\x00\x00\x1cftypavif", None),
+        (b"", None),
+    ],
+)
+def test_the_first_bytes_show_the_kind_of_a_video(data: bytes, media_type: str | None):
+    if media_type is None:
+        with pytest.raises(af.errors.BadArgument) as caught:
+            af.video(data)
+        assert caught.value.param == "video"
+    else:
+        assert af.video(data).file.media_type == media_type
+
+
+def test_frames_of_a_video_become_images():
+    av = pytest.importorskip("av")
+    written = io.BytesIO()
+    with av.open(written, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for number in range(8):
+            pixels = np.full((32, 32, 3), 30 * number, dtype=np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    pillow = pytest.importorskip("PIL.Image")
+    shown = af.video(written.getvalue(), num_frames=4, as_images=True).parts
+    levels = [np.asarray(pillow.open(io.BytesIO(part.image.data))).mean() for part in shown]
+    assert np.allclose(levels, [30, 90, 150, 210], atol=12)
+    for broken in (written.getvalue()[:60], written.getvalue()[:-200], CLIP):
+        with pytest.raises(af.errors.BadArgument):
+            af.video(broken, as_images=True)
+
+
+@pytest.mark.parametrize("num_frames", [0, -1, 2.5, True, 10_000])
+def test_a_video_has_a_whole_number_of_frames(num_frames: object):
+    with pytest.raises(af.errors.BadArgument) as caught:
+        af.video(CLIP, num_frames=num_frames)
+    assert caught.value.param == "num_frames"

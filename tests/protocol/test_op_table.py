@@ -11,7 +11,7 @@ from agentflow.errors import BadArgument, NotSupported, ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.images import MAX_FRAMES, Image, PlacedImage
 from agentflow.protocol.op_table import (
     OPS,
     declared,
@@ -111,6 +111,31 @@ def test_an_image_needs_a_model_with_vision(number: int) -> None:
     require(op, Capabilities("m", conversations=True, images=True))
     with pytest.raises(NotSupported):
         require(op, Capabilities("m", conversations=True))
+
+
+@pytest.mark.parametrize("num_frames", [None, 4])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_video_needs_a_model_that_reads_videos(number: int, num_frames: int | None) -> None:
+    url = "https://example.org/x.mp4"
+    message = Message("user", "", images=(PlacedImage(0, Image(url), True, num_frames),))
+    op = [ops.Video(1, url, num_frames), ops.Converse(1, Conversation((message,)))][number]
+    OPS[type(op)].check(op)
+    require(op, Capabilities("m", conversations=True, videos=True))
+    with pytest.raises(NotSupported):
+        require(op, Capabilities("m", conversations=True, images=True))
+    chooses = Capabilities("m", conversations=True, videos=True, video_frames=False)
+    if num_frames is None:
+        require(op, chooses)
+    else:
+        with pytest.raises(NotSupported):
+            require(op, chooses)
+
+
+@pytest.mark.parametrize("num_frames", [0, -1, MAX_FRAMES + 1])
+def test_a_video_has_a_possible_number_of_frames(num_frames: int) -> None:
+    op = ops.Video(1, "https://example.org/x.mp4", num_frames)
+    with pytest.raises(BadArgument):
+        OPS[ops.Video].check(op)
 
 
 @pytest.mark.parametrize("number", [0, 1])

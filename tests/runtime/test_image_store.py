@@ -78,6 +78,24 @@ def test_an_image_is_there_after_all_its_parts_in_order_and_until_its_release(gi
     assert memory.num_bytes == 0
 
 
+def test_a_file_is_used_as_the_kind_that_it_was_uploaded_as() -> None:
+    store = ImageStore(MemoryBudget())
+    clip = b"\x00\x00\x00\x18ftypmp42 a clip"
+    upload(store, ops.Upload(source_of(clip), len(clip), 0, clip, "video"))
+    upload(store, ops.Upload(source_of(FILES[0]), len(FILES[0]), 0, FILES[0]))
+    (file,) = store.images_of(ops.Video(1, source_of(clip)))
+    assert (file.media_type, file.data) == ("video/mp4", clip)
+    placed = (PlacedImage(0, Image(source_of(FILES[0]))), PlacedImage(0, Image(source_of(clip)), True, 4))
+    message = Message("user", "", images=placed)
+    assert len(store.images_of(ops.Converse(1, Conversation((message,))))) == 2
+    for op in (ops.Image(1, source_of(clip)), ops.Video(1, source_of(FILES[0]))):
+        with pytest.raises(BadArgument):
+            store.images_of(op)
+    upload(store, ops.Upload(source_of(b"no clip"), 7, 0, b"no clip", "video"))
+    with pytest.raises(BadArgument):
+        store.images_of(ops.Video(1, source_of(b"no clip")))
+
+
 def test_an_image_counts_until_nothing_uses_it() -> None:
     memory = MemoryBudget()
     store, data = ImageStore(memory), FILES[0] + b"counted"

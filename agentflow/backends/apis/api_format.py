@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.conversation import IMAGE_TOKENS, MAX_IMAGE_TOKENS, ApiContext
+from agentflow.backends.apis.conversation import IMAGE_TOKENS, MAX_IMAGE_TOKENS, PICTURES_OF_VIDEO, ApiContext
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import Unwrap
@@ -44,7 +44,7 @@ class Request(NamedTuple):
         unwrap: Takes the text out of the answer, if the API puts it into an object.
         lead: White space of the context that was not sent, with which the answer is expected to begin.
         gate: Before the requests that share a prefix, if the first one should go ahead.
-        images: The images in the body, whose bytes are no text.
+        images: The files of the images and videos in the body, whose bytes are no text.
     """
 
     path: str
@@ -57,12 +57,16 @@ class Request(NamedTuple):
     @property
     def num_chars(self) -> int:
         """About the characters of the prompt, in which an image counts by its tokens."""
-        return self._num_bytes_of_text + len(self.images) * IMAGE_TOKENS * CHARS_PER_TOKEN
+        return self._num_bytes_of_text + self._num_pictures * IMAGE_TOKENS * CHARS_PER_TOKEN
 
     @property
     def most_tokens(self) -> int:
         """At most the tokens of the prompt: a token has a byte."""
-        return self._num_bytes_of_text + len(self.images) * MAX_IMAGE_TOKENS
+        return self._num_bytes_of_text + self._num_pictures * MAX_IMAGE_TOKENS
+
+    @property
+    def _num_pictures(self) -> int:
+        return sum([PICTURES_OF_VIDEO if image.is_video else 1 for image in self.images])
 
     @property
     def _num_bytes_of_text(self) -> int:

@@ -26,6 +26,7 @@ class OpenAICompatible(ApiBackend):
             length of the model's context.
         embed_model: The model for ``flow.embed``. It may be the only model of the server.
         images: Whether the model accepts images, which the list of models does not say.
+        videos: Whether it accepts videos, in the form of vLLM and SGLang. The server chooses their frames.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.
         speculate: As for ``af.OpenAI``.
@@ -51,6 +52,7 @@ class OpenAICompatible(ApiBackend):
         flavour: FlavourName | None = None,
         embed_model: str | None = None,
         images: bool = False,
+        videos: bool = False,
         api_key: str | None = None,
         on_unsupported: OnUnsupported = "error",
         speculate: bool | None = None,
@@ -84,7 +86,7 @@ class OpenAICompatible(ApiBackend):
         self.url = self._settings.server
         self.model = model
         self.flavour = flavour
-        self._accepts_images = images
+        self._accepts = [kind for kind, is_accepted in (("image", images), ("video", videos)) if is_accepted]
 
     def __repr__(self) -> str:
         shown = f"{self.url!r}" if self.model is None else f"{self.url!r}, {self.model!r}"
@@ -100,6 +102,5 @@ class OpenAICompatible(ApiBackend):
         """Opens the pool of connections, and asks for the model if none was given. ``BadArgument`` if the
         server has several. For the session."""
         flavour = None if self.flavour is None else FLAVOURS[self.flavour]
-        images = self._accepts_images
-        async with connected(self._settings, flavour, deliver, accepts_images=images) as connection:
+        async with connected(self._settings, flavour, deliver, accepts=self._accepts) as connection:
             yield connection

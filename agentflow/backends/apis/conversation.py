@@ -28,7 +28,7 @@ from agentflow.protocol.chat import (
     ToolChoice,
     ToolSpec,
 )
-from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.images import Image, Medium, PlacedImage, kind_of, placed_medium
 from agentflow.runtime.generator import Upcoming
 
 Encode = Callable[[Message], bytes]
@@ -87,7 +87,7 @@ def chain(last: MessageNode | None) -> list[MessageNode]:
 
 
 def images_of(nodes: Sequence[MessageNode]) -> tuple[Image, ...]:
-    """The images of the messages."""
+    """The files of the messages' images and videos."""
     return tuple([placed.image for node in nodes for placed in node.message.images])
 
 
@@ -158,12 +158,12 @@ class ApiContext:
             self.parts.append(text)
             self.native = None
 
-    def image(self, image: Image) -> None:
-        """Appends an image. ``NotSupported`` outside turns of the user and of tools."""
+    def show(self, medium: Medium) -> None:
+        """Appends an image or a video. ``NotSupported`` outside turns of the user and of tools."""
         if self.role not in IMAGE_ROLES:
             where = "outside a turn" if self.role is None else f"in a turn of the {self.role}"
             raise NotSupported(f"a model behind an API takes no image {where}: put it into af.user(…)")
-        self.images += (PlacedImage(len(self.open_text), image),)
+        self.images += (placed_medium(len(self.open_text), medium),)
         self.native = None
 
     def begin_role(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
@@ -318,7 +318,7 @@ class ApiContext:
 
 def _shown(message: Message) -> str:
     calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
-    texts = ["<image>" if isinstance(part, Image) else part for part in message.parts]
+    texts = [part if isinstance(part, str) else f"<{kind_of(part)}>" for part in message.parts]
     return f"<{message.role}>{''.join(texts)}{''.join(calls)}"
 
 
@@ -328,15 +328,23 @@ MAX_IMAGE_TOKENS = 50_000
 """The most tokens of an image: the small models of OpenAI count a large one 33 times."""
 
 
+PICTURES_OF_VIDEO = 32
+"""As many images a video counts as: its server chooses the frames."""
+
+
 def _num_bytes(message: Message) -> int:
     """The size of a message, in which an image counts by its tokens."""
-    num_bytes = len(message.content.encode(errors="surrogatepass"))
-    return num_bytes + len(message.images) * IMAGE_TOKENS * CHARS_PER_TOKEN
+    return len(message.content.encode(errors="surrogatepass")) + _chars_of_media(message)
+
+
+def _chars_of_media(message: Message) -> int:
+    pictures = sum([PICTURES_OF_VIDEO if placed.video else 1 for placed in message.images])
+    return pictures * IMAGE_TOKENS * CHARS_PER_TOKEN
 
 
 def num_chars_of(message: Message) -> int:
     """The characters of a message, in which an image counts by its tokens."""
-    return len(message.content) + len(message.images) * IMAGE_TOKENS * CHARS_PER_TOKEN
+    return len(message.content) + _chars_of_media(message)
 
 
 def prefix_key(*parts: bytes) -> str:

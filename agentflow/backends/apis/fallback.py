@@ -32,7 +32,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats, summed
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -297,6 +297,10 @@ class FallbackGenerator:
         """As ``ApiGenerator.image``."""
         self._first.image(context, image)
 
+    def video(self, context: ApiContext, video: Video) -> None:
+        """As ``ApiGenerator.video``."""
+        self._first.video(context, video)
+
     async def converse(self, context: ApiContext, conversation: Conversation) -> None:
         """Begins the context with a conversation."""
         await self._first.converse(context, conversation)
@@ -402,6 +406,8 @@ _SWITCHES = (
     "logprobs",
     "seeds",
     "images",
+    "videos",
+    "video_frames",
     "token_ids",
     "conversations",
     "continuation",

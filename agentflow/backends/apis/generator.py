@@ -53,7 +53,7 @@ from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
 from agentflow.protocol.events import Capabilities, Stats, Usage
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -167,7 +167,12 @@ class ApiGenerator:
     def image(self, context: ApiContext, image: Image) -> None:
         """Appends an image. ``NotSupported`` if the model has no vision."""
         self.capabilities.require_images()
-        context.image(image)
+        context.show(image)
+
+    def video(self, context: ApiContext, video: Video) -> None:
+        """Appends a video. ``NotSupported`` if the model reads none, or chooses the frames itself."""
+        self.capabilities.require_videos(video.num_frames)
+        context.show(video)
 
     async def converse(self, context: ApiContext, conversation: Conversation) -> None:
         """Begins the context with a conversation."""

@@ -7,7 +7,7 @@ import copy
 import math
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -223,11 +223,11 @@ async def connected(
     deliver: Deliver,
     facts: ModelFacts | None = None,
     *,
-    accepts_images: bool = False,
+    accepts: Collection[str] = (),
 ) -> AsyncIterator[Connection]:
     """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
-    is None, and the table of models for the ``facts``. ``accepts_images``: the model does, whatever the table
-    says. ``UnknownModel`` if no model was given and the server has none, or several."""
+    is None, and the table of models for the ``facts``. ``accepts``: "image" and "video" if the model does,
+    whatever the table says. ``UnknownModel`` if no model was given and the server has none, or several."""
     model, embed_model = settings.model, settings.embed_model
     context, found = None, None
     if model is None or flavour is None:
@@ -243,7 +243,7 @@ async def connected(
     facts = facts or model_facts(flavour.name, model)
     if context is not None:
         facts = msgspec.structs.replace(facts, context=context)
-    if accepts_images:
+    if "image" in accepts:
         facts = msgspec.structs.replace(facts, images=True)
     if not facts.chat:
         raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
@@ -266,6 +266,8 @@ async def connected(
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         api = ChatCompletions(model, flavour, facts, errors, plain)
         features = flavoured_capabilities(model, flavour, facts, settings.on_unsupported)
+        if "video" in accepts:
+            features = msgspec.structs.replace(features, videos=True, video_frames=False)
         billing = settings.billing(flavour.name, model, facts.output)
         decisions_api = True if facts.decisions else None if flavour.may_decide else False
         async with generating(

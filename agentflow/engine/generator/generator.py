@@ -66,7 +66,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_rep
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Video
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
@@ -254,6 +254,10 @@ class EngineGenerator:
         model has no vision."""
         self.capabilities.require_images()
         context.image(image)
+
+    def video(self, context: EngineContext, video: Video) -> None:
+        """Raises ``NotSupported``: the engine's models read no videos, and ``capabilities`` says so."""
+        self.capabilities.require_videos(video.num_frames)
 
     async def converse(self, context: EngineContext, conversation: Conversation) -> None:
         """Writes the conversation into an empty context and opens the assistant's turn. Raises the errors of

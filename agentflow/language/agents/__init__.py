@@ -1,1 +1,2 @@
-"""Models that call tools: ``act`` is the loop, and ``mcp`` gives it the tools of MCP servers."""
+"""Models that call tools: ``act`` is the loop, with results that may have images (``tool_content``).
+``mcp`` gives it the tools of MCP servers."""

@@ -5,7 +5,7 @@ and their results are appended in the order of the calls. A program awaits an ``
 iterates over it for the events of the loop (``ActStream``).
 
 A result is sent as the text of a variable, as in ``Variable.map``. Recordings therefore contain it, and
-replays use it: neither the tools nor the approval hook run again.
+replays use it: neither the tools nor the approval hook run again. ``tool_content`` has results with images.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import anyio
 import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded, shown_error
+from agentflow.language.agents.tool_content import ToolContent, content_of_result, read_content
 from agentflow.language.expressions import GenExpression, RoleExpression, Sequence_
 from agentflow.language.failures import user_code
 from agentflow.language.failures.frames import STARTED_AT, calling_line
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.gen import JsonOptions, reply
-from agentflow.language.markers import MARKERS
 from agentflow.language.observing.spans import StateSpan
 from agentflow.language.program import StreamWork
 from agentflow.language.states.event_stream import TextDelta
@@ -49,6 +49,7 @@ from agentflow.language.typed.tools import (
 from agentflow.language.typed.values import value_type
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ToolChoice
+from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.limits import deadline_exceeded
 from agentflow.runtime.task_group import open_task_group
@@ -96,7 +97,8 @@ class ToolStarted(JsonRecord, msgspec.Struct, frozen=True):
 
 
 class ToolDone(JsonRecord, msgspec.Struct, frozen=True):
-    """A tool call has ended. ``text``: the result for the model. ``failed``: it is an error.
+    """A tool call has ended. ``text``: the result for the model, in which ``[image]`` stands for an image.
+    ``failed``: it is an error.
 
     >>> async for event in af.act(s, tools=[weather]):
     ...     if isinstance(event, af.ToolDone) and event.failed:
@@ -211,8 +213,9 @@ def act(
     Args:
         state: The state on which the loop runs.
         tools: Functions with annotated parameters, plain or async, tools made by ``af.tool``, or the tools of
-            ``af.mcp``. Arguments have the types of the parameters. A result is a text, or a value that is
-            sent as JSON. Plain functions run in threads, and continue there if their call is cancelled.
+            ``af.mcp``. Arguments have the types of the parameters. A result is a text, an image (``af.image``
+            or Pillow's), a list with images and texts, or another value, which is sent as JSON. Plain
+            functions run in threads, and continue there if their call is cancelled.
         schema: The type of the result, as in ``gen``; by default the result is text.
         max_rounds: The maximum number of replies.
         max_calls: The maximum number of calls in all rounds together.
@@ -444,6 +447,7 @@ class _Results:
         for one in self._nodes:
             node.run.touch(one)
         self._is_given = [False] * len(calls)
+        self._contents: list[ToolContent | None] = [None] * len(calls)  # those that are no plain texts
 
     @property
     def span(self) -> StateSpan | None:
@@ -460,27 +464,35 @@ class _Results:
         """When the limits of the state end it."""
         return self._node.deadline
 
-    async def recorded(self, index: int) -> str:
-        """The result in the recording. Raises the failure of the recorded state."""
-        self._is_given[index] = True
-        return await self._variables[index]
+    @property
+    def model(self) -> Capabilities:
+        """The capabilities of the state's model."""
+        return self._node.capabilities
 
-    def give(self, index: int, text: str) -> None:
+    async def recorded(self, index: int) -> str:
+        """The text of the result in the recording. Raises the failure of the recorded state."""
+        self._is_given[index] = True
+        content = read_content(await self._variables[index], self._node.link.recorded_file)
+        self._contents[index] = None if content.is_text else content
+        return content.text
+
+    def give(self, index: int, content: ToolContent) -> None:
         """Sends the result of a call."""
         self._is_given[index] = True
-        self._node.link.send([ops.Provide(self._nodes[index].id, text)], quiet=True)
+        self._contents[index] = None if content.is_text else content
+        self._node.link.send([ops.Provide(self._nodes[index].id, content.value)], quiet=True)
 
     def fill(self, text: str) -> None:
         """Sends this as the result of each call that has none."""
         for index, is_given in enumerate(self._is_given):
             if not is_given:
-                self.give(index, text)
+                self.give(index, ToolContent([text]))
 
     def append(self) -> None:
         """Appends a turn for each result, in the order of the calls."""
         turns = [
-            RoleExpression("tool", (variable,), call)
-            for variable, call in zip(self._variables, self.calls, strict=True)
+            RoleExpression("tool", (variable,) if content is None else content.parts, call)
+            for variable, content, call in zip(self._variables, self._contents, self.calls, strict=True)
         ]
         self._state.add(Sequence_(tuple(turns)))
 
@@ -527,9 +539,9 @@ class _Calls:
                         emit(ToolStarted(call))
                         end = partial(_end, results, index, call, emit)
                         if tool is None:
-                            end(f"{ERROR}{fault}")
+                            end(ToolContent([f"{ERROR}{fault}"]))
                         else:
-                            group.start_soon(self._run_one, tool, call, results.span, end)
+                            group.start_soon(self._run_one, tool, call, results, end)
                 watching.cancel_scope.cancel()
         results.raise_failure()
         if limited.cancelled_caught:
@@ -563,11 +575,12 @@ class _Calls:
         return call, tool, ""
 
     async def _run_one(
-        self, tool: DescribedTool, call: ToolCall, outer: StateSpan | None, end: Callable[[str], None]
+        self, tool: DescribedTool, call: ToolCall, results: _Results, end: Callable[[ToolContent], None]
     ) -> None:
         timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
         failure: Exception | None = TimeoutError(f"the call took longer than {timeout_s} s")
-        text = f"{ERROR}{failure}"
+        content = ToolContent([f"{ERROR}{failure}"])
+        outer = results.span
         span = None if outer is None else outer.tool(call.name, call.id, tool.description, call.text)
         with span or nullcontext():
             with anyio.move_on_after(timeout_s):
@@ -575,14 +588,14 @@ class _Calls:
                     assert tool.function is not None
                     result = await self._called(f"tool {tool.name!r}", tool.function, **call.arguments)
                     with UserCode(f"the result of tool {tool.name!r}"):
-                        text = _result_text(result)
+                        content = content_of_result(result).for_model(results.model)
                     failure = None
                 except Exception as error:
                     logger.info("tool %r failed", tool.name, exc_info=True)
-                    text, failure = f"{ERROR}{shown_for_model(error)}", error
+                    content, failure = ToolContent([f"{ERROR}{shown_for_model(error)}"]), error
             if span is not None:
-                span.complete(text, failure)
-        end(text)
+                span.complete(content.text, failure)
+        end(content)
 
     async def _called(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._threads is None:
@@ -613,15 +626,6 @@ async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.Cancel
     scope.cancel()
 
 
-def _end(results: _Results, index: int, call: ToolCall, emit: Emit, text: str) -> None:
-    results.give(index, text)
-    emit(ToolDone(call, text, text.startswith(ERROR)))
-
-
-def _result_text(result: Any) -> str:
-    """The result as text for the model. Half a surrogate pair, which cannot be sent, is escaped.
-    ``ValueError`` if the result cannot be written as text."""
-    if not isinstance(result, str):
-        return json_text(result, is_read_back=False)
-    MARKERS.reject([result], "the result of a tool")
-    return result.encode("utf-8", "backslashreplace").decode()
+def _end(results: _Results, index: int, call: ToolCall, emit: Emit, content: ToolContent) -> None:
+    results.give(index, content)
+    emit(ToolDone(call, content.text, content.text.startswith(ERROR)))

@@ -21,7 +21,8 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from agentflow.errors import BadArgument, NotSupported, RunFailed, ServerLost, ServerUnreachable
-from agentflow.language.expressions import Appendable, RoleExpression, Sequence_, image
+from agentflow.language.expressions import Appendable, ImageExpression, RoleExpression, Sequence_
+from agentflow.language.media import image
 from agentflow.language.typed.json_form import json_text
 from agentflow.language.typed.tools import FunctionTool, check_timeout, tool
 from agentflow.runtime.task_group import first_of, open_task_group
@@ -359,18 +360,25 @@ class McpServer:
             for one in await _listed("tools", client)
         ]
 
-    async def _call(self, name: str, /, **arguments: Any) -> str:
-        """The result of a tool as text. ``ValueError`` with the server's message if the call failed."""
+    async def _call(self, name: str, /, **arguments: Any) -> str | list[str | ImageExpression]:
+        """The result of a tool: a text, or a list with its images. ``ValueError`` with the server's message
+        if the call failed."""
         async with self._client() as client:
             result = await client.call_tool(name, arguments)
         texts = [_text_of(block) for block in result.content]
+        found = {number: shown for number, block in enumerate(result.content) if (shown := _image_of(block))}
         value = result.structured_content
         if value is not None and not _says(texts, value):
             texts.append(json_text(value))
-        text = "\n".join(texts)
         if result.is_error:
-            raise ValueError(text or f"{name} failed")
-        return text
+            raise ValueError("\n".join(texts) or f"{name} failed")
+        if not found:
+            return "\n".join(texts)
+        parts: list[str | ImageExpression] = []
+        for number, text in enumerate(texts):
+            parts += ["\n"] if number else []
+            parts.append(found.get(number, text))
+        return parts
 
     async def _read(self, uri: str) -> list[bytes]:
         found = await self._asked(lambda client: client.read_resource(uri))
@@ -437,6 +445,19 @@ def _is_written(text: str, value: Any) -> bool:
 def _part_of(block: Any) -> Appendable:
     """A part of a prompt."""
     return image(base64.b64decode(block.data)) if block.type == "image" else _text_of(block)
+
+
+def _image_of(block: Any) -> ImageExpression | None:
+    """The image of a part of a result; None for other parts, and for images that models cannot be shown."""
+    data = block.data if block.type == "image" else None
+    if block.type == "resource" and str(block.resource.mime_type).startswith("image/"):
+        data = getattr(block.resource, "blob", None)
+    if data is None:
+        return None
+    try:
+        return image(base64.b64decode(data))
+    except ValueError:  # also ``BadArgument``
+        return None
 
 
 def _text_of(block: Any) -> str:

@@ -19,7 +19,7 @@ from agentflow.language.display.outline import (
     TurnOutline,
     shortened,
 )
-from agentflow.language.expressions import Expression, ImageExpression
+from agentflow.language.expressions import Expression, MediumExpression, VideoExpression
 from agentflow.language.op_log import Content, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.states.run import StateNode
 from agentflow.language.states.variable import Reference, target_of
@@ -36,9 +36,11 @@ def outline_of(node: StateNode) -> StateOutline:
 
 
 def known_text(content: Content) -> str:
-    """The text so far; empty if a transform of it fails."""
+    """The text so far, or the kind of an image or a video in brackets. Empty if a transform of it fails."""
     if isinstance(content, str):
         return content
+    if isinstance(content, MediumExpression):
+        return "[video]" if isinstance(content, VideoExpression) else "[image]"
     assert isinstance(content, Reference)
     node, transforms, _ = target_of(content)
     if not transforms:
@@ -171,9 +173,9 @@ class _Walk:
             self._estimate.generated(piece.usage)
 
     def _piece(self, content: Content) -> Piece:
-        if isinstance(content, ImageExpression):
-            return Piece("image", "[image]")
         text = known_text(content)
+        if isinstance(content, MediumExpression):
+            return Piece("image", text)
         if not isinstance(content, Reference):
             return Piece("text", text)
         variable, transforms, _ = target_of(content)

@@ -17,11 +17,12 @@ from agentflow.language.expressions import (
     ConversationExpression,
     Expression,
     GenExpression,
-    ImageExpression,
+    MediumExpression,
     Offer,
     RoleExpression,
     SelectExpression,
     Sequence_,
+    medium_expression,
     not_appendable,
 )
 from agentflow.language.markers import MARKERS
@@ -45,7 +46,7 @@ from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import Question
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Video
 from agentflow.protocol.op_table import num_done_with
 from agentflow.protocol.transform import apply_transforms
 
@@ -112,8 +113,8 @@ class Recorder:
                     self.put(ops.Begin(self._state.id, cast(ops.Role, role), entry.tool_call_id, entry.name))
                 case TurnEnds():
                     self.put(ops.End(self._state.id))
-                case ImageExpression():
-                    self.put(ops.Image(self._state.id, entry.image.source))
+                case MediumExpression():
+                    self.put(self._shown(entry))
                 case str() | Reference():
                     self._text.append(self._part(entry))
                 case _:
@@ -153,12 +154,19 @@ class Recorder:
                 self.end()
             case ConversationExpression():
                 self._converse(item.conversation)
-            case ImageExpression():
-                MARKERS.reject([item.image.source], "image: its URL")
+            case MediumExpression():
+                MARKERS.reject([item.file.source], "image: its URL")
                 self._append_entry(item)
-                self.put(ops.Image(self._state.id, item.image.source))
+                self.put(self._shown(item))
             case _:
                 raise not_appendable(item)
+
+    def _shown(self, item: MediumExpression) -> ops.Op:
+        """The op that shows an image or a video."""
+        medium, state = item.medium, self._state.id
+        if isinstance(medium, Video):
+            return ops.Video(state, medium.file.source, medium.num_frames)
+        return ops.Image(state, medium.source)
 
     def put(self, op: ops.Op) -> None:
         """Records an op that declares nothing."""
@@ -192,7 +200,10 @@ class Recorder:
         for value in values:
             pieces += MARKERS.split(value) if isinstance(value, str) else [value]
         if not all(isinstance(piece, str | Reference) for piece in pieces):
-            raise BadArgument(f"set({name!r}): its text may hold strings and variables, and no gen or select")
+            raise BadArgument(
+                f"set({name!r}): its text may hold strings and variables, and no gen, select or image: "
+                "append those where the text stands"
+            )
         parts = tuple([self._part(piece) for piece in pieces])
         node = self._declare(name, TEXT)
         self._record(ops.Set(self._state.id, node.id, name, parts))
@@ -260,7 +271,7 @@ class Recorder:
             sources = [placed.image.source for placed in message.images]
             MARKERS.reject([message.content, *arguments, *sources], "conversation: a message")
             parts = [
-                ImageExpression(part) if isinstance(part, Image) else part for part in message.parts or [""]
+                part if isinstance(part, str) else medium_expression(part) for part in message.parts or [""]
             ]
             self._entries += [TurnBegins(message.role, message.tool_call_id, message.name), *parts]
             self._entries += [ToolCalls(calls_of(message.tool_calls))] if message.tool_calls else []
@@ -269,8 +280,9 @@ class Recorder:
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
         self._place = TurnPlace("assistant", closes_with_reply=True)
         self._offer = Offer(conversation.tools, conversation.choice)
-        if images := conversation.images:
-            conversation = conversation.with_images([image.reference() for image in images])
+        files = [placed.image for message in conversation.messages for placed in message.images]
+        if files:
+            conversation = conversation.with_files([file.reference() for file in files])
         self.put(ops.Converse(self._state.id, conversation))
 
     def _generate(self, item: GenExpression[Any]) -> None:

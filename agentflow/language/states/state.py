@@ -20,7 +20,7 @@ from agentflow.language.expressions import (
     Appendable,
     Expression,
     GenExpression,
-    ImageExpression,
+    MediumExpression,
     SelectExpression,
     Sequence_,
 )
@@ -377,7 +377,7 @@ class State:
         self._node.check_appendable()
         contents = [branch._node.transcript.own_content() for branch in branches]
         # Before the ends of the branches are declared. Each image ends a text op.
-        num_images = sum(isinstance(part, ImageExpression) for content in contents for part in content)
+        num_images = sum(isinstance(part, MediumExpression) for content in contents for part in content)
         self._node.in_flight.check_room(1 + 2 * num_images)
         parts: list[Appendable] = []
         for branch, content in zip(branches, contents, strict=True):
@@ -751,7 +751,7 @@ def _at(line: ProgramLine | None) -> str:
 async def _message_of(turn: TurnContent) -> Message:
     begin = turn.begin
     parts = [
-        part.image if isinstance(part, ImageExpression) else await _text_of(part) for part in turn.content
+        part.medium if isinstance(part, MediumExpression) else await _text_of(part) for part in turn.content
     ]
     content, images = placed_in(parts)
     calls = [call for calls in turn.calls for call in await _tool_calls(calls.source)]

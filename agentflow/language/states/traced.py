@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import msgspec
 
-from agentflow.language.expressions import ImageExpression
 from agentflow.language.op_log import ToolCalls, Transcript, TurnBegins, TurnEnds
 from agentflow.language.states.outliner import known_text
 from agentflow.language.states.run import VariableNode
@@ -53,5 +52,5 @@ def prompt_of(transcript: Transcript, num_own: int) -> list[tuple[str, str]]:
             case _:
                 if not (found and (is_open or not found[-1][0])):
                     found.append(("", []))
-                found[-1][1].append("[image]" if isinstance(entry, ImageExpression) else known_text(entry))
+                found[-1][1].append(known_text(entry))
     return [(role, "".join(texts)) for role, texts in found]

@@ -14,14 +14,14 @@ from agentflow.errors import BadArgument
 from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.tools import DescribedTool, ToolCall, plain_call
 from agentflow.protocol import chat
-from agentflow.protocol.images import Image, PlacedImage, image_at, parts_of, placed_in
+from agentflow.protocol.images import Medium, PlacedImage, Video, image_at, parts_of, placed_in
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. ``tool_calls``: of an assistant's message. ``tool_call_id``: the call that
-    a ``tool`` message answers, of the tool ``name``. ``images``: with their places in the content, as in
-    messages that ``s.messages()`` gives and ``af.conversation`` reads.
+    a ``tool`` message answers, of the tool ``name``. ``images``: images and videos with their places in the
+    content, as in messages that ``s.messages()`` gives and ``af.conversation`` reads.
 
     >>> question = af.Message("user", "What do plants do?")
     >>> async with flow.state() as s:
@@ -43,12 +43,7 @@ class Message:
         """
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.images:
-            shown["content"] = [
-                {"type": "image_url", "image_url": {"url": part.url}}
-                if isinstance(part, Image)
-                else {"type": "text", "text": part}
-                for part in parts_of(self.content, self.images)
-            ]
+            shown["content"] = [chat.content_part(part) for part in parts_of(self.content, self.images)]
         if self.tool_calls:
             shown["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
@@ -151,6 +146,7 @@ class _Call(msgspec.Struct):
 
 class _Url(msgspec.Struct):
     url: str
+    num_frames: int | None = None  # of a video
 
 
 class _Part(msgspec.Struct):
@@ -158,6 +154,7 @@ class _Part(msgspec.Struct):
     text: str | None = None
     refusal: str | None = None
     image_url: _Url | str | None = None  # a string: as OpenAI's responses have it
+    video_url: _Url | None = None
 
 
 class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -172,19 +169,24 @@ class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
     @property
-    def parts(self) -> list[str | Image]:
-        """The parts of the content. ``ValueError`` for a part that is neither a text nor an image."""
+    def parts(self) -> list[str | Medium]:
+        """The parts of the content. ``ValueError`` for a part that is no text, image or video."""
         if isinstance(self.content, str):
             return [self.content]
-        parts: list[str | Image] = []
+        parts: list[str | Medium] = []
         for part in self.content or ():
             if part.type in ("image_url", "input_image") and part.image_url is not None:
                 url = part.image_url
                 parts.append(image_at(url if isinstance(url, str) else url.url))
                 continue
+            if part.type == "video_url" and part.video_url is not None:
+                parts.append(Video(image_at(part.video_url.url, "video"), part.video_url.num_frames))
+                continue
             text = part.refusal if part.type == "refusal" else part.text
             if text is None:
-                raise ValueError(f"a part of the content is {part.type!r}: texts and images are taken")
+                raise ValueError(
+                    f"a part of the content is {part.type!r}: texts, images and videos are taken"
+                )
             parts.append(text)
         return parts if any(parts) else [self.refusal or ""]
 

@@ -39,7 +39,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Stats, Usage
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -252,6 +252,10 @@ class TenantGenerator:
     def image(self, context: Any, image: Image) -> None:
         """Appends an image."""
         self._inner.image(context, image)
+
+    def video(self, context: Any, video: Video) -> None:
+        """Appends a video."""
+        self._inner.video(context, video)
 
     async def converse(self, context: Any, conversation: Conversation) -> None:
         """Begins the context with a conversation."""

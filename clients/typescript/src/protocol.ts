@@ -23,6 +23,7 @@ export type Op =
   | UploadOp
   | ReleaseOp
   | ImageOp
+  | VideoOp
   | ConverseOp
   | ToolsOp
   | BeginOp
@@ -88,6 +89,7 @@ export const DECLARING: ReadonlySet<string> = new Set([
 export const IN_GRAPH: ReadonlySet<string> = new Set([
   "text",
   "image",
+  "video",
   "converse",
   "tools",
   "begin",
@@ -194,11 +196,12 @@ export interface Ref {
 export type Transform = [name: "date" | "enum" | "first_line" | "items" | "json" | "lower" | "number" | "regex" | "strip" | "upper" | "xml" | "yaml", argument?: string];
 
 /**
- * Sends bytes of an image, once for all states of the session. The parts of an image come in order,
- * without gaps; an image has 20,000,000 bytes at most, and at most 16 are uploaded in part at the same
- * time. The session's memory counts the size of the image from its first part on. An upload fails no
- * state: a wrong digest, a file that is no PNG, JPEG, GIF or WebP, and a lack of memory are the errors
- * of the ops that use the image.
+ * Sends bytes of an image or a video, once for all states of the session. The parts of a file come in
+ * order, without gaps; an image has 20,000,000 bytes at most, a video 50,000,000, and at most 16 files
+ * are uploaded in part at the same time. The session's memory counts the size of the file from its first
+ * part on. An upload fails no state: a wrong digest, an image that is no PNG, JPEG, GIF or WebP, a video
+ * that is no MP4, MOV, WebM, Matroska, AVI or MPEG, and a lack of memory are the errors of the ops that
+ * use the file.
  */
 export interface UploadOp {
   op: "upload";
@@ -210,9 +213,11 @@ export interface UploadOp {
   at: number;
   /** In JSON: base64. */
   data: string;
+  /** Or `"video"`: the ops for which the file may be used; by default `"image"`. */
+  kind?: "image" | "video";
 }
 
-/** No later op refers to this image. Ops that refer to it already keep it. */
+/** No later op refers to this image or video. Ops that refer to it already keep it. */
 export interface ReleaseOp {
   op: "release";
   /** As in `upload`. */
@@ -228,6 +233,22 @@ export interface ImageOp {
   state: number;
   /** The `source` of an upload, or an `https:` URL, which the model's provider fetches. */
   source: string;
+}
+
+/**
+ * Appends a video, in a turn of the user or of a tool. The model sees some of its frames, evenly spaced,
+ * and not its sound. Rejected if `capabilities.videos` is false, with `num_frames` also if
+ * `capabilities.video_frames` is false, and with `bad_argument` if the video was not uploaded.
+ */
+export interface VideoOp {
+  op: "video";
+  state: number;
+  /**
+   * The `source` of an upload of the kind `video`, or an `https:` URL, which the model's provider fetches.
+   */
+  source: string;
+  /** How many frames the model sees, 1 to 512; without it, as many as it is made for. */
+  num_frames?: number | null;
 }
 
 /**
@@ -267,7 +288,7 @@ export interface Message {
   name?: string | null;
   /** Of an assistant's turn: the reasoning before it; the chat template decides where it is shown. */
   reasoning?: string | null;
-  /** Of a turn of the user or of a tool: its images, in order; by default `[]`. */
+  /** Of a turn of the user or of a tool: its images and videos, in order; by default `[]`. */
   images?: PlacedImage[];
 }
 
@@ -281,11 +302,16 @@ export interface CalledTool {
   arguments: string;
 }
 
-/** Part of a message: an image in its content. */
+/** Part of a message: an image or a video in its content. */
 export interface PlacedImage {
   /** It stands before this character of the content. */
   at: number;
+  /** The file or the URL. */
   image: Image;
+  /** Whether it is a video; by default `false`. */
+  video?: boolean;
+  /** Of a video: as in video. */
+  num_frames?: number | null;
 }
 
 /** Part of a message. */
@@ -1235,6 +1261,9 @@ export interface Capabilities {
   /** The supported kinds of Constraint. */
   constraints: ("choices" | "grammar" | "regex" | "schema" | "tags")[];
   images: boolean;
+  videos: boolean;
+  /** A program may choose the number of a video's frames. */
+  video_frames: boolean;
   /** `read` gives token ids and tokens. */
   token_ids: boolean;
   /** `converse`, `tools`, and a `gen` with `reply`. */

@@ -133,12 +133,35 @@ async def test_the_result_of_a_tool_may_have_an_image(api: str) -> None:
     assert without_marks(found)[1:] == CONTENT[api][1:2]
 
 
-async def test_the_chat_api_takes_no_image_in_the_result_of_a_tool() -> None:
+async def test_the_chat_api_has_the_image_of_a_result_in_the_next_message() -> None:
     async with opened("chat") as (flow, server), flow.state() as s:
-        s += af.user("Look.") + af.tool_result("The screen: ", af.image(DATA)) + af.assistant(af.gen("x"))
-        with pytest.raises(af.errors.NotSupported):
-            await s["x"]
-    assert not server.received
+        s += af.user("Look.") + af.tool_result(
+            "The screen: ", af.image(DATA), call=af.ToolCall("look", {}, id="c1")
+        )
+        s += af.user("And?") + af.assistant(af.gen("x"))
+        assert await s["x"] == "A cat"
+    _, result, shown, question = server.last.json["messages"]
+    assert (result["role"], result["content"]) == ("tool", "The screen: [image 1]")
+    assert (shown["role"], shown["content"][1]) == ("user", CONTENT["chat"][1])
+    assert question["content"] == "And?"
+
+
+async def test_a_server_of_vllm_is_sent_videos() -> None:
+    clip = b"\x00\x00\x00\x18ftypmp42 and more"
+    async with fake_server([ANSWERS["chat"]]) as server:
+        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", videos=True)
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            s += af.user("What happens? ", af.video(clip)) + af.assistant(af.gen("x"))
+            assert await s["x"] == "A cat"
+            assert "What happens? <video>" in await s.text()
+            with pytest.raises(af.errors.NotSupported) as caught:
+                s += af.user(af.video(clip, num_frames=4))
+            assert caught.value.param == "num_frames"
+    part = server.last.json["messages"][0]["content"][1]
+    assert part == {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"},
+    }
 
 
 async def test_only_the_user_and_tools_show_images() -> None:
@@ -185,7 +208,7 @@ def test_states_with_the_same_image_keep_its_bytes_once() -> None:
     def asked() -> ApiContext:
         context = ApiContext()
         context.begin_role("user")
-        context.image(image)
+        context.show(image)
         context.end_role()
         for node in context.messages():
             node.encoded(lambda message: message.images[0].image.url.encode())

@@ -24,9 +24,9 @@ from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
-from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import Message, ToolChoice, ToolSpec, content_part
 from agentflow.protocol.events import TokenLogprob, Usage
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Medium, kind_of
 
 DONE = b"[DONE]"
 Stop: TypeAlias = int | str | msgspec.UnsetType | None
@@ -111,7 +111,7 @@ class ChatCompletions:
                 )
             fields |= self._tools(context.tools, context.choice if call.is_reply else ToolChoice("none"))
         fields |= self._cache_fields(context, nodes)
-        encoded = b",".join([node.encoded(self._encode_message) for node in nodes])
+        encoded = b",".join(self._encoded(nodes))
         body = self._head + encoded + b"]," + _encode(fields)[1:]
         gate = self._gate(call, nodes)
         return Request(self.path, body, constrained.unwrap, gate=gate, images=images_of(nodes))
@@ -161,6 +161,22 @@ class ChatCompletions:
             return {"cache_salt": context.cache_salt}
         return {}
 
+    def _encoded(self, nodes: list[MessageNode]) -> list[bytes]:
+        """The messages. The API takes no images in the results of tools: a message of the user after the
+        results has them."""
+        encoded: list[bytes] = []
+        shown: list[str | Medium] = []
+        for number, node in enumerate(nodes):
+            encoded.append(node.encoded(self._encode_message))
+            if node.message.role == "tool":
+                shown += _shown_result(node.message)
+                if number + 1 < len(nodes) and nodes[number + 1].message.role == "tool":
+                    continue
+            if shown:
+                encoded.append(_encode({"role": "user", "content": [content_part(part) for part in shown]}))
+                shown = []
+        return encoded
+
     def _encode_message(self, message: Message) -> bytes:
         fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
@@ -184,16 +200,23 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     if not message.images:
         return message.content
     if message.role == "tool":
-        raise NotSupported(
-            "the chat API takes no images in results of tools: append it in a turn of the user, or use "
-            'af.OpenAI(…, api="responses")'
-        )
-    return [
-        {"type": "image_url", "image_url": {"url": part.url}}
-        if isinstance(part, Image)
-        else {"type": "text", "text": part}
-        for part in message.parts
-    ]
+        names = iter(_names(message))
+        return "".join([part if isinstance(part, str) else f"[{next(names)}]" for part in message.parts])
+    return [content_part(part) for part in message.parts]
+
+
+def _names(message: Message) -> list[str]:
+    """The names of the images in the result of a tool, by which its text refers to them."""
+    return [f"{kind_of(one.medium)} {number}" for number, one in enumerate(message.images, start=1)]
+
+
+def _shown_result(message: Message) -> list[str | Medium]:
+    """The images in the result of a tool, each after the name that the result has for it."""
+    where = f"of the result of {message.tool_call_id}" if message.tool_call_id else "of the last result"
+    shown: list[str | Medium] = []
+    for name, placed in zip(_names(message), message.images, strict=True):
+        shown += [f"{name.capitalize()} {where}:", placed.medium]
+    return shown
 
 
 def stream_options(flavour: Flavour) -> dict[str, bool]:

@@ -136,12 +136,14 @@ def _tool(tool: ToolSpec) -> dict[str, Any]:
 def _content(message: Message) -> str | list[dict[str, str]]:
     if not message.images:
         return message.content
-    return [
-        {"type": "input_image", "image_url": part.url, "detail": "auto"}
-        if isinstance(part, Image)
-        else {"type": "input_text", "text": part}
-        for part in message.parts
-    ]
+    content: list[dict[str, str]] = []
+    for part in message.parts:
+        if isinstance(part, str):
+            content.append({"type": "input_text", "text": part})
+            continue
+        assert isinstance(part, Image), "the model reads no videos"
+        content.append({"type": "input_image", "image_url": part.url, "detail": "auto"})
+    return content
 
 
 def _items(message: Message) -> bytes:
