@@ -14,13 +14,13 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from agentflow.errors import BadArgument, faults_of
+from agentflow.errors import BadArgument, StateClosed, faults_of
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, spec_of
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
-from agentflow.protocol.images import Image, Medium, Video
+from agentflow.protocol.images import Image, Medium, Video, known_file
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import GenParams
@@ -138,6 +138,25 @@ class MediumExpression(Expression):
         """The file or the URL. For the session."""
         medium = self.medium
         return medium.file if isinstance(medium, Video) else medium
+
+    def without_bytes(self) -> MediumExpression:
+        """The image or video with a reference to its file. For the session."""
+        if isinstance(medium := self.medium, Video):
+            return VideoExpression(medium.file.reference(), medium.num_frames)
+        return ImageExpression(medium.reference())
+
+    def whole(self) -> Medium:
+        """The image or video with the bytes of its file. ``StateClosed`` if they are gone. For the
+        session."""
+        medium, file = self.medium, self.file
+        if not file.is_file or file.data:
+            return medium
+        found = known_file(file.source)
+        if found is None:
+            raise StateClosed(
+                "an image of this state has ended with its run: ask for the messages before that"
+            )
+        return Video(found, medium.num_frames) if isinstance(medium, Video) else found
 
 
 class ImageExpression(MediumExpression):

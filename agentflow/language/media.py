@@ -68,7 +68,8 @@ def video(
     """A video in a turn of the user, or in the result of a tool. Only its pictures are shown, not its sound.
 
     Args:
-        source: The path of a file, its bytes, or an ``https:`` URL, which the model's provider fetches.
+        source: The path of a file, its bytes, or an ``https:`` URL, which the model's provider fetches; or a
+            video that this function made.
         num_frames: The number of frames that the model sees, evenly spaced; by default as many as it is made
             for, and 8 with ``as_images``.
         as_images: Decode the file here, and append its frames as images, for models that accept images and no
@@ -88,6 +89,11 @@ def video(
             f"video: num_frames must be a whole number above 0, not {num_frames!r}", param="num_frames"
         )
     check_frames(num_frames)
+    if isinstance(source, VideoExpression):
+        if not as_images:
+            return source if num_frames is None else VideoExpression(source.file, num_frames)
+        num_frames = num_frames or source.medium.num_frames
+        source = source.file.data or source.file.source
     if isinstance(source, str) and source.startswith("https:"):
         if as_images:
             raise BadArgument("video: frames of a URL cannot be read here: give the file", param="as_images")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend, NotSupported
-from agentflow.language.expressions import Expression, Offer
+from agentflow.language.expressions import Expression, MediumExpression, Offer
 from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.ops import Role
@@ -254,6 +254,12 @@ class Transcript:
         """Appends the entries, after which the state is at ``place``."""
         self._entries += entries
         self.place, self.offer = place, offer
+
+    def forget_files(self) -> None:
+        """Keeps references to the images and videos, and not their bytes."""
+        self._entries = [
+            entry.without_bytes() if isinstance(entry, MediumExpression) else entry for entry in self._entries
+        ]
 
     @property
     def is_empty(self) -> bool:

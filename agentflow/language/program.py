@@ -72,7 +72,7 @@ async def execute(
         run.record.fail(error)
         raise
     finally:
-        run.close()
+        run.close(keeps_files=False)
     return result
 
 
@@ -105,7 +105,8 @@ class Program(Generic[P, ResultT]):
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Graph:
         """The program as a graph, made by running it without a model: with these arguments after its state,
-        and stand-ins for the text arguments that are not given. ``flow.submit`` runs the graph.
+        and stand-ins for the texts, images (``af.Image``) and videos (``af.Video``) that are not given.
+        ``flow.submit`` runs the graph.
 
         ``DataDependent`` names the line at which the program's course depends on a generated value.
 

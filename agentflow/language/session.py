@@ -254,9 +254,10 @@ class Session(AsyncOnly):
             backend=self._backend,
         )
 
-    async def submit(self, graph: Graph, /, *args: str | Mapping[str, str], **kwargs: str) -> Any:
-        """Runs a compiled program (``program.trace(...)``) with the texts of its arguments, given as to the
-        program or in one dict. The backend gets all of it in one op and returns only the result.
+    async def submit(self, graph: Graph, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a compiled program (``program.trace(...)``) with its arguments, given as to the program or in
+        one dict: texts, and what ``af.image`` and ``af.video`` accept. The backend gets all of it in one op
+        and returns only the result.
 
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
         >>> grade = await flow.submit(graph, {"essay": essay})

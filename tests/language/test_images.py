@@ -293,3 +293,116 @@ def test_a_video_has_a_whole_number_of_frames(num_frames: object):
     with pytest.raises(af.errors.BadArgument) as caught:
         af.video(CLIP, num_frames=num_frames)
     assert caught.value.param == "num_frames"
+
+
+@af.program
+async def compare(s: af.State, first: af.Image | Path, question: str, second: af.Image) -> str:
+    s += af.user(f"{af.image(first)} {question} {second}") + af.assistant(af.gen("x"))
+    return await s["x"]
+
+
+async def test_a_graph_has_images_as_arguments(tmp_path: Path):
+    one, other = png("one"), png("other")
+    path = tmp_path / "one.png"
+    path.write_bytes(one)
+    graph = compare.trace()
+    assert graph.parameters == ("first", "question", "second")
+    assert compare.trace().optimised() == graph.optimised()
+    assert "first" in graph.draw()
+    observed = Observed(backend := af.Scripted(lambda call: str(len(backend.calls))))
+    async with af.session(backend=observed) as flow:
+        assert await flow.submit(graph, path, "or", af.image(other)) == "1"
+        inputs = {"first": other, "question": "or", "second": path}
+        assert await flow.submit(graph.optimised(), inputs) == "2"
+        assert await flow.map(graph, [(path, "or", other), inputs]) == ["3", "4"]
+        assert await flow.run(compare, path, "or", af.image(other)) == "5"
+    urls = [image_file(data).url for data in (one, other)]
+    seen = [
+        [part["image_url"]["url"] for part in call.messages[0]["content"] if part["type"] == "image_url"]
+        for call in backend.calls
+    ]
+    assert seen[0] == seen[2] == seen[4] == urls
+    assert seen[1] == seen[3] == urls[::-1]
+    assert [op.source for op in observed.of(ops.Upload)].count(digest(one)) >= 1
+
+
+async def test_a_graph_has_a_video_as_an_argument():
+    @af.program
+    async def watch(s: af.State, clip: af.Video) -> str:
+        s += af.user(af.video(clip, num_frames=4), "What happens?") + af.assistant(af.gen("x"))
+        return await s["x"]
+
+    graph = watch.trace()
+    backend = af.Scripted("a goal")
+    async with af.session(backend=backend) as flow:
+        assert await flow.submit(graph, CLIP) == "a goal"
+        for wrong in (b"no clip", 3, "missing.mp4"):
+            with pytest.raises(af.errors.BadArgument):
+                await flow.submit(graph, clip=wrong)
+        with pytest.raises(af.errors.BadArgument):
+            await flow.submit(graph)
+    url = image_file(CLIP, "video").url
+    assert backend.calls[0].messages[0]["content"][0]["video_url"] == {"url": url, "num_frames": 4}
+
+
+async def test_a_map_holds_the_images_of_its_running_programs_only(tmp_path: Path):
+    names = [f"{number:02}" for number in range(24)]
+    for name in names:
+        (tmp_path / name).write_bytes(png(name))
+    most = 0
+
+    def answer(call: af.ScriptedCall) -> str:
+        nonlocal most
+        most = max(most, sum(known_file(digest(png(name))) is not None for name in names))
+        return "seen"
+
+    @af.program
+    async def describe(s: af.State, photo: Path) -> str:
+        s += af.user(af.image(photo), "What is this?") + af.assistant(af.gen("x"))
+        return await s["x"]
+
+    inputs = [{"photo": tmp_path / name} for name in names]
+    gc.collect()
+    gc.disable()
+    try:
+        async with af.session(backend=af.Scripted(answer)) as flow:
+            assert await flow.map(describe, inputs, concurrency=2) == ["seen"] * 24
+    finally:
+        gc.enable()
+    assert 1 <= most <= 4
+
+
+async def test_the_images_of_a_program_that_has_ended_are_free():
+    data, states = png("ended"), []
+
+    @af.program
+    async def describe(s: af.State, photo: object) -> None:
+        states.append(s)
+        s += af.user(af.image(photo))
+
+    async with af.session(backend=af.Scripted("a")) as flow:
+        await flow.run(describe, data)
+        with pytest.raises(af.errors.StateClosed):
+            await states[0].messages()
+        kept = af.image(data)  # another part of the program has it
+        assert (await states[0].messages())[0]["content"][0]["image_url"]["url"] == kept.image.url
+
+
+async def test_a_resumed_map_knows_its_images_by_their_digests(tmp_path: Path):
+    @af.program
+    async def describe(s: af.State, photo: object) -> str:
+        s += af.user(af.image(photo), "What is this?") + af.assistant(af.gen("x"))
+        return await s["x"]
+
+    path = tmp_path / "results.jsonl"
+    file = tmp_path / "a.png"
+    file.write_bytes(png("a"))
+    first = af.Scripted(lambda call: "first")
+    async with af.session(backend=first) as flow:
+        await flow.map(describe, [af.image(png("a")), file, {"photo": af.image(png("b"))}], resume=path)
+    assert len(first.calls) == 3
+    again = af.Scripted(lambda call: "again")
+    async with af.session(backend=again) as flow:
+        inputs = [{"photo": af.image(png("b"))}, af.image(png("a")), file, af.image(png("c"))]
+        assert await flow.map(describe, inputs, resume=path) == ["first", "first", "first", "again"]
+    assert len(again.calls) == 1

@@ -150,8 +150,8 @@ class Parameters:
         self._names: set[str] | None = set()  # None: any
         self._takes_row = False
         if isinstance(program, Graph):
-            self._positional = self._required = list(program.arguments)
-            self._names = set(program.arguments)
+            self._positional = self._required = list(program.parameters)
+            self._names = set(program.parameters)
             return
         try:
             parameters = list(inspect.signature(program).parameters.values())[1:]

@@ -27,9 +27,12 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, short_repr, shown_error
 from agentflow.language.batch.inputs import Key, KeyOf, function_of
+from agentflow.language.expressions import MediumExpression
 from agentflow.language.graphs.graph import Graph
+from agentflow.language.media import image, is_picture
 from agentflow.language.typed.json_form import JsonForm, as_plain, json_text
 from agentflow.protocol.events import Usage
+from agentflow.protocol.images import Video, kind_of
 from agentflow.runtime.locked_file import open_locked, write_all
 from agentflow.version import __version__
 
@@ -383,10 +386,23 @@ def _tokens(usage: Usage) -> dict[str, int]:
 def identity_of(item: Any) -> bytes:
     """JSON with equal bytes for equal inputs. ``ValueError`` if the input has no such form."""
     try:
-        plain = as_plain(item, is_read_back=False, order="deterministic")
+        plain = as_plain(_with_digests(item), is_read_back=False, order="deterministic")
         return json.dumps(plain, ensure_ascii=False, allow_nan=False, sort_keys=True).encode()
     except (TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(str(error)) from None
+
+
+def _with_digests(item: Any) -> Any:
+    """The input with the digests or URLs of its images and videos in their place."""
+    if isinstance(item, MediumExpression):
+        medium = item.medium
+        frames = {"num_frames": medium.num_frames} if isinstance(medium, Video) else {}
+        return {kind_of(medium): item.file.source, **frames}
+    if is_picture(item):
+        return _with_digests(image(item))
+    if type(item) in (list, tuple):
+        return [_with_digests(one) for one in item]
+    return {key: _with_digests(one) for key, one in item.items()} if isinstance(item, dict) else item
 
 
 class Keys:

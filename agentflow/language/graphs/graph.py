@@ -18,7 +18,7 @@ from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_
 from agentflow.language.graphs.optimise import Move, constants_first, folded, merged, moves
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, MediumKind
 from agentflow.protocol.op_table import ROOT, opened, references, spec_of
 from agentflow.runtime.task_group import open_task_group
 
@@ -35,6 +35,13 @@ class Edge(NamedTuple):
     kind: EdgeKind
 
 
+class MediumArgument(NamedTuple):
+    """An argument that is an image or a video. ``source``: stands for its own in the ops of the graph."""
+
+    kind: MediumKind
+    source: str
+
+
 class Output(NamedTuple):
     """Represents the value of this variable in a graph's result."""
 
@@ -43,10 +50,12 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """``arguments``: maps the names of the texts that ``flow.submit`` provides to variables. ``result``: the
-    program's return value, with an ``Output`` for each value. ``places``: maps each variable to its place,
-    from which the seed of a gen without a seed is derived. ``value_types``: the types of variables whose
-    value is not text. ``images``: the files that the ops refer to.
+    """``arguments``: maps the names of the texts that ``flow.submit`` provides to variables. ``media``: maps
+    the names of the images and videos that it provides to the sources by which the ops refer to them.
+    ``order``: the names of all arguments. ``result``: the program's return value, with an ``Output`` for each
+    value. ``places``: maps each variable to its place, from which the seed of a gen without a seed is
+    derived. ``value_types``: the types of variables whose value is not text. ``images``: the files that the
+    ops refer to.
 
     >>> graph = judge.trace(dimensions=("clarity", "evidence")).optimised()
     >>> graph
@@ -62,9 +71,22 @@ class Graph:
     places: Mapping[int, str] = field(default_factory=dict)
     value_types: Mapping[int, ValueType] = field(default_factory=dict)
     images: tuple[Image, ...] = field(default=(), repr=False, compare=False)
+    media: Mapping[str, MediumArgument] = field(default_factory=dict)
+    order: tuple[str, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
-        return f"<Graph {self.name} of {len(self.ops)} ops, arguments: {', '.join(self.arguments) or 'none'}>"
+        return (
+            f"<Graph {self.name} of {len(self.ops)} ops, arguments: {', '.join(self.parameters) or 'none'}>"
+        )
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of all arguments, in the order of the program's parameters.
+
+        >>> judge.trace().parameters
+        ('essay',)
+        """
+        return self.order or (*self.arguments, *self.media)
 
     @property
     def names(self) -> dict[int, str]:
@@ -230,6 +252,8 @@ def _draw(graph: Graph) -> str:
     lines = ["flowchart TD"]
     for name, variable in graph.arguments.items():
         lines.append(f'    a{variable}[/"{_escaped(name)}"/]')
+    for number, name in enumerate(graph.media):
+        lines.append(f'    m{number}[/"{_escaped(name)}"/]')
     for state in dict.fromkeys([getattr(graph.ops[index], "state", ROOT) for index in shown]):
         lines.append(f'    subgraph s{state}["{"root" if state == ROOT else f"state {state}"}"]')
         for index in shown:

@@ -2,7 +2,8 @@
 
 ``trace`` calls the program with a ``TraceLink``, which collects its ops. Text arguments that are not given,
 and all awaited values, are stand-ins: they can be appended, transformed and returned, and any use that needs
-the value raises ``DataDependent`` with the line. Code between the ops, such as a loop over a given list, runs
+the value raises ``DataDependent`` with the line. Arguments of the type ``af.Image`` or ``af.Video`` stand for
+the files that a run has. Code between the ops, such as a loop over a given list, runs
 once, during the trace. ``GraphRun`` runs a graph: the backend gets it in one op and returns the result.
 """
 
@@ -11,16 +12,18 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
+from agentflow.language.expressions import ImageExpression, MediumExpression, VideoExpression
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.graphs.graph import Graph, Output
+from agentflow.language.graphs.graph import Graph, MediumArgument, Output
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
+from agentflow.language.media import image, video
 from agentflow.language.observing.spans import RunSpan
 from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Run, StateNode, VariableNode
@@ -31,14 +34,16 @@ from agentflow.language.uploads import images_in
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, MediumKind, Video, digest_of
 from agentflow.protocol.op_table import ROOT, StateModels, check_sendable, numbers, spec_of
 from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
 
 ResultT = TypeVar("ResultT")
 
-_EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)
+_EVERYTHING = Capabilities(
+    model="a trace", constraints=CONSTRAINT_KINDS, images=True, videos=True, conversations=True
+)
 
 
 def called(program: Callable[..., Awaitable[ResultT]], /, *args: Any, **kwargs: Any) -> Awaitable[ResultT]:
@@ -56,7 +61,7 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
     """The graph of ``function``, called with these arguments after its state; see ``Program.trace``."""
     link = _TraceLink()
     run = Run(link, name=function.__name__)
-    arguments, bound = _bound(function, run.root, args, kwargs)
+    arguments, media, order, bound = _bound(function, run.root, args, kwargs)
     token = TRACE.set(link)
     try:
         result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
@@ -71,6 +76,8 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
         result=_as_output(result, function.__name__),
         places=run.places,
         images=tuple(link.images),
+        media=media,
+        order=order,
         value_types={variable.id: variable.value_type for state in run.states for variable in state.shown},
     )
 
@@ -159,15 +166,18 @@ def _data_dependent(what: str) -> DataDependent:
 
 def _bound(
     function: Callable[..., Any], root: StateNode, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, int], inspect.BoundArguments]:
-    """The variables of the graph's arguments, by name, and the arguments of the call. Stand-ins take the
-    place of missing text arguments. ``BadArgument`` for a missing argument of another type."""
+) -> tuple[dict[str, int], dict[str, MediumArgument], tuple[str, ...], inspect.BoundArguments]:
+    """The variables of the graph's texts and its images and videos, by name, the names of both in order, and
+    the arguments of the call. Stand-ins take the place of missing arguments. ``BadArgument`` for a missing
+    argument of another type."""
     signature = inspect.signature(function)
     try:
         bound = signature.bind_partial(State(root), *args, **kwargs)
     except TypeError as error:
         raise BadArgument(f"trace of {function.__name__}: {error}") from None
     arguments: dict[str, int] = {}
+    media: dict[str, MediumArgument] = {}
+    order: list[str] = []
     for parameter in signature.parameters.values():
         if parameter.name in bound.arguments or parameter.kind in (
             parameter.VAR_POSITIONAL,
@@ -178,13 +188,39 @@ def _bound(
             node = root.expect_text(parameter.name)
             arguments[parameter.name] = node.id
             bound.arguments[parameter.name] = _StandIn(node)
+        elif (
+            kind := _medium_kind(parameter.annotation)
+        ) is not None and parameter.default is parameter.empty:
+            # Its digest is that of no file, because none begins like this.
+            source = digest_of(f"argument {parameter.name}".encode())
+            media[parameter.name] = MediumArgument(kind, source)
+            file = Image(source)
+            shown = VideoExpression(file) if kind == "video" else ImageExpression(file)
+            bound.arguments[parameter.name] = shown
         elif parameter.default is parameter.empty:
             raise BadArgument(
-                f"trace of {function.__name__}: {parameter.name!r} is not a text: give its value: "
-                f"trace({parameter.name}=…)"
+                f"trace of {function.__name__}: {parameter.name!r} is no text, image or video: "
+                f"give its value: trace({parameter.name}=…)"
             )
+        else:
+            continue
+        order.append(parameter.name)
     bound.apply_defaults()
-    return arguments, bound
+    return arguments, media, tuple(order), bound
+
+
+_KINDS: Mapping[Any, MediumKind] = {ImageExpression: "image", VideoExpression: "video"}
+_NAMES: Mapping[str, MediumKind] = {"Image": "image", "Video": "video"}
+
+
+def _medium_kind(annotation: Any) -> MediumKind | None:
+    """Whether a parameter is an image or a video, perhaps among other types, such as a path."""
+    if isinstance(annotation, str):  # it may be undefined here
+        names = [name.strip() for name in annotation.split("|")]
+        found = [_NAMES.get(name.removeprefix("af.").removeprefix("agentflow.")) for name in names]
+    else:
+        found = [_KINDS.get(one) for one in (annotation, *get_args(annotation))]
+    return next((kind for kind in found if kind is not None), None)
 
 
 def _driven(awaitable: Awaitable[Any], name: str) -> Any:
@@ -221,15 +257,16 @@ class GraphRun:
     Args:
         link: The session's link.
         graph: The graph.
-        args: The texts by position, or one dict of all texts.
-        kwargs: The texts by name.
+        args: The arguments by position, or one dict of all of them: texts, and what ``af.image`` and
+            ``af.video`` take.
+        kwargs: The arguments by name.
         index: As in ``Run``.
         objective: As in ``Run``.
         group: As in ``Run``.
         is_streamed: The backend reports all generated texts, not only the texts that the result needs.
 
     Raises:
-        BadArgument: An argument is missing, unknown, given twice, or not a text.
+        BadArgument: An argument is missing, unknown, given twice, or of another type.
     """
 
     def __init__(
@@ -244,14 +281,15 @@ class GraphRun:
         group: str = "",
         is_streamed: bool = False,
     ) -> None:
-        values = _inputs(graph, args, kwargs)
+        values, files = _inputs(graph, args, kwargs)
         MARKERS.reject(values.values(), f"an argument of graph {graph.name!r}")
-        base = link.reserve_ids(max([max(numbers(op)) for op in graph.ops]))
+        graph_ops = _with_files(graph, files)
+        base = link.reserve_ids(max([max(numbers(op)) for op in graph_ops]))
         index = link.next_run_index() if index is None else index
         record = link.runs.begin(graph.name, link.spans)
         op = ops.SubmitGraph(
             base + ROOT,
-            _placed(graph.ops if record.span is None else _traced(graph.ops, record.span), objective, group),
+            _placed(graph_ops if record.span is None else _traced(graph_ops, record.span), objective, group),
             inputs=values,
             outputs=tuple(graph.generated if is_streamed else graph.outputs),
             seeds=run_of(link.seed, index),
@@ -314,27 +352,50 @@ def _traced(graph_ops: tuple[ops.Op, ...], span: RunSpan) -> tuple[ops.Op, ...]:
     return tuple(traced)
 
 
-def _inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, str]:
-    """The arguments of a graph by variable."""
+def _with_files(graph: Graph, files: Mapping[str, MediumExpression]) -> tuple[ops.Op, ...]:
+    """The ops with the images and videos of a run in the place of the arguments."""
+    given = {graph.media[name].source: shown for name, shown in files.items()}
+    found: list[ops.Op] = []
+    for op in graph.ops:
+        if isinstance(op, ops.Image | ops.Video) and (shown := given.get(op.source)) is not None:
+            medium = shown.medium
+            op = msgspec.structs.replace(op, source=shown.file.source)
+            if isinstance(op, ops.Video) and isinstance(medium, Video) and op.num_frames is None:
+                op = msgspec.structs.replace(op, num_frames=medium.num_frames)
+        found.append(op)
+    return tuple(found)
+
+
+def _inputs(
+    graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[int, str], dict[str, MediumExpression]]:
+    """The texts of a graph's arguments by variable, and its images and videos by name."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
         [kwargs], args = args, ()
-    if len(args) > len(graph.arguments) or set(list(graph.arguments)[: len(args)]) & set(kwargs):
-        known = ", ".join(graph.arguments) or "none"
+    names = graph.parameters
+    if len(args) > len(names) or set(names[: len(args)]) & set(kwargs):
+        known = ", ".join(names) or "none"
         raise BadArgument(f"graph {graph.name!r} has the arguments {known}: each is given once")
-    values = {**dict(zip(graph.arguments, args, strict=False)), **kwargs}
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, value in values.items():
-        if name not in graph.arguments:
-            known = ", ".join(graph.arguments) or "none"
+        if name not in names:
+            known = ", ".join(names) or "none"
             raise BadArgument(f"graph {graph.name!r} has no argument {name!r} (it has: {known})")
-        if not isinstance(value, str):
+        if name in graph.arguments and not isinstance(value, str):
             raise BadArgument(
                 f"graph {graph.name!r}: argument {name!r} is text, not {value!r:.200}; give all texts "
                 "themselves, or one dict of them"
             )
-    missing = [name for name in graph.arguments if name not in values]
+    missing = [name for name in names if name not in values]
     if missing:
         raise BadArgument(f"graph {graph.name!r} needs the arguments {', '.join(map(repr, missing))}")
-    return {graph.arguments[name]: value for name, value in values.items()}
+    files: dict[str, MediumExpression] = {
+        name: video(values[name]) if graph.media[name].kind == "video" else image(values[name])
+        for name in names
+        if name in graph.media
+    }
+    MARKERS.reject([shown.file.source for shown in files.values()], f"an image of graph {graph.name!r}")
+    return {graph.arguments[name]: values[name] for name in graph.arguments}, files
 
 
 def _filled(result: Any, values: Mapping[int, Any]) -> Any:

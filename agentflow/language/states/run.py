@@ -176,10 +176,13 @@ class Run:
         for stream in self.streams:
             stream.wake()
 
-    def close(self) -> None:
-        """Ends all states."""
+    def close(self, *, keeps_files: bool = True) -> None:
+        """Ends all states. ``keeps_files``: their images and videos can still be read. Otherwise the bytes
+        are free now, and not when the garbage collector finds the states, which refer to each other."""
         for state in reversed(self.states):
             state.close()
+            if not keeps_files:
+                state.transcript.forget_files()
         self.record.end()
         self.wake_streams()
 

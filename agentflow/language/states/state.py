@@ -751,7 +751,7 @@ def _at(line: ProgramLine | None) -> str:
 async def _message_of(turn: TurnContent) -> Message:
     begin = turn.begin
     parts = [
-        part.medium if isinstance(part, MediumExpression) else await _text_of(part) for part in turn.content
+        part.whole() if isinstance(part, MediumExpression) else await _text_of(part) for part in turn.content
     ]
     content, images = placed_in(parts)
     calls = [call for calls in turn.calls for call in await _tool_calls(calls.source)]
