@@ -35,7 +35,7 @@ MODEL := smollm2-135m
 
 # In the order of docs/quickstart.md.
 EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge cascade triage react \
-            agent_with_tools generative_agents chat long_document extraction retrieval evaluation \
+            agent_with_tools generative_agents chat long_document extraction describe_image retrieval evaluation \
             fastapi_stream
 
 # Distributions of their own, under adapters/.

@@ -96,7 +96,10 @@ class FirstChoice(ScriptedGenerator):
 )
 async def test_the_markup_in_a_models_text_is_shown_literally(anyio_backend, name):
     """Square brackets mean something to rich, and a model may write them anywhere."""
-    said: dict[str, Any] = {"extraction": {"name": "[/] [red", "born": 1900, "kind": "athlete"}}
+    said: dict[str, Any] = {
+        "extraction": {"name": "[/] [red", "born": 1900, "kind": "athlete"},
+        "describe_image": {"kind": "chart", "title": "[/] [red"},
+    }
     backend = scripted(str)
     backend.generator = FirstChoice(lambda prompt: said.get(name, "[/] [red"))
     options = {"text": "A text."} if name == "long_document" else {}
