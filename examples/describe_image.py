@@ -1,8 +1,8 @@
 """Describe image: one picture, several questions about it at the same time, and a typed answer.
 
-The picture is part of the prompt that the branches of the fork share: a server computes it once, and an API is
-sent it from its cache. Without a model with vision, the example only says so: give the address of a server or
-an API that has one, such as ``--url openai:gpt-4.1-mini``.
+The picture is part of the prompt that the branches of the fork share: a server computes it once, and an API
+reads it from its cache. Without a model with vision, the example only says so: give the address of a server
+or an API that has one, such as ``--url openai:gpt-4.1-mini``.
 
     python examples/describe_image.py [--url ws://127.0.0.1:8410] [PICTURE]
 """

@@ -304,6 +304,7 @@ class RemoteConnection:
         """Queues the ops for the next frame."""
         if self._failure is not None:
             raise self._failure.to_exception()
+        sent = [part for op in sent for part in self._queue.fitting(op)]
         encoded = [self._queue.encoded(op) for op in sent]
         for op, data in zip(sent, encoded, strict=True):
             if self._cursors.submit(op):
@@ -509,6 +510,8 @@ class RemoteConnection:
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64
+# The size of an ``Upload`` without its data: the names of its fields, a digest and two numbers.
+UPLOAD_OVERHEAD_BYTES = 256
 # A server decodes a frame in one step, and rejects a frame with very many values, so many small ops take
 # several frames.
 USUAL_FRAME_BYTES = 128 * 1024
@@ -527,6 +530,19 @@ class OpQueue:
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sent)
+
+    def fitting(self, op: ops.Op) -> Sequence[ops.Op]:
+        """The op, or the parts of an upload that would not fit into a frame."""
+        if not isinstance(op, ops.Upload):
+            return (op,)
+        room = self.frame_bytes - FRAME_OVERHEAD_BYTES - UPLOAD_OVERHEAD_BYTES
+        most = room if self._binary else room // 4 * 3  # base64
+        if len(op.data) <= most or most <= 0:
+            return (op,)
+        return [
+            msgspec.structs.replace(op, at=op.at + first, data=op.data[first : first + most])
+            for first in range(0, len(op.data), most)
+        ]
 
     def encoded(self, op: ops.Op) -> bytes:
         """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is

@@ -14,7 +14,7 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
@@ -78,8 +78,11 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         return parts_of(self.content, self.images)
 
 
-def content_part(part: str | Medium) -> dict[str, Any]:
+def content_part(
+    part: str | Medium, url_of: Callable[[Image], str] = lambda image: image.url
+) -> dict[str, Any]:
     """A part of a message in the format of OpenAI's chat API, or for a video of vLLM's and SGLang's.
+    ``url_of``: gives the URL of a file.
 
     >>> content_part("What is this?")
     {'type': 'text', 'text': 'What is this?'}
@@ -88,8 +91,8 @@ def content_part(part: str | Medium) -> dict[str, Any]:
         return {"type": "text", "text": part}
     if isinstance(part, Video):
         chosen = {} if part.num_frames is None else {"num_frames": part.num_frames}
-        return {"type": "video_url", "video_url": {"url": part.file.url, **chosen}}
-    return {"type": "image_url", "image_url": {"url": part.url}}
+        return {"type": "video_url", "video_url": {"url": url_of(part.file), **chosen}}
+    return {"type": "image_url", "image_url": {"url": url_of(part)}}
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):

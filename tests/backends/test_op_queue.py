@@ -105,3 +105,22 @@ def test_acknowledging_an_unsent_op_is_a_protocol_error() -> None:
     queue.add(queue.encoded(ops.Seal(1)))
     with pytest.raises(ProtocolError, match=r"op 1.* 0 "):
         queue.acknowledge(1)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("num_bytes", [1, 1_000, 10_000, 50_001])
+def test_an_upload_is_cut_to_the_frames_of_the_server(binary: bool, num_bytes: int):
+    queue = OpQueue(binary=binary, frame_bytes=4_096)
+    data = bytes(index % 251 for index in range(num_bytes))
+    source = "sha256:" + "f" * 64
+    parts = queue.fitting(ops.Upload(source, 2 * num_bytes, num_bytes, data, "video"))
+    assert b"".join(part.data for part in parts) == data
+    at = num_bytes
+    for part in parts:
+        assert part.at == at
+        at += len(part.data)
+    assert {(part.source, part.size, part.kind) for part in parts} == {(source, 2 * num_bytes, "video")}
+    for part in parts:
+        queue.encoded(part)  # fits
+    text = ops.Text(1, ("x" * num_bytes,))
+    assert queue.fitting(text) == (text,)

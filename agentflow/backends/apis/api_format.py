@@ -11,7 +11,7 @@ from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import Unwrap
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.images import Image, num_base64_chars
+from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
 
 
@@ -40,11 +40,11 @@ class Request(NamedTuple):
 
     Attributes:
         path: Below the base URL.
-        body: A JSON object.
+        body: A JSON object, with slots (``http/file_slots``) for the files.
         unwrap: Takes the text out of the answer, if the API puts it into an object.
         lead: White space of the context that was not sent, with which the answer is expected to begin.
         gate: Before the requests that share a prefix, if the first one should go ahead.
-        images: The files of the images and videos in the body, whose bytes are no text.
+        images: The files of the slots.
     """
 
     path: str
@@ -57,20 +57,16 @@ class Request(NamedTuple):
     @property
     def num_chars(self) -> int:
         """About the characters of the prompt, in which an image counts by its tokens."""
-        return self._num_bytes_of_text + self._num_pictures * IMAGE_TOKENS * CHARS_PER_TOKEN
+        return len(self.body) + self._num_pictures * IMAGE_TOKENS * CHARS_PER_TOKEN
 
     @property
     def most_tokens(self) -> int:
         """At most the tokens of the prompt: a token has a byte."""
-        return self._num_bytes_of_text + self._num_pictures * MAX_IMAGE_TOKENS
+        return len(self.body) + self._num_pictures * MAX_IMAGE_TOKENS
 
     @property
     def _num_pictures(self) -> int:
         return sum([PICTURES_OF_VIDEO if image.is_video else 1 for image in self.images])
-
-    @property
-    def _num_bytes_of_text(self) -> int:
-        return len(self.body) - sum([num_base64_chars(len(image.data)) for image in self.images])
 
 
 class ApiFormat(Protocol):

@@ -56,12 +56,9 @@ class MessageNode:
         self.gate: PrefixGate | None = None  # before the requests of states that were forked after it
 
     def encoded(self, encode: Encode) -> bytes:
-        """The message's encoding, which is kept until another API encodes it. One with images is not kept:
-        many states may have the same image, whose bytes are counted once."""
+        """The message's encoding, with slots for its files, which is kept until another API encodes it."""
         if self.native is not None:
             return self.native.encoded
-        if self.message.images:
-            return encode(self.message)
         if self._encoded is None or self._encoded[0] != encode:
             self._encoded = encode, encode(self.message)
         return self._encoded[1]

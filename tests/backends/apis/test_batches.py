@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +29,9 @@ from support.fake_engine import FakeEngine
 
 import agentflow as af
 from agentflow.backends.apis.batches import collector
+from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
 from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
+from agentflow.backends.apis.http.file_slots import has_slots
 from agentflow.errors import DataDependent, NotSupported, ReplayDiffers, RequestRefused
 from agentflow.language.batch.map import ProgramMap, Tally
 from agentflow.language.batch.progress import MapProgress
@@ -93,6 +96,39 @@ async def test_a_graph_and_arguments_of_other_types(vendor: FakeVendor) -> None:
         assert [len(batch) for batch in vendor.prompts] == [3, 2, 1]
         graph = repeat.trace(times=1, suffix=".")
         assert await place.flow.map(graph, ["a"], batch=True) == await place.flow.map(graph, ["a"])
+
+
+PICTURE = b"\x89PNG\r\n\x1a\n of a batch"
+
+
+@af.program
+async def look(s: af.State, picture: bytes) -> str:
+    s += af.user("What is this? ", af.image(picture)) + af.assistant(af.gen("answer"))
+    return await s["answer"]
+
+
+async def test_a_batch_has_the_images_of_its_requests(vendor: FakeVendor) -> None:
+    pictures = [PICTURE + bytes([number]) * 1_000 for number in range(3)]
+    async with session_on(vendor) as place:
+        answers = await place.flow.map(look, pictures, batch=True)
+        assert len(answers) == 3
+    sent = b"".join([request.body for request in place.server.received])
+    for picture in pictures:
+        assert base64.b64encode(picture) in sent
+    assert not has_slots(sent)
+
+
+async def test_a_request_that_fits_into_no_batch_fails_alone(
+    vendor: FakeVendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (OpenAIBatches, AnthropicBatches):
+        monkeypatch.setattr(kind, "max_bytes", 20_000)
+    pictures = [PICTURE, PICTURE + bytes(20_000), PICTURE + b"2"]
+    async with session_on(vendor) as place:
+        first, large, last = await place.flow.map(look, pictures, batch=True, on_error="return")
+    assert isinstance(large, af.errors.BadArgument)
+    assert isinstance(first, str)
+    assert isinstance(last, str)
 
 
 async def test_a_program_that_depends_on_values_is_refused_before_anything_is_sent(

@@ -20,8 +20,17 @@ from support.apis.fake_server import FakeServer, fake_server
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.http.file_slots import (
+    FilledBody,
+    files_in,
+    filled_size,
+    has_slots,
+    slot,
+    slot_url,
+    without_nonce,
+)
 from agentflow.backends.apis.openai import OpenAI
-from agentflow.protocol.images import image_file
+from agentflow.protocol.images import Image, image_file
 
 pytestmark = pytest.mark.anyio
 
@@ -211,7 +220,7 @@ def test_states_with_the_same_image_keep_its_bytes_once() -> None:
         context.show(image)
         context.end_role()
         for node in context.messages():
-            node.encoded(lambda message: message.images[0].image.url.encode())
+            node.encoded(lambda message: slot_url(message.images[0].image).encode())
         return context
 
     tracemalloc.start()
@@ -221,3 +230,51 @@ def test_states_with_the_same_image_keep_its_bytes_once() -> None:
     finally:
         tracemalloc.stop()
     assert len(contexts) == 10
+
+
+async def sent(body: bytes) -> bytes:
+    return b"".join([piece async for piece in FilledBody(body)])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2, 393_216, 393_217, 1_000_001])
+async def test_a_slot_becomes_the_file_while_the_body_is_sent(num_bytes: int) -> None:
+    image = image_file(DATA + bytes(num_bytes))
+    body = json.dumps({"a": slot_url(image), "b": slot(image), "c": "file-" + "0" * 64}).encode()
+    whole = json.dumps({"a": image.url, "b": image.base64, "c": "file-" + "0" * 64}).encode()
+    assert has_slots(body)
+    assert not has_slots(whole)
+    assert len(body) < 600
+    assert filled_size(body) == len(whole)
+    assert await sent(body) == await sent(body) == whole
+    pieces = [piece async for piece in FilledBody(body)]
+    assert max(map(len, pieces)) <= 600_000
+    assert slot(image).encode() not in without_nonce(body)
+
+
+async def test_a_slot_has_its_file_while_any_session_has_it() -> None:
+    data = DATA + b"in two sessions"
+    first, second = [Image(image_file(data).source, "image/png", data) for _ in range(2)]
+    body = f"{slot(first)}{slot(second)}".encode()
+    del second
+    assert files_in(body) == [first, first]
+    third = Image(first.source, "image/png", data)
+    slot(third)
+    del first
+    assert files_in(body) == [third, third]
+    del third
+    with pytest.raises(af.errors.EngineFailed):
+        files_in(body)
+
+
+async def test_a_request_that_is_repeated_has_its_image_again() -> None:
+    answers = [openai_answers.error(503, "overloaded"), ANSWERS["chat"]]
+    async with fake_server(answers) as server:
+        backend = OpenAI("gpt-4o", base_url=f"{server.url}/v1", api_key="sk-1", api="chat", max_retries=1)
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            s += af.user(af.image(DATA + bytes(2_000_000))) + af.assistant(af.gen("x"))
+            assert await s["x"] == "A cat"
+    first, second = server.received
+    assert first.json["messages"] == second.json["messages"]
+    url = first.json["messages"][0]["content"][0]["image_url"]["url"]
+    assert url == image_file(DATA + bytes(2_000_000)).url
+    assert int(first.headers["content-length"]) > 2_600_000

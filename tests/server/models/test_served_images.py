@@ -54,9 +54,10 @@ def seen(request: Received) -> Any:
     return text_stream(" ".join([part["image_url"]["url"] for part in parts if part["type"] == "image_url"]))
 
 
-async def post(url: str, path: str, body: dict[str, Any], model: str = "gpt") -> httpx2.Response:
+async def post(url: str, path: str, body: dict[str, Any], model: str | None = "gpt") -> httpx2.Response:
+    given = body if model is None else {"model": model, **body}
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
-        return await client.post(path, json={"model": model, **body})
+        return await client.post(path, json=given)
 
 
 @pytest.mark.parametrize("api", REQUESTS)
@@ -95,6 +96,27 @@ async def test_the_turns_of_the_assistant_have_no_images() -> None:
     async with served_apis([]) as served:
         answer = await post(served.url, "/v1/chat/completions", body)
     assert answer.status_code == 400
+
+
+async def test_a_conversation_object_may_have_images() -> None:
+    models = {"gpt": "openai:gpt-4.1-mini", "blind": "vllm:words"}
+    shown = [{"type": "input_text", "text": "What is it? "}, {"type": "input_image", "image_url": URL}]
+    item = {"type": "message", "role": "user", "content": shown}
+    async with served_apis(seen, models) as served:
+        made = await post(served.url, "/v1/conversations", {"items": [item]}, None)
+        assert made.status_code == 200, made.text
+        more = await post(served.url, f"/v1/conversations/{made.json()['id']}/items", {"items": [item]}, None)
+        assert more.json()["data"][0]["content"][1]["image_url"] == URL
+        asks = {"input": [item], "conversation": made.json()["id"]}
+        refused = await post(served.url, "/v1/responses", asks, model="blind")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "conversation")
+        answer = await post(served.url, "/v1/responses", asks)
+        assert answer.status_code == 200, answer.text
+        assert len(served.vendor.last.json["messages"]) == 3
+        assert URL in answer.text
+        wrong = [{"type": "message", "role": "user", "content": [shown[1] | {"image_url": "file:///a"}]}]
+        refused = await post(served.url, "/v1/conversations", {"items": wrong}, None)
+        assert refused.json()["error"]["param"] == "items[0].content[0].image_url"
 
 
 async def test_a_model_without_vision_continues_no_response_with_images() -> None:

@@ -11,7 +11,9 @@ from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.batches.batch_api import BatchApi
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.http.file_slots import filled_size, without_nonce
 from agentflow.backends.apis.http.transport import EventSink
+from agentflow.errors import BadArgument
 
 _STREAMED = ("stream", "stream_options")
 _SEED = "seed"
@@ -42,12 +44,18 @@ class BatchedFormat:
         }
         digest = hashlib.blake2b(digest_size=16)
         unseeded = {name: value for name, value in fields.items() if name != _SEED}
-        for part in (context.label.encode(), request.path.encode(), msgspec.json.encode(unseeded)):
+        written = without_nonce(msgspec.json.encode(unseeded))
+        for part in (context.label.encode(), request.path.encode(), written):
             digest.update(len(part).to_bytes(8, "big") + part)
         identity = digest.hexdigest()
         self._counts[identity] += 1
         request_id = f"{identity}-{self._counts[identity]}"
         body = self._api.line(request_id, request.path, fields)
+        if (size := filled_size(body)) > self._api.max_bytes:
+            raise BadArgument(
+                f"a request of {size:,} bytes does not fit into a batch, which has at most "
+                f"{self._api.max_bytes:,}: show fewer or smaller images"
+            )
         # No request waits for another one's prefix: all of a stage run in one batch.
         return request._replace(path=f"{request.path}#{request_id}", body=body, gate=None)
 

@@ -82,4 +82,4 @@ class BatchedGenerator(ApiGenerator):
         headers: Mapping[str, str],
         context: ApiContext,
     ) -> None:
-        await self._collector.answer(request.path, request.body, new_sink)
+        await self._collector.answer(request.path, request.body, new_sink, request.images)

@@ -21,9 +21,11 @@ from anyio.abc import TaskGroup
 
 from agentflow.backends.apis.batches.batch_api import BatchApi, BatchState, Candidate, Outcome
 from agentflow.backends.apis.http.api_errors import is_transient
+from agentflow.backends.apis.http.file_slots import filled_size
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.batches import BatchCounts, BatchNotes, BatchRecord
+from agentflow.protocol.images import Image
 from agentflow.runtime.backoff import doubled_s
 
 FIRST_POLL_S = 2.0
@@ -48,7 +50,8 @@ class _ParkedCall:
 
     request_id: str
     path: str
-    line: bytes
+    line: bytes  # with slots for files
+    files: tuple[Image, ...] = ()  # of the slots; until the batch was sent
     ended: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome | None = None
 
@@ -101,16 +104,19 @@ class Collector:
                 batch.candidates = [Candidate(record.batch, is_certain=True)]
             self._by_request |= dict.fromkeys(record.requests, batch)
 
-    async def answer(self, path: str, body: bytes, make_sink: Callable[[], EventSink]) -> None:
+    async def answer(
+        self, path: str, body: bytes, make_sink: Callable[[], EventSink], files: tuple[Image, ...] = ()
+    ) -> None:
         """Parks until the request is answered, and reads the answer into a sink.
 
         Args:
             path: The path of the request, ``#``, and its id.
             body: Its line in a batch.
             make_sink: Makes the sink.
+            files: The files of the body's slots.
         """
         path, _, request_id = path.partition("#")
-        call = _ParkedCall(request_id, path, body)
+        call = _ParkedCall(request_id, path, body, files)
         # An earlier call has the request if its first one had failed.
         ids = itertools.chain([request_id], _following(request_id))
         self._take(call, next(one for one in ids if one not in self._taken))
@@ -213,7 +219,7 @@ class Collector:
             part: list[_ParkedCall] = []
             num_bytes = 0
             for call in group:
-                size = len(call.line) + 1
+                size = filled_size(call.line) + 1
                 if part and (len(part) >= self._api.max_requests or num_bytes + size > self._api.max_bytes):
                     yield part
                     part, num_bytes = [], 0
@@ -274,7 +280,7 @@ class Collector:
                 await _pause(doubled_s(1.0, MAX_POLL_S, num_failed) if pause_s is None else pause_s)
         if batch.candidates[0].is_certain:
             for call in calls:
-                call.line = b""  # no other batch will have it
+                call.line, call.files = b"", ()  # no other batch will have it
             await self._keep(batch, batch.candidates[0].batch)
         self._show()
 

@@ -20,11 +20,12 @@ from agentflow.backends.apis.chat.sampling_fields import SamplingFields
 from agentflow.backends.apis.conversation import ApiContext, MessageNode, images_of, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
+from agentflow.backends.apis.http.file_slots import slot_part, without_nonce
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
-from agentflow.protocol.chat import Message, ToolChoice, ToolSpec, content_part
+from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.images import Medium, kind_of
 
@@ -155,7 +156,7 @@ class ChatCompletions:
         if self._flavour.name == "openai":
             # Requests with equal keys go to the same machine, which has the prefix in its cache.
             first = nodes[0].encoded(self._encode_message) if nodes else b""
-            key = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
+            key = prefix_key(context.program.encode(), context.cache_salt.encode(), without_nonce(first))
             return {"prompt_cache_key": key}
         if context.cache_salt and self._flavour.takes_salt:
             return {"cache_salt": context.cache_salt}
@@ -173,7 +174,7 @@ class ChatCompletions:
                 if number + 1 < len(nodes) and nodes[number + 1].message.role == "tool":
                     continue
             if shown:
-                encoded.append(_encode({"role": "user", "content": [content_part(part) for part in shown]}))
+                encoded.append(_encode({"role": "user", "content": [slot_part(part) for part in shown]}))
                 shown = []
         return encoded
 
@@ -196,13 +197,13 @@ class ChatCompletions:
         return _encode(fields)
 
 
-def _content(message: Message) -> str | list[dict[str, Any]]:
+def _content(message: Message) -> str | list[dict[str, object]]:
     if not message.images:
         return message.content
     if message.role == "tool":
         names = iter(_names(message))
         return "".join([part if isinstance(part, str) else f"[{next(names)}]" for part in message.parts])
-    return [content_part(part) for part in message.parts]
+    return [slot_part(part) for part in message.parts]
 
 
 def _names(message: Message) -> list[str]:

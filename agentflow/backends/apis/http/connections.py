@@ -23,6 +23,8 @@ import httptools
 import httpx2
 from anyio.abc import ByteStream, SocketAttribute
 
+from agentflow.backends.apis.http.file_slots import FilledBody
+
 MAX_HEAD_BYTES = 100 * 1024
 """The most bytes of a response's head, and of its framing between two parts of its body."""
 SMALL_BYTES = 64 * 1024
@@ -53,7 +55,8 @@ class Connections(httpx2.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Sends a request, and returns when the head of its response has arrived."""
-        head, body = _request_head(request), await request.aread()
+        head = _request_head(request)
+        body = request.stream if isinstance(request.stream, FilledBody) else await request.aread()
         url = request.url
         origin = (url.scheme, url.raw_host.decode(), url.port or (443 if url.scheme == "https" else 80))
         connection = await self._idle_connection(origin)
@@ -196,17 +199,17 @@ class _Connection:
 
     # One request
 
-    async def exchange(self, head: bytes, body: bytes) -> None:
+    async def exchange(self, head: bytes, body: bytes | FilledBody) -> None:
         """Sends a request, and receives the head of the response."""
         self._begin()
-        if len(body) <= SMALL_BYTES:
+        if isinstance(body, bytes) and len(body) <= SMALL_BYTES:
             await self._send(head + body)
             await self._receive_head()
             return
         # A server may refuse a request before it has read everything, and read no more.
         failure: httpx2.TransportError | None = None
         async with anyio.create_task_group() as group:
-            group.start_soon(self._send, head + body)
+            group.start_soon(self._send, head, body)
             try:
                 await self._receive_head()
             except httpx2.TransportError as error:
@@ -216,9 +219,14 @@ class _Connection:
         if failure is not None:
             raise failure
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, head: bytes, body: bytes | FilledBody = b"") -> None:
         with suppress(*_LOST):  # the server may have answered before
-            await self._stream.send(data)
+            if isinstance(body, bytes):
+                await self._stream.send(head + body)
+            else:
+                await self._stream.send(head)
+                async for piece in body:
+                    await self._stream.send(piece)
             self._is_sent = True
 
     async def _receive_head(self) -> None:

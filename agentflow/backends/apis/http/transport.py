@@ -25,6 +25,7 @@ from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fa
 from agentflow.backends.apis.http.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.backends.apis.http.connections import Connections
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
+from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
 from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s
@@ -173,7 +174,7 @@ class ApiTransport:
 
         Args:
             path: Below the base URL.
-            body: A JSON object.
+            body: A JSON object, perhaps with slots for files.
             make_sink: Makes the sink of an attempt, when that is sent.
             headers: Further headers.
             has_alternative: Whether another endpoint can answer the request now. Then only a short wait for a
@@ -380,8 +381,14 @@ class ApiTransport:
     def _request(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> httpx2.Request:
-        """A request. httpx2 would merge the address and the headers of each stream again, which takes most of
-        the time to make it."""
+        """A request, whose slots are filled while it is sent. httpx2 would merge the address and the headers
+        of each stream again, which takes most of the time to make it."""
+        if body is not None and has_slots(body):
+            empty, stream = self._http.build_request(method, path, headers=headers), FilledBody(body)
+            empty.headers["content-length"] = str(stream.size)
+            return httpx2.Request(
+                method, empty.url, headers=empty.headers, stream=stream, extensions=empty.extensions
+            )
         if headers is not _OF_STREAMS or self._http.cookies:
             return self._http.build_request(method, path, content=body, headers=headers)
         made = self._of_streams.get(path)

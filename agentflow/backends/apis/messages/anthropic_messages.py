@@ -12,11 +12,18 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.conversation import ApiContext, MessageNode, images_of, shared_gate
+from agentflow.backends.apis.conversation import (
+    IMAGE_TOKENS,
+    ApiContext,
+    MessageNode,
+    images_of,
+    shared_gate,
+)
 from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.file_slots import slot
 from agentflow.backends.apis.messages.anthropic_schema import (
     MAX_STRICT_TOOLS,
     MAX_TOOL_UNIONS,
@@ -169,7 +176,16 @@ class AnthropicMessages:
                 encoded = b'{"role":"user","content":[%s]}' % b",".join(results)
                 results.clear()
             is_constant = not node.message.generated and role != "tool"
-            parts.append(Part(encoded, b"}]}", is_constant=is_constant, is_shared=node.gate is not None))
+            media_bytes = CHARS_PER_TOKEN * IMAGE_TOKENS * len(node.message.images)
+            parts.append(
+                Part(
+                    encoded,
+                    b"}]}",
+                    is_constant=is_constant,
+                    is_shared=node.gate is not None,
+                    media_bytes=media_bytes,
+                )
+            )
         return parts
 
     def _thinking(self, call: Call) -> tuple[dict[str, Any], bool]:
@@ -367,7 +383,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
             continue
         assert isinstance(part, Image), "the model reads no videos"
         if part.is_file:
-            source = {"type": "base64", "media_type": part.media_type, "data": part.base64}
+            source = {"type": "base64", "media_type": part.media_type, "data": slot(part)}
             blocks.append({"type": "image", "source": source})
         else:
             blocks.append({"type": "image", "source": {"type": "url", "url": part.source}})

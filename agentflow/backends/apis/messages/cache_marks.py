@@ -29,6 +29,7 @@ class Part(NamedTuple):
         is_constant: A message that the program wrote.
         is_shared: The state was forked after it.
         is_open: A message that the answer continues.
+        media_bytes: The size of a text of as many tokens as its images have.
     """
 
     encoded: bytes
@@ -37,6 +38,7 @@ class Part(NamedTuple):
     is_constant: bool = False
     is_shared: bool = False
     is_open: bool = False
+    media_bytes: int = 0
 
     @property
     def is_markable(self) -> bool:
@@ -66,12 +68,13 @@ def _marked(parts: Sequence[Part]) -> set[int]:
     goes_on = False  # the model has written a part of the conversation
     last = max((number for number, part in enumerate(parts) if not part.is_open), default=-1)
     for number, part in enumerate(parts):
-        num_bytes += len(part.encoded)
+        part_bytes = len(part.encoded) + part.media_bytes
+        num_bytes += part_bytes
         goes_on = goes_on or not (part.is_head or part.is_constant)
         if num_bytes < MIN_BYTES:
             continue
         ends_head = part.is_head and number + 1 < len(parts) and not parts[number + 1].is_head
-        is_long = part.is_constant and number < last and len(part.encoded) >= MIN_BYTES
+        is_long = part.is_constant and number < last and part_bytes >= MIN_BYTES
         is_boundary = part.is_shared or ends_head or is_long or (number == last and goes_on)
         if is_boundary and part.is_markable:
             found.append(number)

@@ -19,6 +19,7 @@ from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
 from agentflow.backends.apis.conversation import ApiContext, images_of, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
+from agentflow.backends.apis.http.file_slots import slot_url, without_nonce
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader, call_item
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import NotSupported
@@ -80,7 +81,9 @@ class OpenAIResponses:
         encoded = [node.encoded(_items) for node in nodes]
         # Requests with equal keys go to the same machine, which has the prefix in its cache.
         first = encoded[0] if encoded else b""
-        fields["prompt_cache_key"] = prefix_key(context.program.encode(), context.cache_salt.encode(), first)
+        fields["prompt_cache_key"] = prefix_key(
+            context.program.encode(), context.cache_salt.encode(), without_nonce(first)
+        )
         body = self._head + b",".join(filter(None, encoded)) + b"]," + _encode(fields)[1:]
         gate = shared_gate(nodes, self._facts.min_cached_tokens)
         return Request(self.path, body, constrained.unwrap, gate=gate, images=images_of(nodes))
@@ -142,7 +145,7 @@ def _content(message: Message) -> str | list[dict[str, str]]:
             content.append({"type": "input_text", "text": part})
             continue
         assert isinstance(part, Image), "the model reads no videos"
-        content.append({"type": "input_image", "image_url": part.url, "detail": "auto"})
+        content.append({"type": "input_image", "image_url": slot_url(part), "detail": "auto"})
     return content
 
 

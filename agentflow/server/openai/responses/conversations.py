@@ -37,8 +37,8 @@ from agentflow.server.responses.store import ResponseStore, StoredConversation
 
 logger = logging.getLogger(__name__)
 
-# In errors of items that are given before a model is chosen.
-_NO_MODEL = Capabilities("a conversation")
+# Of items that are given before a model is chosen. A response checks whether its model accepts the images.
+_NO_MODEL = Capabilities("a conversation", images=True)
 
 
 async def create_conversation(call: ApiCall) -> None:
