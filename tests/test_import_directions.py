@@ -109,7 +109,7 @@ ROOMS = {
         "scripted_answers",
         "scripted",
     ),
-    "recording": ("file", "places", "runs"),
+    "recording": ("images", "file", "places", "runs"),
     "engine": (
         "child_process",
         "child_limits",

@@ -58,7 +58,8 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, spec_of
-from agentflow.recording.file import Recording, read_image, read_recording
+from agentflow.recording.file import Recording, read_recording
+from agentflow.recording.images import read_image
 from agentflow.recording.places import Content, ForkTree, Node, Path, describe, difference
 from agentflow.recording.runs import (
     CONTROL,

@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
+import anyio
+import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply
-from agentflow.protocol.images import FILE, Image, MediumKind, digest_of, image_file
 from agentflow.protocol.ops import GetGraph, GetStats, Op, Upload, Want
+from agentflow.recording.images import RecordedImages
 from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
 
@@ -149,7 +151,10 @@ class Recorded:
                     writer.write([Entry(writer.now_s(), ending=recorded.ending)])
         finally:
             self._writer = None
-            writer.close()
+            try:
+                await writer.finish_images()
+            finally:
+                writer.close()
 
     def batches(self, notes: BatchNotes) -> Backend:
         """The backend for one map in batches, whose ops and events are part of the recording.
@@ -201,7 +206,7 @@ class _RecordedConnection:
         try:
             self._connection.send(ops)
         except Exception as error:
-            self._writer.write([Entry(at_s, refused=ErrorInfo.of(error), ops=tuple(ops))])
+            self._writer.write([Entry(at_s, refused=ErrorInfo.of(error), ops=tuple(map(_without_data, ops)))])
             raise
         self._writer.write_lines(lines)
 
@@ -224,6 +229,7 @@ class _Writer:
         self._has_failed = False
         self._pid = os.getpid()
         self._is_locked = False
+        self._images: RecordedImages | None = None  # once there is one
         self._part: str | None = None  # the file until the backend is connected
         try:
             self._target = os.path.realpath(path)  # a link stays a link
@@ -257,19 +263,18 @@ class _Writer:
         """The op as the recording has it: the bytes of images are in a folder beside the file, by digest."""
         if not isinstance(op, Upload):
             return op
-        if self._part is None and not self._has_failed and os.path.isfile(self._target):
-            folder = images_folder(self._target)
-            file = folder / op.source.replace(":", "-")
-            try:
-                folder.mkdir(exist_ok=True)
-                num_written = file.stat().st_size if file.exists() else 0
-                if num_written != op.size and num_written >= op.at:  # otherwise an earlier session wrote it
-                    with open(file, "r+b" if op.at else "wb") as written:
-                        written.seek(op.at)
-                        written.write(op.data)
-            except OSError as error:
-                logger.error("the recording %s lacks an image: %s", self._path, error)
-        return msgspec.structs.replace(op, data=b"")
+        is_file = self._part is None and not self._has_failed and os.path.isfile(self._target)
+        if is_file and os.getpid() == self._pid:
+            if self._images is None:
+                self._images = RecordedImages(self._target, os.fstat(self._file).st_mode)
+            self._images.add(op)
+        return _without_data(op)
+
+    async def finish_images(self) -> None:
+        """Waits until the images are written."""
+        if self._images is not None and os.getpid() == self._pid:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._images.close)
 
     def begin(self, seed: int, models: Mapping[str, Capabilities]) -> None:
         """Writes the header, gives the file its name, and starts the clock."""
@@ -349,26 +354,9 @@ class _Writer:
         self._has_failed = True
 
 
-def images_folder(path: str | PathLike[str]) -> Path:
-    """The folder with the images of a recording, named by their digests."""
-    return Path(f"{os.fspath(path)}.images")
-
-
-def read_image(path: str | PathLike[str], source: str) -> Image | None:
-    """The image, or the file of a video, in the folder of a recording; None if it is not there, or
-    damaged."""
-    if not FILE.fullmatch(source):
-        return None
-    try:
-        data = (images_folder(path) / source.replace(":", "-")).read_bytes()
-    except OSError:
-        return None
-    if digest_of(data) != source:
-        return None
-    for kind in get_args(MediumKind):
-        with suppress(BadArgument):
-            return image_file(data, kind)
-    return None
+def _without_data(op: Op) -> Op:
+    """The op without the bytes of an upload."""
+    return msgspec.structs.replace(op, data=b"") if isinstance(op, Upload) else op
 
 
 def _path_of(path: str | PathLike[str], where: str) -> Path:
