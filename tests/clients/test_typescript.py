@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -13,8 +14,11 @@ from typing import Any
 import anyio
 import pytest
 from support.api_server import ApiServer, api_server
+from support.apis.fake_server import Received
+from support.apis.openai_answers import text_stream
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import KEY, tenants
+from support.server.api_models import served_apis
 from support.session_peer import HANG, count_words
 from support.wire_server import Budget, ThreadServer, proxied
 
@@ -71,6 +75,22 @@ async def result(scenarios: Path, name: str, url: str, **options: Any) -> Any:
     printed = await outcome(scenarios, name, url, **options)
     assert "result" in printed, printed
     return printed["result"]
+
+
+async def test_the_model_sees_an_image(scenarios: Path) -> None:
+    data = b"\x89PNG\r\n\x1a\n".ljust(7_000_000, b"\0")
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    seen: list[str] = []
+
+    def answer(request: Received) -> Any:
+        parts = request.json["messages"][-1]["content"]
+        seen.append("".join(part.get("text") or part["image_url"]["url"] for part in parts))
+        return text_stream("a square")
+
+    async with served_apis(answer) as served:
+        found = await result(scenarios, "image", served.ws_url, prompts=[str(len(data))])
+    assert found == ["a square"] * 3
+    assert seen == [f"Look: {url}What is it?"] * 2 + [url]
 
 
 async def test_live_graphs_of_a_session_and_of_its_tenant(scenarios: Path, server: ThreadServer) -> None:

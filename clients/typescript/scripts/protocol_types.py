@@ -21,7 +21,7 @@ import msgspec
 from msgspec import inspect
 
 from agentflow import errors
-from agentflow.protocol import events, op_table, ops, wire
+from agentflow.protocol import events, images, op_table, ops, wire
 from agentflow.protocol.op_table import OPS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,6 +42,7 @@ _CONSTANTS = {
         "The ticket that the root of a submitted graph reaches when all its states have ended.",
     ),
     "MAX_GRAPH_OPS": (op_table.MAX_GRAPH_OPS, "The largest number of ops in a graph."),
+    "MAX_IMAGE_BYTES": (images.MAX_IMAGE_BYTES, "The largest image."),
 }
 
 

@@ -111,6 +111,11 @@ export class Connection {
     this.#adopt(socket);
   }
 
+  /** The largest frame. */
+  get frameBytes(): number {
+    return this.#queue.frameBytes;
+  }
+
   /** A number for an op that asks for an answer. */
   nextTicket(): number {
     return this.#nextTicket++;
@@ -128,7 +133,8 @@ export class Connection {
       this.#cursors.submit(op);
       if (isAsking(op)) this.#unanswered.set(op.ticket, { op, number });
     }
-    if (!UNRECORDED.has(op.op)) this.#noteNow("sent", [op]);
+    // A recording has no bytes of images, only their digests.
+    if (!UNRECORDED.has(op.op)) this.#noteNow("sent", [op.op === "upload" ? { ...op, data: "" } : op]);
     this.#write();
   }
 

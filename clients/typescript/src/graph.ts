@@ -2,6 +2,7 @@
 
 import type { AgentflowError } from "./agentflow_error.js";
 import { BadArgument, DataDependent, ForeignState } from "./errors.js";
+import type { Image } from "./image.js";
 import { IN_GRAPH, MAX_GRAPH_OPS, type OpenOp, type Op, type SubmitGraphOp } from "./protocol.js";
 import { State, type Link } from "./state.js";
 import { Variable } from "./variable.js";
@@ -96,6 +97,11 @@ export class Graph {
     return op;
   }
 
+  /** @internal The images that its ops refer to. */
+  get images(): Iterable<Image> {
+    return this.#recorder.images;
+  }
+
   /** @internal The number of numbers that a run takes. */
   get size(): number {
     return this.#recorder.size;
@@ -120,6 +126,7 @@ class Recorder implements Link {
   readonly states = new Map<number, State>();
   readonly variables = new Map<number, Variable>();
   readonly outputs: Variable[] = [];
+  readonly images = new Set<Image>();
   readonly inputs = new Map<string, number>();
   readonly places: Record<number, string> = {};
   size = 0;
@@ -142,9 +149,10 @@ class Recorder implements Link {
     return variable;
   }
 
-  send(op: Op): void {
+  send(op: Op, images: readonly Image[] = []): void {
     if (!IN_GRAPH.has(op.op)) throw new DataDependent(`a graph cannot contain the op ${op.op}`);
     this.ops.push(op);
+    for (const image of images) this.images.add(image);
   }
 
   addState(state: State): void {

@@ -8,6 +8,7 @@ export type { EmbedOptions } from "./embeddings.js";
 export * from "./errors.js";
 export type { GenOptions, SamplingOptions } from "./gen_options.js";
 export { Graph, type Run, type StateOptions, type SubmitOptions } from "./graph.js";
+export { image, type Image, type ImageSource } from "./image.js";
 export type {
   CalledTool,
   Capabilities,
@@ -32,7 +33,8 @@ export type {
 } from "./protocol.js";
 export { ReplyReader, ReplySoFar, readReply, type Reply, type ReplyPiece } from "./reply.js";
 export { connect, type ConnectOptions, type Session } from "./session.js";
-export type { Part, State } from "./state.js";
+export type { Part, State, TextPart } from "./state.js";
+export type { ChatMessage } from "./transcript.js";
 export type { WebSocketConstructor, WebSocketLike } from "./transport.js";
 export type { ChangeListener, Reference, Span, Variable } from "./variable.js";
 export { mergeWatched, TreeView, type TreeViewNode, type Watched, type WatchOptions } from "./watch.js";

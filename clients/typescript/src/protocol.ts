@@ -16,6 +16,9 @@ export const GRAPH_TICKET = 1;
 /** The largest number of ops in a graph. */
 export const MAX_GRAPH_OPS = 10000;
 
+/** The largest image. */
+export const MAX_IMAGE_BYTES = 20000000;
+
 export type Op =
   | OpenOp
   | SubmitGraphOp

@@ -6,6 +6,7 @@ import { Connection, type Status } from "./connection.js";
 import { embedFields, embedTexts, type EmbedOptions } from "./embeddings.js";
 import { EngineDown, ForeignState, StateClosed } from "./errors.js";
 import { Graph, openOp, Run, type RunLink, type StateOptions, type SubmitOptions } from "./graph.js";
+import type { Image } from "./image.js";
 import {
   GRAPH_TICKET,
   type Capabilities,
@@ -21,6 +22,7 @@ import {
 import { receivedError } from "./received_error.js";
 import { State } from "./state.js";
 import { Transport, type WebSocketConstructor } from "./transport.js";
+import { Uploads } from "./uploads.js";
 import type { Variable } from "./variable.js";
 import { mergeWatched, type Watched, type WatchOptions } from "./watch.js";
 
@@ -156,7 +158,7 @@ export class Session {
       if (!graph.owns(output)) throw new ForeignState(`${output.name} does not belong to the graph`);
     }
     const base = this.#link.reserve(graph.size);
-    this.#link.send(graph.submission(base, outputs, options));
+    this.#link.send(graph.submission(base, outputs, options), graph.images);
     const root = new State(this.#link, base, []);
     const done = this.#link.reached(root, GRAPH_TICKET);
     done.catch(() => {}); // a run that is not awaited reports its errors through its variables
@@ -286,10 +288,12 @@ class SessionLink implements RunLink {
   readonly #states = new Map<number, State>();
   readonly #variables = new Map<number, Variable>();
   readonly #tickets = new Map<State, { next: number; reached: number; waiting: [number, Waiting<void>][] }>();
+  readonly #uploads: Uploads;
   #lastNumber = 0;
 
   constructor(connection: Connection) {
     this.#connection = connection;
+    this.#uploads = new Uploads((op) => connection.send(op));
   }
 
   nextNumber(): number {
@@ -303,7 +307,8 @@ class SessionLink implements RunLink {
     return first;
   }
 
-  send(op: Op): void {
+  send(op: Op, images?: Iterable<Image>): void {
+    if (images) this.#uploads.send(images, this.#connection.frameBytes);
     this.#connection.send(op);
   }
 

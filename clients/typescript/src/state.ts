@@ -5,13 +5,13 @@ import { splitText } from "./code_points.js";
 import type { EmbedFields } from "./embeddings.js";
 import { BadArgument, ForeignState, StateClosed } from "./errors.js";
 import { genFields, type GenOptions } from "./gen_options.js";
+import { Image, imageAt } from "./image.js";
 import type {
   BeginOp,
   Conversation,
   ForkOp,
   HintOp,
   LimitOp,
-  Message,
   Op,
   ReadOp,
   Ref,
@@ -19,10 +19,14 @@ import type {
   ToolChoice,
   ToolSpec,
 } from "./protocol.js";
+import { messagesOf, Transcript, written, type ChatMessage } from "./transcript.js";
 import { Reference, Variable } from "./variable.js";
 
 /** What can be appended as text: a text, a variable of the same session or graph, or a part of one. */
-export type Part = string | Reference;
+export type TextPart = string | Reference;
+
+/** What can be appended to a turn: text, and images to turns of the user and of tools. */
+export type Part = TextPart | Image;
 
 // Longer texts are sent in several ops, because a frame has a limit.
 const MAX_TEXT_CHARS = 256 * 1024;
@@ -33,7 +37,8 @@ export interface Link {
   readonly isRecording: boolean;
   /** A new number for a state or variable. */
   nextNumber(): number;
-  send(op: Op): void;
+  /** `images`: those that the op refers to. */
+  send(op: Op, images?: readonly Image[]): void;
   addState(state: State): void;
   addVariable(variable: Variable): void;
   /** The gen has no seed: one can be derived from its place. */
@@ -61,6 +66,7 @@ export class State {
   /** The place in the fork tree: `[]` is the root, `[2]` its third branch, `[2, 0]` the first branch of that. */
   readonly path: readonly number[];
   readonly #link: Link;
+  readonly #transcript: Transcript;
   #place: TurnPlace = {};
   #numBranches = 0;
   #numGens = 0;
@@ -69,8 +75,15 @@ export class State {
   #isSealed = false;
 
   /** @internal */
-  constructor(link: Link, number: number, path: readonly number[], place: unknown = {}) {
+  constructor(
+    link: Link,
+    number: number,
+    path: readonly number[],
+    place: unknown = {},
+    transcript: unknown = new Transcript(),
+  ) {
     this.#link = link;
+    this.#transcript = transcript as Transcript;
     this.number = number;
     this.path = path;
     this.#place = place as TurnPlace;
@@ -109,21 +122,30 @@ export class State {
     return this.end();
   }
 
-  /** Appends text, as content: special tokens of the model in it stay text. */
+  /** Appends text, as content: special tokens of the model in it stay text; or images. */
   text(...parts: Part[]): this {
     let open: (string | Ref)[] = [];
+    let said: TextPart[] = [];
     let room = MAX_TEXT_CHARS;
     const flush = (): void => {
       if (open.length) this.#send({ op: "text", state: this.number, parts: open });
-      open = [];
+      this.#transcript.add(...said);
+      [open, said] = [[], []];
       room = MAX_TEXT_CHARS;
     };
     for (const part of parts) {
+      if (part instanceof Image) {
+        flush();
+        this.image(part);
+        continue;
+      }
       for (const piece of typeof part === "string" ? splitText(part, MAX_TEXT_CHARS) : [this.#ref(part)]) {
         const size = typeof piece === "string" ? piece.length : 0;
         if (size > room) flush();
         room -= size;
-        if (piece !== "") open.push(piece);
+        if (piece === "") continue;
+        open.push(piece);
+        said.push(typeof piece === "string" ? piece : (part as Reference));
       }
     }
     flush();
@@ -131,10 +153,14 @@ export class State {
     return this;
   }
 
-  /** Appends an image, of a `data:` or `https:` URL. */
-  image(source: string): this {
-    this.#send({ op: "image", state: this.number, source });
-    if (this.#place.openRole === undefined) this.#place = { ...this.#place, hasText: true };
+  /** Appends an image, in a turn of the user or of a tool. A text is an `https:` URL. */
+  image(source: Image | string): this {
+    const role = this.#place.openRole;
+    checkImages(role);
+    const image = typeof source === "string" ? imageAt(source) : source;
+    this.#send({ op: "image", state: this.number, source: image.source }, [image]);
+    this.#transcript.add(image);
+    if (role === undefined) this.#place = { ...this.#place, hasText: true };
     return this;
   }
 
@@ -147,6 +173,7 @@ export class State {
     if (call.id !== undefined) op.tool_call_id = call.id;
     if (call.name !== undefined) op.name = call.name;
     this.#send(op);
+    this.#transcript.add({ begin: op });
     this.#place = { openRole: role };
     return this;
   }
@@ -156,16 +183,20 @@ export class State {
     const role = this.#place.openRole;
     if (role === undefined) throw new BadArgument("there is no open turn to end");
     this.#send({ op: "end", state: this.number });
+    this.#transcript.add({ end: true });
     this.#place = { lastRole: role };
     return this;
   }
 
   /** Starts an empty state with a whole conversation; a `gen` with `reply` continues it. */
-  converse(messages: readonly Message[], tools: readonly ToolSpec[] = [], choice?: ToolChoice): this {
-    const conversation: Conversation = { messages: [...messages] };
+  converse(messages: readonly ChatMessage[], tools: readonly ToolSpec[] = [], choice?: ToolChoice): this {
+    const parts = messages.map(written);
+    const conversation: Conversation = { messages: parts.map(([message]) => message) };
     if (tools.length) conversation.tools = [...tools];
     if (choice) conversation.choice = choice;
-    this.#send({ op: "converse", state: this.number, conversation });
+    const images = parts.flatMap(([, files]) => files);
+    this.#send({ op: "converse", state: this.number, conversation }, images);
+    this.#transcript.add({ messages }, { begin: { op: "begin", state: this.number, role: "assistant" } });
     this.#place = { openRole: "assistant", closesWithReply: true };
     return this;
   }
@@ -191,6 +222,7 @@ export class State {
       ...fields,
     }));
     if (fields.params.seed == null) this.#link.addPlace(variable, this.#seedPlace());
+    this.#transcript.add(options.reply ? { replyOf: variable } : variable);
     this.#numGens++;
     if (makesTurn || (options.reply && this.#place.closesWithReply)) this.end();
     return variable;
@@ -204,12 +236,13 @@ export class State {
       if (options.method) op.method = options.method;
       return op;
     });
+    this.#transcript.add(variable);
     if (makesTurn) this.end();
     return variable;
   }
 
   /** Sets a variable to a text, which is not appended. */
-  set(name: string, ...parts: Part[]): Variable {
+  set(name: string, ...parts: TextPart[]): Variable {
     const made = parts.map((part) => (typeof part === "string" ? part : this.#ref(part)));
     return this.#declare(name, (number) => ({ op: "set", state: this.number, var: number, name, parts: made }));
   }
@@ -217,6 +250,16 @@ export class State {
   /** Reads the content at this point: its text with the template's markup, or its tokens as a JSON list. */
   read(name: string, what: ReadOp["what"]): Variable {
     return this.#declare(name, (number) => ({ op: "read", state: this.number, var: number, name, what }));
+  }
+
+  /**
+   * The turns so far, which `converse` accepts. Waits for unfinished text; throws the error with which it failed.
+   * Leaves out text outside turns.
+   */
+  messages(): Promise<ChatMessage[]> {
+    return messagesOf(this.#transcript.entries(), (part) =>
+      part instanceof Variable ? part : this.set("part of a message", part),
+    );
   }
 
   /** @internal */
@@ -233,7 +276,10 @@ export class State {
     const children = Array.from({ length: count }, () => this.#link.nextNumber());
     const op: ForkOp = { op: "fork", state: this.number, children };
     this.#send(op);
-    return children.map((number) => new State(this.#link, number, [...this.path, this.#numBranches++], this.#place));
+    return children.map((number) => {
+      const path = [...this.path, this.#numBranches++];
+      return new State(this.#link, number, path, this.#place, new Transcript(this.#transcript));
+    });
   }
 
   /** Makes a task group of branches of this state: when one fails, the others are cancelled and this fails. */
@@ -317,6 +363,7 @@ export class State {
   }
 
   #turn(role: BeginOp["role"], parts: Part[]): this {
+    if (parts.some((part) => part instanceof Image)) checkImages(role);
     this.begin(role);
     if (parts.length) this.text(...parts);
     return this.end();
@@ -362,15 +409,21 @@ export class State {
       : { op: "ref", var: variable.number };
   }
 
-  #send(op: Op): void {
+  #send(op: Op, images?: readonly Image[]): void {
     this.#check();
     if (this.#isSealed && op.op !== "read" && op.op !== "set" && op.op !== "done") {
       throw new StateClosed(`state (${this.path.join(", ")}) is sealed: nothing can be appended to it`);
     }
-    this.#link.send(op);
+    this.#link.send(op, images);
   }
 
   #check(): void {
     if (this.#isClosed) throw new StateClosed(`state (${this.path.join(", ")}) is closed`);
+  }
+}
+
+function checkImages(role: string | undefined): void {
+  if (role !== undefined && role !== "user" && role !== "tool") {
+    throw new BadArgument(`image: turns of the user and of tools have images, and not those of the ${role}`);
   }
 }

@@ -6,6 +6,7 @@ import {
   AgentflowError,
   connect,
   Graph,
+  image,
   TreeView,
   type ConnectOptions,
   type EmbedOptions,
@@ -109,6 +110,24 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
       last.catch(() => {});
       const graphs = await session.graphs();
       return { graph, labels: graphs.map(({ states = [] }) => states.map(({ label = "" }) => label)) };
+    });
+  },
+
+  /** An image, whose size in bytes is the first prompt: in a branch, in a conversation, and in a graph. */
+  async image(options) {
+    return withSession(options, async (session) => {
+      const bytes = new Uint8Array(Number(options.prompts[0]));
+      bytes.set([0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a]);
+      const shown = await image(new Blob([bytes]));
+      const root = session.state().user("Look: ", shown, "What is it?");
+      const [branch] = root.fork(1);
+      const answer = await branch!.gen("answer");
+      const talk = session.state().converse(await root.messages());
+      const variable = talk.gen("reply", { reply: true });
+      await variable;
+      const graph = new Graph();
+      const value = graph.root.user(shown).gen("value");
+      return [answer, variable.reply.text, await session.submit(graph).variable(value)];
     });
   },
 

@@ -190,6 +190,6 @@ test("what the server has not acknowledged has a limit", async () => {
   server.send(); // acknowledges
   await settle(server);
   state.text("x".repeat(1000));
-  assert.throws(() => state.image("x".repeat(2_000_000)), { code: "frame_too_large" });
+  assert.throws(() => state.begin("tool", { name: "x".repeat(2_000_000) }), { code: "frame_too_large" });
   await Promise.all([session.close(), settle(server)]);
 });
