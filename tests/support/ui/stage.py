@@ -13,9 +13,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import NotSupported
-from agentflow.protocol.chat import ReplyWriter, TextPiece
+from agentflow.protocol.chat import Conversation, ReplyWriter, TextPiece
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
+from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, Generator, OnText, Scored
 from agentflow.server.app import Access
@@ -52,12 +53,15 @@ class _Line:
 class StagedGenerator(ScriptedGenerator):
     """A generation whose prompt contains a key of ``texts`` answers with that text at once, one with several
     keys with that of the last. All others stream what ``say`` gives them until ``end``. A select takes its
-    first choice. Without ``roles``, it has no turns, like a model without a chat template."""
+    first choice. Without ``roles``, it has no turns, like a model without a chat template, and without
+    ``images`` it reads only text. ``seen``: the images of its prompts."""
 
-    def __init__(self, *, roles: bool = True) -> None:
+    def __init__(self, *, roles: bool = True, images: bool = True) -> None:
         super().__init__(lambda prompt: "scripted")
+        self.capabilities = msgspec.structs.replace(self.capabilities, images=images)
         if not roles:
             self.capabilities = msgspec.structs.replace(self.capabilities, roles=False, conversations=False)
+        self.seen: list[Image] = []
         self.texts: dict[str, str] = {}
         self.lines: list[_Line] = []
         self.changed = anyio.Event()
@@ -69,6 +73,16 @@ class StagedGenerator(ScriptedGenerator):
         if not self.capabilities.roles:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
         super().begin_role(context, role, tool_call_id, name)
+
+    def image(self, context: ScriptedContext, image: Image) -> None:
+        """As a model that sees it."""
+        super().image(context, image)
+        self.seen.append(image)
+
+    async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
+        """As a model that sees its images."""
+        await super().converse(context, conversation)
+        self.seen += conversation.images
 
     async def generate(
         self,
@@ -185,6 +199,11 @@ class Stage:
         while self.running():
             self.end()
 
+    @property
+    def seen(self) -> list[Image]:
+        """The images of all prompts, in order."""
+        return self._call(lambda: list(self._generator.seen))
+
     def running(self, to: str = "") -> int:
         """Generations that wait for text."""
         return self._call(lambda: sum(to in line.prompt for line in self._generator.lines))
@@ -220,11 +239,17 @@ class Stage:
 
 @contextmanager
 def open_stage(
-    limits: ServerLimits | None = None, access: Access | None = None, *, roles: bool = True, port: int = 0
+    limits: ServerLimits | None = None,
+    access: Access | None = None,
+    *,
+    roles: bool = True,
+    images: bool = True,
+    port: int = 0,
 ) -> Iterator[Stage]:
-    """A server. ``port``: 0 is a free one. ``roles``: whether its model has a chat template."""
+    """A server. ``port``: 0 is a free one. ``roles``: whether its model has a chat template. ``images``:
+    whether it sees images."""
     with start_blocking_portal("asyncio") as portal:
-        generator = portal.call(lambda: StagedGenerator(roles=roles))
+        generator = portal.call(lambda: StagedGenerator(roles=roles, images=images))
 
         @asynccontextmanager
         async def open_this() -> AsyncIterator[Generator[Any]]:

@@ -6,6 +6,11 @@ import { useCallback, useLayoutEffect, useRef } from "preact/hooks";
 import { hrefOf } from "../app/router";
 import { session } from "../app/session";
 import { View } from "../app/View";
+import { ImageArea } from "../images/ImageArea";
+import { isLost } from "../images/kept";
+import type { ShownImage } from "../images/picture";
+import { blindness } from "../images/sight";
+import { Thumbnails } from "../images/Thumbnails";
 import { copyText } from "../text/copy";
 import { followEnd } from "../text/follow";
 import {
@@ -16,6 +21,7 @@ import {
   conversation,
   current,
   draft,
+  draftImages,
   isStreaming,
   keyOf,
   live,
@@ -156,9 +162,14 @@ function TurnView({ turn }: { turn: Turn }) {
           </>
         )
       ) : (
-        <p class="model-text" dir="auto">
-          {turn.content}
-        </p>
+        <>
+          <Thumbnails label="Images" images={turn.images ?? []} />
+          {turn.content !== "" && (
+            <p class="model-text" dir="auto">
+              {turn.content}
+            </p>
+          )}
+        </>
       )}
       {turn.role === "assistant" && !streaming && <Calls turn={turn} isBusy={isBusy} />}
       {turn.problem && (
@@ -273,6 +284,8 @@ function Calls({ turn, isBusy }: { turn: Turn; isBusy: boolean }) {
 
 function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
   const text = useSignal(turn.content);
+  const images = useSignal(turn.images ?? []);
+  const canSend = canSay(text.value, images.value);
   const area = useRef<HTMLTextAreaElement>(null);
   useSignalEffect(() => area.current?.focus());
   return (
@@ -280,31 +293,39 @@ function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
       class="composer"
       onSubmit={(event) => {
         event.preventDefault();
-        if (!text.value.trim()) return;
+        if (!canSend || !session.value) return;
         onEnd();
-        send(turn.parent, text.value);
+        send(turn.parent, text.value, images.value);
       }}
     >
-      <textarea
-        ref={area}
-        rows={3}
-        dir="auto"
-        aria-label="The edited turn"
-        value={text.value}
-        onInput={(event) => (text.value = event.currentTarget.value)}
-        onKeyDown={(event) => {
-          if (event.key === "Escape") onEnd();
-          else submitOnEnter(event);
-        }}
-      />
-      <div class="row end">
-        <button type="button" class="quiet" onClick={onEnd}>
-          Keep as it is
-        </button>
-        <button type="submit" class="primary" disabled={!session.value}>
-          Send as a branch
-        </button>
-      </div>
+      <ImageArea
+        label="the edited turn"
+        images={images.value}
+        onChange={(now) => (images.value = now)}
+        actions={
+          <>
+            <button type="button" class="quiet" onClick={onEnd}>
+              Keep as it is
+            </button>
+            <button type="submit" class="primary" disabled={!session.value || !canSend}>
+              Send as a branch
+            </button>
+          </>
+        }
+      >
+        <textarea
+          ref={area}
+          rows={3}
+          dir="auto"
+          aria-label="The edited turn"
+          value={text.value}
+          onInput={(event) => (text.value = event.currentTarget.value)}
+          onKeyDown={(event) => {
+            if (event.key === "Escape") onEnd();
+            else submitOnEnter(event);
+          }}
+        />
+      </ImageArea>
     </form>
   );
 }
@@ -315,39 +336,55 @@ function submitOnEnter(event: KeyboardEvent): void {
   (event.currentTarget as HTMLTextAreaElement).form?.requestSubmit();
 }
 
+/** Whether a turn says something that can be sent. */
+function canSay(text: string, images: readonly ShownImage[]): boolean {
+  if (images.length === 0) return text.trim() !== "";
+  return !images.some(isLost) && blindness(session.value) === null;
+}
+
 function Composer({ parent, canTalk }: { parent: number; canTalk: boolean }) {
   const isBusy = isStreaming.value;
+  const canSend = session.value !== null && canTalk && canSay(draft.value, draftImages.value);
   return (
     <form
       class="composer panel"
       onSubmit={(event) => {
         event.preventDefault();
-        if (isBusy || !draft.value.trim() || !session.value || !canTalk) return;
-        send(parent, draft.value);
+        if (isBusy || !canSend) return;
+        send(parent, draft.value, draftImages.value);
         draft.value = "";
+        draftImages.value = [];
       }}
     >
-      <textarea
-        rows={2}
-        dir="auto"
-        aria-label="Message"
-        placeholder="Say something. Enter sends, Shift and Enter begins a line."
-        data-testid="message"
-        value={draft.value}
-        onInput={(event) => (draft.value = event.currentTarget.value)}
-        onKeyDown={submitOnEnter}
-      />
-      <div class="row end">
-        {isBusy ? (
-          <button type="button" class="stop" data-testid="stop" onClick={stop}>
-            Stop
-          </button>
-        ) : (
-          <button type="submit" class="primary" data-testid="send" disabled={!session.value || !canTalk || !draft.value.trim()}>
-            Send
-          </button>
-        )}
-      </div>
+      <ImageArea
+        label="the message"
+        images={draftImages.value}
+        onChange={(now) => (draftImages.value = now)}
+        isOff={!canTalk}
+        isPageWide
+        actions={
+          isBusy ? (
+            <button type="button" class="stop" data-testid="stop" onClick={stop}>
+              Stop
+            </button>
+          ) : (
+            <button type="submit" class="primary" data-testid="send" disabled={!canSend}>
+              Send
+            </button>
+          )
+        }
+      >
+        <textarea
+          rows={2}
+          dir="auto"
+          aria-label="Message"
+          placeholder="Say something. Enter sends, Shift and Enter begins a line."
+          data-testid="message"
+          value={draft.value}
+          onInput={(event) => (draft.value = event.currentTarget.value)}
+          onKeyDown={submitOnEnter}
+        />
+      </ImageArea>
     </form>
   );
 }

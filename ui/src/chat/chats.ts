@@ -1,9 +1,12 @@
 // The chats of this page: their conversations, and the replies that are being generated.
-import { AgentflowError, type CalledTool, type Message, type State, type Usage, type Variable } from "agentflow-client";
+import { AgentflowError, type CalledTool, type ChatMessage, type State, type Usage, type Variable } from "agentflow-client";
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { sentenceOf, session } from "../app/session";
 import { keepStored, stored } from "../app/stored";
+import { imageOf, isLost, keepImages } from "../images/kept";
+import type { ShownImage } from "../images/picture";
+import { blindness, LOST } from "../images/sight";
 import { SentenceReader } from "../text/sentences";
 import {
   added,
@@ -11,6 +14,7 @@ import {
   declined,
   EMPTY,
   fromPlain,
+  imagesTo,
   messagesTo,
   openCalls,
   switched,
@@ -43,15 +47,17 @@ interface Stored {
   readonly current: number;
   readonly settings: Settings;
   readonly draft: string;
+  readonly draftImages: readonly ShownImage[];
 }
 
-const STORED = "chats 1";
+const STORED = "chats 2";
 const before = stored(STORED) as Stored | undefined;
 
 const kept = signal<Conversation[]>(before?.chats.map(fromPlain) ?? [EMPTY]);
 export const current = signal(before?.current ?? 0);
 /** What is being written. */
 export const draft = signal(before?.draft ?? "");
+export const draftImages = signal<readonly ShownImage[]>(before?.draftImages ?? []);
 export const chats = computed(() => kept.value);
 export const conversation = computed(() => kept.value[current.value] ?? EMPTY);
 export const settings = signal<Settings>(
@@ -81,14 +87,20 @@ function withLiveTexts(one: Conversation, chat: number): Conversation {
   return after;
 }
 
+keepImages("chat", () => [
+  ...draftImages.value,
+  ...kept.value.flatMap(({ turns }) => [...turns.values()].flatMap(({ images }) => images ?? [])),
+]);
+
 keepStored(
   STORED,
-  () => [kept.value, current.value, settings.value, draft.value],
+  () => [kept.value, current.value, settings.value, draft.value, draftImages.value],
   (): Stored => ({
     chats: kept.peek().map((one, chat) => toPlain(withLiveTexts(one, chat))),
     current: current.peek(),
     settings: settings.peek(),
     draft: draft.peek(),
+    draftImages: draftImages.peek(),
   }),
 );
 
@@ -104,7 +116,8 @@ export function newChat(): void {
 }
 
 export function titleOf(one: Conversation): string {
-  const first = one.turns.get(1)?.content.trim().replace(/\s+/g, " ") ?? "";
+  const turn = one.turns.get(1);
+  const first = turn?.content.trim().replace(/\s+/g, " ") || turn?.images?.[0]?.name || "";
   return first ? (first.length > 40 ? `${first.slice(0, 40)}…` : first) : "New chat";
 }
 
@@ -112,12 +125,12 @@ export function titleOf(one: Conversation): string {
  * Adds a turn of the user below `parent`, beside what follows it already, and asks for the reply. Calls that are
  * still open there are declined. Half a surrogate pair, which the server would reject, becomes U+FFFD.
  */
-export function send(parent: number, text: string): void {
+export function send(parent: number, text: string, images: readonly ShownImage[] = []): void {
   const chat = current.peek();
   const content = text.toWellFormed();
   const after = update(chat, (before) => {
     const [settled, last] = declined(before, parent, DECLINED);
-    return added(settled, last, { role: "user", content });
+    return added(settled, last, { role: "user", content, ...(images.length ? { images } : {}) });
   });
   ask(chat, after.turns.size);
 }
@@ -168,8 +181,14 @@ function ask(chat: number, parent: number): void {
     finish({ problem: "There is no connection to a server." });
     return;
   }
+  const images = imagesTo(withReply, parent);
+  const refusal = images.length > 0 ? (blindness(open) ?? (images.some(isLost) ? LOST : null)) : null;
+  if (refusal !== null) {
+    finish({ problem: refusal });
+    return;
+  }
   const { system, tools, temperature, topP, maxTokens } = settings.peek();
-  const messages = messagesTo(withReply, parent, system);
+  const messages = messagesTo(withReply, parent, system, imageOf);
   const isReply = open.capabilities.conversations === true;
   let state: State;
   let variable: Variable;
@@ -248,8 +267,9 @@ function problemOf(error: AgentflowError): string {
   return error.code === "cancelled" ? "Stopped." : sentenceOf(error);
 }
 
-function withTurns(state: State, messages: readonly Message[]): void {
+function withTurns(state: State, messages: readonly ChatMessage[]): void {
   for (const { role, content } of messages) {
-    if (role === "system" || role === "user" || role === "assistant") state[role](content);
+    const parts = typeof content === "string" ? [content] : content;
+    if (role === "system" || role === "user" || role === "assistant") state[role](...parts);
   }
 }

@@ -1,5 +1,6 @@
+import { image } from "agentflow-client";
 import { expect, test } from "vitest";
-import { added, changed, declined, EMPTY, fromPlain, messagesTo, openCalls, pathOf, siblingsOf, switched, toPlain } from "./conversation";
+import { added, changed, declined, EMPTY, fromPlain, imagesTo, messagesTo, openCalls, pathOf, siblingsOf, switched, toPlain } from "./conversation";
 
 const texts = (conversation: typeof EMPTY) => pathOf(conversation).map((turn) => turn.content);
 const talk = () => {
@@ -16,6 +17,18 @@ test("turns follow each other", () => {
     "assistant b",
     "user c",
   ]);
+});
+
+test("images stand before the text of their turn", async () => {
+  const dot = await image(Uint8Array.of(0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a));
+  const images = [{ source: dot.source, name: "dot", width: 1, height: 1, thumbnail: "" }];
+  let made = added(EMPTY, 0, { role: "user", content: "See.", images });
+  made = added(made, 1, { role: "assistant", content: "b" });
+  made = added(made, 2, { role: "user", content: "", images });
+  const imageOf = (source: string) => (source === dot.source ? dot : undefined);
+  expect(messagesTo(made, 3, "", imageOf).map(({ content }) => content)).toEqual([[dot, "See."], "b", [dot]]);
+  expect(imagesTo(made, 2)).toEqual(images);
+  expect(fromPlain(JSON.parse(JSON.stringify(toPlain(made))))).toEqual(made);
 });
 
 test("an edited turn is a branch; each branch keeps what follows it", () => {

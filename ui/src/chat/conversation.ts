@@ -1,5 +1,6 @@
 // A conversation as a tree of turns: an edited turn is a sibling of the one before, and one branch is shown.
-import type { CalledTool, Message } from "agentflow-client";
+import type { CalledTool, ChatMessage, Image } from "agentflow-client";
+import type { ShownImage } from "../images/picture";
 
 export interface Turn {
   readonly id: number;
@@ -7,6 +8,8 @@ export interface Turn {
   readonly parent: number;
   readonly role: "user" | "assistant" | "tool";
   readonly content: string;
+  /** Of a turn of the user: they stand before its text. */
+  readonly images?: readonly ShownImage[];
   /** What the model thought before a reply. */
   readonly reasoning?: string;
   readonly toolCalls?: readonly CalledTool[];
@@ -75,11 +78,27 @@ export function siblingsOf(conversation: Conversation, turn: Turn): number[] {
   return [...conversation.turns.values()].filter((one) => one.parent === turn.parent).map((one) => one.id);
 }
 
-/** The protocol's messages of the turns up to and with `id`. */
-export function messagesTo(conversation: Conversation, id: number, system = ""): Message[] {
-  const messages: Message[] = [];
+/** The images of the turns up to and with `id`. */
+export function imagesTo(conversation: Conversation, id: number): ShownImage[] {
+  const images: ShownImage[] = [];
   for (let turn = conversation.turns.get(id); turn; turn = conversation.turns.get(turn.parent)) {
-    const message: Message = { role: turn.role, content: turn.content };
+    images.push(...(turn.images ?? []));
+  }
+  return images;
+}
+
+/** The messages of the turns up to and with `id`. `imageOf`: the images of their sources. */
+export function messagesTo(
+  conversation: Conversation,
+  id: number,
+  system = "",
+  imageOf: (source: string) => Image | undefined = () => undefined,
+): ChatMessage[] {
+  const messages: ChatMessage[] = [];
+  for (let turn = conversation.turns.get(id); turn; turn = conversation.turns.get(turn.parent)) {
+    const images = (turn.images ?? []).flatMap(({ source }) => imageOf(source) ?? []);
+    const content = images.length ? [...images, ...(turn.content ? [turn.content] : [])] : turn.content;
+    const message: ChatMessage = { role: turn.role, content };
     if (turn.toolCalls?.length) message.tool_calls = [...turn.toolCalls];
     if (turn.toolCalls?.length && turn.reasoning) message.reasoning = turn.reasoning;
     if (turn.call) message.tool_call_id = turn.call.id;

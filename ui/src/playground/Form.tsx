@@ -1,5 +1,6 @@
 // The program as a form. Every change makes a new program; nothing is kept in the fields themselves.
 import type { ComponentChildren } from "preact";
+import { ImageArea } from "../images/ImageArea";
 import {
   gen,
   MAX_BRANCHES,
@@ -22,7 +23,15 @@ export function Form(props: { program: Program; onChange: (program: Program) => 
     <form class="program" onSubmit={(event) => event.preventDefault()} aria-label="Program">
       <fieldset disabled={props.isOff}>
         <Area label="System" value={program.system} rows={2} onChange={(system) => onChange({ ...program, system })} />
-        <Area label="User" value={program.user} rows={4} onChange={(user) => onChange({ ...program, user })} />
+        <ImageArea
+          label="the user's turn"
+          images={program.images ?? []}
+          onChange={(images) => onChange({ ...program, images })}
+          isOff={props.isOff}
+          isPageWide
+        >
+          <Area label="User" value={program.user} rows={4} onChange={(user) => onChange({ ...program, user })} />
+        </ImageArea>
         <Steps steps={program.steps} place="" onChange={(steps) => onChange({ ...program, steps })} />
       </fieldset>
     </form>
@@ -124,7 +133,7 @@ function Tool(props: { label: string; sign: string; isOff?: boolean; run: () => 
 function StepFields({ step, place, onChange }: { step: Step; place: string; onChange: (step: Step) => void }) {
   switch (step.kind) {
     case "say":
-      return <SayFields step={step} onChange={onChange} />;
+      return <SayFields step={step} place={place.slice(0, -1)} onChange={onChange} />;
     case "gen":
       return <GenFields step={step} onChange={onChange} />;
     case "select":
@@ -136,7 +145,8 @@ function StepFields({ step, place, onChange }: { step: Step; place: string; onCh
   }
 }
 
-function SayFields({ step, onChange }: { step: SayStep; onChange: (step: Step) => void }) {
+function SayFields({ step, place, onChange }: { step: SayStep; place: string; onChange: (step: Step) => void }) {
+  const area = <Area label="Text" value={step.text} rows={2} onChange={(text) => onChange({ ...step, text })} />;
   return (
     <>
       <Choice
@@ -145,7 +155,17 @@ function SayFields({ step, onChange }: { step: SayStep; onChange: (step: Step) =
         options={{ user: "user", assistant: "assistant" }}
         onChange={(role) => onChange({ ...step, role: role as SayStep["role"] })}
       />
-      <Area label="Text" value={step.text} rows={2} onChange={(text) => onChange({ ...step, text })} />
+      {step.role === "user" ? (
+        <ImageArea
+          label={`step ${place}`}
+          images={step.images ?? []}
+          onChange={(images) => onChange({ ...step, images })}
+        >
+          {area}
+        </ImageArea>
+      ) : (
+        area
+      )}
     </>
   );
 }

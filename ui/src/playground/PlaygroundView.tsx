@@ -8,17 +8,19 @@ import { keepStored, stored } from "../app/stored";
 import { View } from "../app/View";
 import { counted } from "../charts/numbers";
 import { copyText } from "../text/copy";
+import { isLost, keepImages } from "../images/kept";
+import { blindness } from "../images/sight";
 import { EXAMPLES } from "./examples";
 import { Form, NumberField } from "./Form";
 import { Ledger } from "./Ledger";
-import { mistakesOf, type Program, type Sampling } from "./program";
+import { allImages, mistakesOf, type Program, type Sampling } from "./program";
 import { toPython } from "./python";
 import { ProgramRun } from "./run";
 import { Stage } from "./Stage";
 import "./playground.css";
 
 // They outlive the view: a run goes on while another view is shown.
-const STORED = "playground 1";
+const STORED = "playground 2";
 const before = stored(STORED) as { readonly program: Program; readonly example: string } | undefined;
 const program = signal<Program>(before?.program ?? structuredClone(EXAMPLES["essay_judge"]!));
 const example = signal(before?.example ?? "essay_judge");
@@ -30,6 +32,11 @@ keepStored(
 const run = signal<ProgramRun | null>(null);
 /** What choosing a ready program replaced, if it had been edited: it can be taken back until the next edit or run. */
 const replaced = signal<{ program: Program; example: string; run: ProgramRun | null } | null>(null);
+keepImages("playground", () =>
+  [program.value, run.value?.program, replaced.value?.program, replaced.value?.run?.program].flatMap((one) =>
+    one ? allImages(one) : [],
+  ),
+);
 
 function start(): void {
   const open = session.peek();
@@ -52,6 +59,14 @@ function choose(name: string): void {
   run.value = null;
 }
 
+/** Why the images of the program cannot be sent. */
+function imageMistakes(): string[] {
+  const images = allImages(program.value);
+  const blind = images.length > 0 ? blindness(session.value) : null;
+  const lost = images.filter(isLost).map(({ name }) => `${name} was lost with the reload: remove it, and add it again.`);
+  return [...(blind === null ? [] : [blind]), ...lost];
+}
+
 const sentenceOfReplaced = (name: string) => `Your changes to “${EXAMPLES[name]!.title}” were replaced.`;
 
 function undo(): void {
@@ -66,7 +81,7 @@ function undo(): void {
 
 export default function PlaygroundView() {
   const drawer = useSignal<"sampling" | "python" | null>(null);
-  const mistakes = useComputed(() => mistakesOf(program.value));
+  const mistakes = useComputed(() => [...mistakesOf(program.value), ...imageMistakes()]);
   const isRunning = run.value?.status.value === "running";
   const hasTurns = session.value?.capabilities.roles !== false;
   const choice = useRef<HTMLSelectElement>(null);

@@ -4,6 +4,7 @@ import { useRef } from "preact/hooks";
 import { count, counted, percent } from "../charts/numbers";
 import { JsonTree } from "../json/JsonTree";
 import { readPartial, type JsonNode } from "../json/partial_json";
+import { Thumbnails } from "../images/Thumbnails";
 import { inBatch } from "../text/batches";
 import { StreamText } from "../text/stream_text";
 import { useFollowEnd } from "../text/follow";
@@ -126,9 +127,12 @@ function ItemView({ item, run }: { item: Item; run: ProgramRun }) {
       return (
         <div class="turn">
           {run.hasTurns && <span class="role">{item.role}</span>}
-          <p class="model-text turn-text" dir="auto" tabIndex={lengthOf(item.text) > 500 ? 0 : -1}>
-            <Pieces pieces={item.text} run={run} />
-          </p>
+          <Thumbnails label="Images" images={item.images} />
+          {item.text.length > 0 && (
+            <p class="model-text turn-text" dir="auto" tabIndex={lengthOf(item.text) > 500 ? 0 : -1}>
+              <Pieces pieces={item.text} run={run} />
+            </p>
+          )}
         </div>
       );
     case "join": {

@@ -1,7 +1,9 @@
+import { image } from "agentflow-client";
 import { describe, expect, test } from "vitest";
+import type { ShownImage } from "../images/picture";
 import { callsOf, compile, promptLengths } from "./compile";
 import { EXAMPLES } from "./examples";
-import { DEFAULT_SAMPLING, gen, mistakesOf, say, select, type Program } from "./program";
+import { allImages, DEFAULT_SAMPLING, gen, mistakesOf, say, select, type Program } from "./program";
 
 const program = (steps: Program["steps"], changes: Partial<Program> = {}): Program => ({
   title: "a test",
@@ -22,6 +24,22 @@ const fork = (labels: string[], steps: Program["steps"]): Program["steps"][numbe
 const opsOf = (made: Program, options = {}) => compile(made, options).graph.ops;
 const textsOf = (made: Program, options = {}) =>
   opsOf(made, options).flatMap((op) => (op.op === "text" ? [op.parts] : []));
+
+const shown = (name: string, source = name): ShownImage => ({ source, name, width: 2, height: 2, thumbnail: "" });
+
+test("images stand before the text of a turn of the user, also without text", async () => {
+  const dot = await image(Uint8Array.of(0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a));
+  const step = { ...say("And this?"), images: [shown("dot", dot.source)] };
+  const made = program([step, fork(["a"], [step, gen("answer")])], { user: "", images: [shown("dot", dot.source)] });
+  const { graph, root } = compile(made, { imageOf: (source) => (source === dot.source ? dot : undefined) });
+  expect(graph.ops.map(({ op }) => op).slice(0, 8)).toEqual(["open", "begin", "image", "end", "begin", "image", "text", "end"]);
+  expect(graph.ops.filter(({ op }) => op === "image").length).toBe(3);
+  expect(root.items[0]).toMatchObject({ kind: "turn", role: "user", text: [], images: [{ name: "dot" }] });
+  expect(allImages(made).length).toBe(3);
+  expect(mistakesOf(made)).toEqual([]);
+  const isOther = { ...step, role: "assistant" as const, text: "" };
+  expect(mistakesOf(program([isOther, say("x"), gen("answer")]))).toEqual(["Step 1 has no text."]);
+});
 
 describe("a program becomes a graph", () => {
   test("turns are begun and ended, and a gen stands in the assistant's turn after what it begins with", () => {

@@ -5,8 +5,9 @@
 // and lanes that were cancelled are left out (`without`).
 //
 // A model without a chat template has no turns: the texts follow each other, with an empty line after each.
-import { Graph, type GenOptions, type Part, type State, type Variable } from "agentflow-client";
-import { piecesOf, resultOf, schemaOf, type ForkStep, type GenStep, type Program, type SelectStep, type Step } from "./program";
+import { Graph, type GenOptions, type Image, type Part, type State, type Variable } from "agentflow-client";
+import type { ShownImage } from "../images/picture";
+import { imagesOf, piecesOf, resultOf, schemaOf, type ForkStep, type GenStep, type Program, type SelectStep, type Step } from "./program";
 
 export interface Lane {
   /** "" is the root, "1" its second branch, "1.0" the first branch of that. */
@@ -32,7 +33,7 @@ export interface CallItem {
 }
 
 export type Item =
-  | { kind: "turn"; key: string; role: "system" | "user" | "assistant"; text: TextPiece[] }
+  | { kind: "turn"; key: string; role: "system" | "user" | "assistant"; text: TextPiece[]; images: readonly ShownImage[] }
   | CallItem
   | { kind: "fork"; key: string; step: ForkStep; lanes: Lane[] }
   | { kind: "join"; key: string; before: TextPiece[]; after: TextPiece[]; results: Result[] };
@@ -56,6 +57,8 @@ export interface CompileOptions {
   maxTokenReads?: number;
   /** Whether the model has a chat template; by default it has. */
   hasTurns?: boolean;
+  /** The images of their sources. */
+  imageOf?: (source: string) => Image | undefined;
 }
 
 /** After each turn of a model without a chat template. */
@@ -65,7 +68,7 @@ export const TURN_END = "\n\n";
 type Scope = Map<string, { readonly part: Part; readonly key: string }>;
 
 export function compile(program: Program, options: CompileOptions = {}): Compiled {
-  const { known = new Map(), without = new Set(), maxTokenReads = 16, hasTurns = true } = options;
+  const { known = new Map(), without = new Set(), maxTokenReads = 16, hasTurns = true, imageOf } = options;
   const isContinued = known.size + without.size > 0;
   const label = isContinued ? `${program.title}, continued` : program.title;
   const graph = new Graph({ program: "playground", label });
@@ -76,9 +79,16 @@ export function compile(program: Program, options: CompileOptions = {}): Compile
     else lane.state.text(...parts, TURN_END);
   }
 
-  function turn(lane: Lane, role: "system" | "user" | "assistant", text: string, scope: Scope, key: string): void {
-    append(lane, role, partsOf(text, scope));
-    lane.items.push({ kind: "turn", key, role, text: shownPieces(text, scope) });
+  function turn(
+    lane: Lane,
+    role: "system" | "user" | "assistant",
+    text: string,
+    scope: Scope,
+    key: string,
+    images: readonly ShownImage[] = [],
+  ): void {
+    append(lane, role, [...images.flatMap(({ source }) => imageOf?.(source) ?? []), ...partsOf(text, scope)]);
+    lane.items.push({ kind: "turn", key, role, text: shownPieces(text, scope), images });
   }
 
   function call(lane: Lane, step: GenStep | SelectStep, key: string, scope: Scope, reads: boolean): void {
@@ -109,7 +119,7 @@ export function compile(program: Program, options: CompileOptions = {}): Compile
     let results: (Result & { readonly part: Part })[] = [];
     steps.forEach((step, index) => {
       const key = `${lane.path}:${index}`;
-      if (step.kind === "say") turn(lane, step.role, step.text, scope, key);
+      if (step.kind === "say") turn(lane, step.role, step.text, scope, key, imagesOf(step));
       else if (step.kind === "gen" || step.kind === "select") call(lane, step, key, scope, reads);
       else if (step.kind === "fork") {
         // Left-out branches are not forked; the others keep their paths, labels and keys.
@@ -143,7 +153,8 @@ export function compile(program: Program, options: CompileOptions = {}): Compile
 
   const scope: Scope = new Map();
   if (program.system.trim()) turn(root, "system", program.system, scope, ":system");
-  if (program.user.trim()) turn(root, "user", program.user, scope, ":user");
+  const { images = [] } = program;
+  if (program.user.trim() || images.length) turn(root, "user", program.user, scope, ":user", images);
   run(root, program.steps, scope, maxTokenReads > 0);
   return { graph, root };
 }

@@ -1,6 +1,7 @@
 // A program as the form holds it: plain data, from which the graph and the Python source are made.
 //
 // Texts may refer to earlier variables as "{name}": of the same lane, or of the one that it was forked from.
+import type { ShownImage } from "../images/picture";
 
 export interface Sampling {
   temperature: number;
@@ -18,6 +19,8 @@ export interface SayStep {
   kind: "say";
   role: "user" | "assistant";
   text: string;
+  /** Of a turn of the user: they stand before its text. */
+  images?: readonly ShownImage[];
 }
 
 export interface GenStep {
@@ -65,6 +68,8 @@ export interface Program {
   about: string;
   system: string;
   user: string;
+  /** Before the text of `user`. */
+  images?: readonly ShownImage[];
   steps: Step[];
   sampling: Sampling;
 }
@@ -92,10 +97,23 @@ export const say = (text: string, role: SayStep["role"] = "user"): SayStep => ({
 
 export const MAX_BRANCHES = 256;
 
+/** The images of a turn of the user; other turns have none. */
+export const imagesOf = (step: SayStep): readonly ShownImage[] => (step.role === "user" ? (step.images ?? []) : []);
+
+/** All images of the program. */
+export function allImages({ images = [], steps }: Pick<Program, "images" | "steps">): ShownImage[] {
+  const inner = steps.flatMap((step) =>
+    step.kind === "say" ? imagesOf(step) : step.kind === "fork" ? allImages({ steps: step.steps }) : [],
+  );
+  return [...images, ...inner];
+}
+
+const hasUser = ({ user, images = [] }: Program) => user.trim() !== "" || images.length > 0;
+
 /** A sentence for each mistake that would keep the program from running, with the place it stands at. */
 export function mistakesOf(program: Program): string[] {
   const found: string[] = [];
-  check(program.steps, "", new Set(), found, program.user.trim() || program.system.trim() ? "user" : null);
+  check(program.steps, "", new Set(), found, hasUser(program) || program.system.trim() ? "user" : null);
   if (!program.steps.some((step) => step.kind !== "say")) found.push("The program generates nothing: add a step.");
   return found;
 }
@@ -107,7 +125,7 @@ function check(steps: Step[], place: string, names: Set<string>, found: string[]
     const where = `Step ${place}${index + 1}`;
     switch (step.kind) {
       case "say":
-        if (!step.text.trim()) found.push(`${where} has no text.`);
+        if (!step.text.trim() && imagesOf(step).length === 0) found.push(`${where} has no text.`);
         last = step.role;
         break;
       case "gen":

@@ -29,6 +29,22 @@ test.each(WITHOUT_TURNS)("%s without turns, for models without a chat template, 
   await expect(`${JSON.stringify(submitted, null, 1)}\n`).toMatchFileSnapshot(`${folder}/${name}_without_turns.json`);
 });
 
+test("images are files beside the program", () => {
+  const images = [{ source: "", name: 'a "b".png', width: 1, height: 1, thumbnail: "" }];
+  const program: Program = {
+    title: "t",
+    about: "",
+    system: "",
+    user: "Look.",
+    images,
+    steps: [{ kind: "say", role: "user", text: "", images }, gen("answer")],
+    sampling: DEFAULT_SAMPLING,
+  };
+  expect(toPython(program)).toContain('s += af.user(af.image("a \\"b\\".png"), "Look.")\n');
+  expect(toPython(program)).toContain('s += af.user(af.image("a \\"b\\".png"))\n');
+  expect(toPython(program, false)).toContain('s += af.image("a \\"b\\".png") + "Look." + "\\n\\n"\n');
+});
+
 test("strings escape what Python or an editor could misread", () => {
   expect(text('a "b"\n\\ \u202e \u2028 \u0085')).toBe('"a \\"b\\"\\n\\\\ \\u202e \\u2028 \\u0085"');
   expect(text("\ud800")).toBe('"\ufffd"');

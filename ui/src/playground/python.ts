@@ -1,6 +1,7 @@
 // Form to Python: the same program, for agentflow's own language. A test runs what this writes.
+import type { ShownImage } from "../images/picture";
 import { TURN_END } from "./compile";
-import { piecesOf, resultOf, schemaOf, type ForkStep, type GenStep, type Program, type SelectStep, type Step } from "./program";
+import { imagesOf, piecesOf, resultOf, schemaOf, type ForkStep, type GenStep, type Program, type SelectStep, type Step } from "./program";
 
 const WIDTH = 100;
 
@@ -50,7 +51,9 @@ class Writer {
     const lines: string[] = [];
     const scope = new Map<string, string>();
     if (program.system.trim()) lines.push(...this.#turn("s", "system", [text(program.system)]));
-    if (program.user.trim()) lines.push(...this.#turn("s", "user", [text(program.user)]));
+    const said = program.user.trim() ? [text(program.user)] : [];
+    const parts = [...images(program.images ?? []), ...said];
+    if (parts.length) lines.push(...this.#turn("s", "user", parts));
     const leaf = leafOf(program.steps);
     if (leaf) lines.push("outputs: list[af.Variable] = []");
     lines.push(...this.#steps("s", program.steps, scope, leaf !== null));
@@ -67,7 +70,12 @@ class Writer {
     for (const step of steps) {
       switch (step.kind) {
         case "say":
-          lines.push(...this.#turn(state, step.role, [this.#text(step.text, scope)]));
+          lines.push(
+            ...this.#turn(state, step.role, [
+              ...images(imagesOf(step)),
+              ...(step.text || imagesOf(step).length === 0 ? [this.#text(step.text, scope)] : []),
+            ]),
+          );
           break;
         case "gen":
         case "select":
@@ -181,6 +189,11 @@ class Writer {
 function leafOf(steps: readonly Step[]): ForkStep | null {
   const last = steps.findLast((step) => step.kind !== "say" && step.kind !== "join");
   return last?.kind === "fork" ? last : null;
+}
+
+/** The images as files beside the program. */
+function images(shown: readonly ShownImage[]): string[] {
+  return shown.map(({ name }) => `af.image(${text(name)})`);
 }
 
 function list(name: string, items: readonly string[]): string[] {

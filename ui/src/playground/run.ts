@@ -6,6 +6,7 @@ import { utf16Spans, type Run, type Session, type Usage, type Variable } from "a
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { sentenceOf } from "../app/session";
+import { imageOf } from "../images/kept";
 import { SentenceReader } from "../text/sentences";
 import { callsOf, compile, promptLengths, type Compiled, type Lane } from "./compile";
 import { DEFAULT_SAMPLING, type Program } from "./program";
@@ -139,6 +140,7 @@ export class ProgramRun {
       known: this.#known,
       without: this.cancelled.peek(),
       hasTurns: this.hasTurns,
+      imageOf,
       ...(session.capabilities.token_ids === false ? { maxTokenReads: 0 } : {}),
     });
     const { sampling = DEFAULT_SAMPLING } = this.program;

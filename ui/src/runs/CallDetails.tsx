@@ -1,7 +1,9 @@
 // The call that is chosen in the timeline: its facts, and its text.
+import { Fragment } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { Facts } from "../charts/Facts";
 import { percent } from "../charts/numbers";
+import { ImageMark } from "../images/ImageMark";
 import { sharesOf } from "../playground/scores";
 import { promptOf } from "./prompt";
 import type { Call, RecordingReader } from "./recording";
@@ -57,20 +59,27 @@ function Prompt({ call, reader }: { call: Call; reader: RecordingReader }) {
     if (box.current) box.current.scrollTop = box.current.scrollHeight;
   }, [call]);
   let room = MAX_PROMPT_CHARS;
-  const turns = promptOf(call, reader).reverse().flatMap(({ role, text }) => {
+  const turns = promptOf(call, reader).reverse().flatMap(({ role, text, images = [] }) => {
     if (room <= 0) return [];
-    const shown = text.length > room ? `…${text.slice(-room)}` : text;
+    const left = Math.max(0, text.length - room); // of its beginning
     room -= text.length;
-    return [{ role, text: shown }];
+    const places = [left, ...images.filter((at) => at >= left), text.length];
+    const pieces = places.slice(1).map((at, index) => text.slice(places[index], at));
+    return [{ role, pieces: left ? [`…${pieces[0]}`, ...pieces.slice(1)] : pieces }];
   });
   if (turns.length === 0) return null;
   return (
     <div ref={box} class="call-prompt" tabIndex={0} role="region" aria-label="Prompt" data-testid="call-prompt">
-      {turns.reverse().map(({ role, text }, index) => (
+      {turns.reverse().map(({ role, pieces }, index) => (
         <div key={index}>
           {role !== null && <span class="role">{role}</span>}
           <p class="model-text" dir="auto">
-            {text}
+            {pieces.map((piece, number) => (
+              <Fragment key={number}>
+                {number > 0 && <ImageMark />}
+                {piece}
+              </Fragment>
+            ))}
           </p>
         </div>
       ))}

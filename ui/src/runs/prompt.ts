@@ -6,6 +6,8 @@ import { textOf } from "./words";
 export interface PromptTurn {
   readonly role: string | null;
   readonly text: string;
+  /** Where its images stand in the text, if it has any. */
+  readonly images?: readonly number[];
 }
 
 /** What the model had read when the call began: texts of the recording, and values as far as it has them. */
@@ -16,16 +18,16 @@ export function promptOf(call: Call, reader: RecordingReader): PromptTurn[] {
     parts.push(state.content.slice(0, length));
     length = state.contentBefore;
   }
-  const turns: { role: string | null; text: string }[] = [];
+  const turns: { role: string | null; text: string; images?: number[] }[] = [];
   let isOpen = false;
   for (const piece of parts.reverse().flat()) {
     if ("role" in piece) turns.push({ role: piece.role, text: "" });
     isOpen = "role" in piece || (isOpen && !("end" in piece));
     if ("role" in piece || "end" in piece) continue;
-    const text = "text" in piece ? piece.text : valueOf(piece, reader);
-    const last = turns.at(-1);
-    if (last && (isOpen || last.role === null)) last.text += text;
-    else turns.push({ role: null, text });
+    let last = turns.at(-1);
+    if (!last || !(isOpen || last.role === null)) turns.push((last = { role: null, text: "" }));
+    if ("image" in piece) (last.images ??= []).push(last.text.length);
+    else last.text += "text" in piece ? piece.text : valueOf(piece, reader);
   }
   return turns;
 }

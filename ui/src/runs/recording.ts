@@ -53,11 +53,12 @@ export interface Call {
   readonly place: number;
 }
 
-/** A piece of a state's content: a turn's beginning or end, text, a variable's value, or what a call appends. */
+/** A piece of a state's content: a turn's beginning or end, text, an image, a variable's value, or what a call appends. */
 export type Piece =
   | { readonly role: string }
   | { readonly end: true }
   | { readonly text: string }
+  | { readonly image: string }
   | { readonly variable: number; readonly transforms: readonly unknown[] };
 
 /** What a state did, in order: as much as the times need. */
@@ -329,7 +330,7 @@ export class RecordingReader {
         state.content.push({ end: true });
         return true;
       case "image":
-        state.content.push({ text: "[image]" });
+        state.content.push({ image: textOf(op["source"]) });
         return true;
       case "converse":
         this.converse(messagesOf(op["conversation"]), state);
@@ -350,7 +351,8 @@ export class RecordingReader {
       const calls = Array.isArray(message["tool_calls"]) ? message["tool_calls"].filter(isObject) : [];
       const said = calls.map((call) => `${textOf(call["name"])}(${textOf(call["arguments"])})`);
       const text = [textOf(message["content"]), ...said].filter(Boolean).join("\n");
-      state.content.push({ role: textOf(message["role"]) }, { text }, { end: true });
+      const images = Array.isArray(message["images"]) ? message["images"].filter(isObject) : [];
+      state.content.push({ role: textOf(message["role"]) }, ...cutAt(text, images), { end: true });
     }
     state.content.push({ role: "assistant" });
   }
@@ -562,4 +564,20 @@ function codePoints(text: string): number {
 
 function isHigh(code: number): boolean {
   return code >= 0xd800 && code <= 0xdbff;
+}
+
+/** A message's text, and its images before the characters that they name. */
+function cutAt(text: string, images: readonly Json[]): Piece[] {
+  if (images.length === 0) return [{ text }];
+  const chars = [...text];
+  const pieces: Piece[] = [];
+  let done = 0;
+  for (const placed of images) {
+    const at = Math.min(chars.length, Math.max(done, numberOf(placed["at"])));
+    if (at > done) pieces.push({ text: chars.slice(done, at).join("") });
+    pieces.push({ image: isObject(placed["image"]) ? textOf(placed["image"]["source"]) : "" });
+    done = at;
+  }
+  if (done < chars.length) pieces.push({ text: chars.slice(done).join("") });
+  return pieces;
 }

@@ -96,6 +96,26 @@ describe("the prompt of a call", () => {
     ]);
   });
 
+  it("marks where images stand", () => {
+    const image = { source: "https://example.com/a.png" };
+    const images = [{ at: 2, image }, { at: 99, image }, { at: 1, image: "wrong" }];
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      { at_s: 0, sent: { op: "converse", state: 1, conversation: { messages: [{ role: "user", content: "😀 a", images }] } } },
+      { at_s: 0, sent: gen(1, 1) },
+      { at_s: 0, sent: { op: "upload", source: "sha256:00", size: 8, at: 0, data: "" } },
+      { at_s: 0, sent: { op: "open", state: 2 } },
+      { at_s: 0, sent: { op: "begin", state: 2, role: "user" } },
+      { at_s: 0, sent: { op: "text", state: 2, parts: ["See "] } },
+      { at_s: 0, sent: { op: "image", state: 2, source: "sha256:00" } },
+      { at_s: 0, sent: { op: "end", state: 2 } },
+      { at_s: 0, sent: gen(2, 2) },
+    ]);
+    const [first, second] = callsOf(reader.runs);
+    expect(promptOf(first!, reader)[0]).toEqual({ role: "user", text: "😀 a", images: [3, 4, 4] });
+    expect(promptOf(second!, reader)).toEqual([{ role: "user", text: "See ", images: [4] }]);
+  });
+
   it("counts the variables of a graph from its base", () => {
     const ops = [
       { op: "open", state: 1 },

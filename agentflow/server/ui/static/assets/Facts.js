@@ -1,1 +1,1 @@
-import{r as e}from"./index.js";function t({facts:t}){return e(`dl`,{class:`facts`,children:t.map(([t,n])=>e(`div`,{children:[e(`dt`,{children:t}),e(`dd`,{children:e(`bdi`,{children:n})})]},t))})}export{t};
+import{t as e}from"./jsxRuntime.js";function t({facts:t}){return e(`dl`,{class:`facts`,children:t.map(([t,n])=>e(`div`,{children:[e(`dt`,{children:t}),e(`dd`,{children:e(`bdi`,{children:n})})]},t))})}export{t};

@@ -1,1 +1,0 @@
-import{r as e}from"./index.js";function t(t){return e(`section`,{class:`view view-${t.name}`,"data-testid":`view-${t.name}`,children:[e(`header`,{class:`view-head`,children:[e(`div`,{children:[e(`h1`,{tabIndex:-1,children:t.title}),t.lead&&e(`p`,{class:`lead`,children:t.lead})]}),t.actions&&e(`div`,{class:`row`,children:t.actions})]}),t.children]})}export{t};

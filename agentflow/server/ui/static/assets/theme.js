@@ -1,0 +1,1 @@
+import{O as e,k as t}from"./jsxRuntime.js";var n=[`system`,`light`,`dark`];function r(){try{let e=localStorage.getItem(`theme`);return n.find(t=>t===e)??`system`}catch{return`system`}}var i=t(r());e(()=>{let{value:e}=i;document.documentElement.style.colorScheme=e===`system`?`light dark`:e;try{localStorage.setItem(`theme`,e)}catch{}});export{i as n,n as t};
