@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,7 @@ from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.cli.word_wrap import WordWrap
 from agentflow.errors import AgentflowError, Cancelled, no_chat_template
-from agentflow.language.expressions import assistant, system, user
+from agentflow.language.expressions import ImageExpression, RoleExpression, assistant, image, system, user
 from agentflow.language.gen import gen
 from agentflow.language.session import Session
 from agentflow.language.states.state import RootState, State
@@ -87,16 +89,26 @@ class Conversation:
         if system_text is not None:
             self._state.add(system(system_text))
 
+    def check_images(self) -> None:
+        """``NotSupported`` if the model sees no images."""
+        self._flow.capabilities.require_images()
+
     async def ask(
-        self, question: str, show: Callable[[str], None], show_reasoning: Callable[[str], None] | None = None
+        self,
+        question: str,
+        show: Callable[[str], None],
+        show_reasoning: Callable[[str], None] | None = None,
+        images: Sequence[ImageExpression] = (),
     ) -> Answered:
         """Returns the answer. ``show`` gets its text as it arrives, ``show_reasoning`` the reasoning before
-        it. An error, or ``stop`` before the first text, leaves the conversation unchanged."""
+        it. ``images`` stand before the question. An error, or ``stop`` before the first text, leaves the
+        conversation unchanged."""
         began_s = time.monotonic()
         first_s: float | None = None
         turn = self._state.copy()
         streams = show_reasoning is not None
-        turn.add(user(question) + assistant(gen("answer", stream_reasoning=streams, **self._sampling)))
+        asked = user(*images, question)
+        turn.add(asked + assistant(gen("answer", stream_reasoning=streams, **self._sampling)))
         variable = turn["answer"]
         self._asked = turn
         try:
@@ -108,7 +120,7 @@ class Conversation:
                 show(text)
             await turn
         except Cancelled:
-            self._keep(question, variable.text)
+            self._keep(asked, variable.text)
         except AgentflowError:
             turn.cancel()
             raise
@@ -135,14 +147,15 @@ class Conversation:
         if self._asked is not None:
             self._asked.cancel()
 
-    def _keep(self, question: str, text: str) -> None:
+    def _keep(self, asked: RoleExpression, text: str) -> None:
         if text:
             self._state = self._state.copy()
-            self._state.add(user(question) + assistant(text))
+            self._state.add(asked + assistant(text))
 
 
 PROMPT = "> "
 HELP = """\
+/image PATH     attach an image to the next message; without PATH: remove the attached images
 /reset          start a new conversation
 /system TEXT    start a new conversation with this system message; without TEXT: show the current one
 /exit           exit (or Ctrl-D)
@@ -191,6 +204,7 @@ class _Terminal:
         can_wrap = self._is_terminal and console.is_terminal and not console.is_dumb_terminal
         self._wrap = WordWrap(lambda: console.width) if can_wrap else None
         self._shows_reasoning = shows_reasoning
+        self._attached: dict[str, ImageExpression] = {}
         self._is_thinking = False
 
     def talk(self, read: Callable[[], str]) -> None:
@@ -214,6 +228,8 @@ class _Terminal:
                     return
                 case "/help":
                     self._say(HELP)
+                case "/image":
+                    self._attach(rest.strip())
                 case "/reset":
                     self._reset(self._conversation.system_text)
                 case "/system":
@@ -225,7 +241,10 @@ class _Terminal:
 
     def _ask(self, question: str) -> None:
         show_reasoning = self._show_reasoning if self._shows_reasoning else None
-        future = self._portal.start_task_soon(self._conversation.ask, question, self._show, show_reasoning)
+        images = tuple(self._attached.values())
+        future = self._portal.start_task_soon(
+            self._conversation.ask, question, self._show, show_reasoning, images
+        )
         try:
             try:
                 answered = future.result()
@@ -237,6 +256,8 @@ class _Terminal:
             self._say(f"agentflow: {error}", style="red")
             self._portal.call(self._conversation.check_alive)
             return
+        if answered.text or answered.usage is not None:
+            self._attached.clear()  # they are part of the conversation
         self._end_answer()
         self._say(stats_line(answered))
 
@@ -267,6 +288,21 @@ class _Terminal:
     def _write_reasoning(self, text: str) -> None:
         self._console.out(text, style="dim", end="", highlight=False)
 
+    def _attach(self, path: str) -> None:
+        if not path:
+            self._attached.clear()
+            self._say("(no image is attached)")
+            return
+        try:
+            self._conversation.check_images()
+            found = image(_written_path(path))
+        except AgentflowError as error:
+            self._say(f"agentflow: {error}", style="red")
+            return
+        self._attached[found.image.source] = found
+        count = len(self._attached)
+        self._say(f"({count} image{'s' * (count != 1)} attached to the next message)")
+
     def _system(self, text: str) -> None:
         if text:
             self._reset(text)
@@ -274,11 +310,24 @@ class _Terminal:
             self._say(self._conversation.system_text or "(no system message)")
 
     def _reset(self, system: str | None) -> None:
+        self._attached.clear()
         self._portal.call(self._conversation.reset, system)
         self._say("(a new conversation)")
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._console.print(Text(text), style=style, soft_wrap=not self._console.is_terminal)
+
+
+def _written_path(written: str) -> str:
+    """The path or URL that is written: also with quotes or backslashes, as terminals write a dropped file."""
+    path = os.path.expanduser(written)
+    if os.path.exists(path):
+        return path
+    try:
+        words = shlex.split(written)
+    except ValueError:  # no closing quote
+        return path
+    return os.path.expanduser(words[0]) if len(words) == 1 else path
 
 
 def _without_controls(text: str) -> str:
@@ -383,8 +432,9 @@ COMMAND = Command(
     summary="talk to a model in the terminal",
     description="""\
 Talks to a model in this process, or to a server. Ctrl-C stops an answer,
-Ctrl-D exits, and /help lists the commands. Without a terminal, each line of
-standard input is one turn.""",
+Ctrl-D exits, and /help lists the commands. /image PATH attaches an image to
+the next message, for models with vision. Without a terminal, each line of
+standard input is one turn or command.""",
     examples="""\
 agentflow chat                                the default model
 agentflow chat --url ws://127.0.0.1:8410      a server

@@ -1,10 +1,12 @@
 """A conversation: turns on one state, and an answer that is stopped."""
 
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -12,6 +14,7 @@ import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.cli.chat import Answered, Conversation, run_chat
+from agentflow.language.expressions import ImageExpression
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, Usage
 from agentflow.runtime.generator import Generated
@@ -34,6 +37,7 @@ class Talkative:
                 self, context: ScriptedContext, params, on_text, constraint=None, on_reasoning=None
             ):
                 question = context.text.rpartition("<user>")[2].partition("</user>")[0]
+                question = question.replace("<image>", "")
                 if question.startswith("think"):
                     return await self._think(context, question, on_text, on_reasoning)
                 if question in ("hang", "silence"):
@@ -117,6 +121,69 @@ def test_the_terminal_shows_reasoning_before_the_answer(capsys: pytest.CaptureFi
     assert "3 of reasoning" in said
 
 
+PNG = b"\x89PNG\r\n\x1a\n a chart"
+
+
+def talk(backend: Talkative, *lines: str) -> str:
+    """Everything that the command says to these lines, but the answers."""
+    given = iter([*lines, "/exit"])
+    console = Console(file=io.StringIO(), width=200)
+    run_chat(af.session(backend=backend), read=lambda: next(given), console=console, system=None)
+    return console.file.getvalue()
+
+
+def test_images_are_attached_to_the_next_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a chart.png").write_bytes(PNG)
+    (tmp_path / "b.png").write_bytes(PNG + b"2")
+    said = talk(
+        Talkative(),
+        f"/image {tmp_path}/a chart.png",
+        f"/image '{tmp_path}/a chart.png'",  # the same
+        f"/image {tmp_path}/a\\ chart.png",
+        f"/image {tmp_path}/b.png",
+        "refuse",
+        "Which one?",
+        "And now?",
+    )
+    assert said.count("(1 image attached") == 3
+    assert said.count("(2 images attached") == 1
+    refused, first, second = capsys.readouterr().out.splitlines()
+    assert refused == ""  # the images are still attached then
+    asked = "<user><image><image>Which one?</user><assistant>"
+    assert first == asked
+    assert second.startswith(asked)
+    assert second.endswith("<user>And now?</user><assistant>")
+
+
+def test_attached_images_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "b.png").write_bytes(PNG)
+    for removing in ("/image", "/reset"):
+        talk(Talkative(), f"/image {tmp_path}/b.png", removing, "What?")
+        assert capsys.readouterr().out == "<user>What?</user><assistant>\n"
+
+
+def test_an_image_that_cannot_be_attached_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "notes.txt").write_text("no image")
+    said = talk(
+        Talkative(), f"/image {tmp_path}/notes.txt", "/image 'missing.png", "/image http://a/b.png", "What?"
+    )
+    assert [line.partition(":")[0] for line in said.splitlines()[1:4]] == ["agentflow"] * 3
+    blind = Talkative()
+    blind.generator.capabilities = msgspec.structs.replace(blind.generator.capabilities, images=False)
+    (tmp_path / "b.png").write_bytes(PNG)
+    assert "does not accept images" in talk(blind, f"/image {tmp_path}/b.png", "What?")
+    assert capsys.readouterr().out == "<user>What?</user><assistant>\n" * 2
+
+
+async def test_a_stopped_turn_keeps_its_images():
+    backend = Talkative()
+    async with af.session(backend=backend) as flow:
+        conversation = Conversation(flow)
+        await ask_and_stop(conversation, backend, "hang", speaks=True, images=[af.image(PNG)])
+        following = await conversation.ask("And?", print)
+    assert following.text.startswith("<user><image>hang</user><assistant>begun </assistant>")
+
+
 async def test_after_a_stop_what_was_said_stays():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
@@ -136,14 +203,19 @@ async def test_an_answer_that_had_not_begun_leaves_nothing():
 
 
 async def ask_and_stop(
-    conversation: Conversation, backend: Talkative, question: str, *, speaks: bool
+    conversation: Conversation,
+    backend: Talkative,
+    question: str,
+    *,
+    speaks: bool,
+    images: Sequence[ImageExpression] = (),
 ) -> Answered:
     """``speaks``: it is stopped when some of the answer was shown, and not as soon as it is being written."""
     found: list[Answered] = []
     is_shown = anyio.Event()
 
     async def ask() -> None:
-        found.append(await conversation.ask(question, lambda text: is_shown.set()))
+        found.append(await conversation.ask(question, lambda text: is_shown.set(), images=images))
 
     async with open_task_group() as group:
         group.start_soon(ask)
