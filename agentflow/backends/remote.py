@@ -312,7 +312,7 @@ class RemoteConnection:
                 if isinstance(op, ops.GetStats | ops.GetGraph):
                     self._cursors.unanswered[op.ticket] = number
                 if isinstance(op, ops.GetGraph):
-                    self._cursors.graph_tickets.add(op.ticket)
+                    self._cursors.asked_graphs[op.ticket] = op
         if not self.is_connected and self._waiting_since is None and self._cursors.is_waiting:
             self._waiting_since = anyio.current_time()
         self._wake()
@@ -504,8 +504,7 @@ class RemoteConnection:
         # No cursor covers an answer that was lost with the connection: ask again.
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
-                is_of_graph = ticket in self._cursors.graph_tickets
-                self.send([ops.GetGraph(ticket) if is_of_graph else ops.GetStats(ticket)])
+                self.send([self._cursors.asked_graphs.get(ticket) or ops.GetStats(ticket)])
 
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
@@ -625,9 +624,9 @@ class Cursors:
     could not repeat the events of a closed state."""
 
     def __init__(self) -> None:
-        # Tickets of ops.GetStats and ops.GetGraph, with the op's number, and the ones of ops.GetGraph.
+        # Tickets of ops.GetStats and ops.GetGraph, with the op's number; those of ops.GetGraph with the op.
         self.unanswered: dict[int, int] = {}
-        self.graph_tickets: set[int] = set()
+        self.asked_graphs: dict[int, ops.GetGraph] = {}
         self._states: dict[int, _StateCursor] = {}
         self._variables: dict[int, _VariableCursor] = {}
         self._due: list[ops.Close] = []
@@ -671,7 +670,7 @@ class Cursors:
             ],
             *[
                 GraphReply(ticket, None, error)
-                if ticket in self.graph_tickets
+                if ticket in self.asked_graphs
                 else StatsReply(ticket, None, error)
                 for ticket in self.unanswered
             ],
@@ -708,7 +707,7 @@ class Cursors:
             case Reached() | StateFailed():
                 return event if self._receive_state(event) else None
             case StatsReply() | GraphReply() if self.unanswered.pop(event.ticket, None) is not None:
-                self.graph_tickets.discard(event.ticket)
+                self.asked_graphs.pop(event.ticket, None)
                 return event
             case _:  # a reply received before, or an event that only other clients request
                 return None

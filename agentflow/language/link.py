@@ -387,12 +387,12 @@ class Link:
             raise EngineFailed("no counters came") if reply.error is None else reply.error.to_exception()
         return reply.stats
 
-    async def graph(self) -> LiveGraph:
-        """The live graph of the session."""
-        reply = await self._ask(ops.GetGraph(self.next_id()))
+    async def graphs(self, *, of_tenant: bool) -> list[LiveGraph]:
+        """The live graph of the session, and with ``of_tenant`` those of the tenant's others."""
+        reply = await self._ask(ops.GetGraph(self.next_id(), of_tenant))
         if not isinstance(reply, GraphReply) or reply.graph is None:
             raise EngineFailed("no graph came") if reply.error is None else reply.error.to_exception()
-        return reply.graph
+        return [reply.graph, *reply.others]
 
     async def _ask(self, question: ops.GetStats | ops.GetGraph) -> StatsReply | GraphReply:
         """Sends a question and waits for its answer."""

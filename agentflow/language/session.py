@@ -393,7 +393,16 @@ class Session(AsyncOnly):
         >>> graph.states[-1].objective
         'latency'
         """
-        return await self._link.graph()
+        return (await self._link.graphs(of_tenant=False))[0]
+
+    async def graphs(self) -> list[LiveGraph]:
+        """The graphs of all sessions and programs of this tenant on the server, this session's first. Each
+        has its own numbers. Without a server: of this session only.
+
+        >>> (await flow.graphs())[0] == await flow.graph()
+        True
+        """
+        return await self._link.graphs(of_tenant=True)
 
     @property
     def runs(self) -> Runs:

@@ -151,11 +151,30 @@ async def test_live_graph_of_a_session(server: ThreadServer) -> None:
 async def test_live_graph_is_delivered_once_and_only_if_it_was_requested() -> None:
     cursors = Cursors()
     cursors.unanswered[7] = 1
-    cursors.graph_tickets.add(7)
+    cursors.asked_graphs[7] = ops.GetGraph(7)
     lost = ErrorInfo("server_lost", "it is gone")
     assert cursors.failures(lost) == [GraphReply(7, None, lost)]
     assert cursors.receive([GraphReply(7, LiveGraph())] * 2) == [GraphReply(7, LiveGraph())]
-    assert not cursors.graph_tickets
+    assert not cursors.asked_graphs
+
+
+async def test_live_graphs_of_the_tenant_come_also_after_the_connection_broke(server: ThreadServer) -> None:
+    async with af.session(server.url) as other, other.state(program="other") as s:
+        s += HANG + af.gen("first")
+        await anext(aiter(s["first"]))
+        async with proxied(server.port) as proxy:
+            num_resumed = 0
+            for down in range(400, 1600, 40):  # the answer has more bytes than a step
+                num_connections, proxy.budgets = proxy.num_connections, [Budget(down=down)]
+                try:
+                    async with af.session(proxy.url) as flow:
+                        graphs = await flow.graphs()
+                except af.errors.ServerUnreachable:  # it broke before the session began
+                    continue
+                num_resumed += proxy.num_connections - num_connections - 1
+                assert [[state.label for state in graph.states] for graph in graphs] == [[], ["other"]]
+                assert [node.name for node in graphs[1].nodes] == ["first"]
+            assert num_resumed
 
 
 # Connections that break

@@ -168,6 +168,8 @@ class Recorder implements Link {
     this.places[variable.number] = place;
   }
 
+  want(): void {}
+
   isOpen(): boolean {
     throw new DataDependent("a state of a graph cannot be cancelled or closed: use the run");
   }
@@ -202,6 +204,7 @@ export class Run {
     this.#done = done;
     this.variables = outputs.map((output) => {
       const variable = new Variable(root, root.number + output.number - 1, output.name);
+      variable.isUsed = output.isUsed;
       link.addVariable(variable);
       this.#byNumber.set(output.number, variable);
       return variable;

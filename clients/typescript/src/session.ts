@@ -312,6 +312,14 @@ class SessionLink implements RunLink {
     this.#connection.send(op);
   }
 
+  want(variable: number, how: "stream" | "value"): void {
+    try {
+      this.send({ op: "want", var: variable, how });
+    } catch {
+      // Only advice: what ended the session, the variable reports.
+    }
+  }
+
   addState(state: State): void {
     this.#states.set(state.number, state);
   }

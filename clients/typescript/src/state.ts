@@ -43,6 +43,8 @@ export interface Link {
   addVariable(variable: Variable): void;
   /** The gen has no seed: one can be derived from its place. */
   addPlace(variable: Variable, place: string): void;
+  /** Advice to the scheduler: somebody waits for the variable, or reads it while it grows. */
+  want(variable: number, how: "stream" | "value"): void;
   /** Whether the server still knows the state. */
   isOpen(state: State): boolean;
   dropState(state: State): void;
@@ -352,6 +354,11 @@ export class State {
   }
 
   /** @internal */
+  want(variable: Variable, how: "stream" | "value"): void {
+    this.#link.want(variable.number, how);
+  }
+
+  /** @internal */
   fail(error: AgentflowError): void {
     this.#error ??= error;
   }
@@ -404,6 +411,7 @@ export class State {
     if (variable.state.#link !== this.#link) {
       throw new ForeignState(`${variable.name} belongs to another session or graph: await it and append its value`);
     }
+    variable.isUsed = true;
     return part.transforms.length
       ? { op: "ref", var: variable.number, transforms: part.transforms }
       : { op: "ref", var: variable.number };

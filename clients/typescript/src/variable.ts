@@ -101,6 +101,9 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
   readonly state: State;
   /** The variable's number in its session or graph. */
   readonly number: number;
+  /** @internal Whether a text refers to it. Otherwise the server assumes that the program awaits it. */
+  isUsed = false;
+  #wanted: "stream" | "value" | undefined;
   #pieces: string[] = [];
   #joined = "";
   #reasoning = "";
@@ -207,6 +210,7 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
 
   async *[Symbol.asyncIterator](): AsyncIterator<string> {
     this.#checkLive();
+    this.#want("stream");
     for (let next = 0; ; ) {
       if (next < this.#pieces.length) {
         const piece = next + 1 === this.#pieces.length ? this.#pieces[next]! : this.#pieces.slice(next).join("");
@@ -271,9 +275,16 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
 
   async #ended(): Promise<string> {
     this.#checkLive();
+    if (this.isUsed) this.#want("value");
     if (!this.done) await new Promise<void>((resolve) => this.#onEnd.push(resolve));
     if (this.#error) throw this.#error;
     return this.text;
+  }
+
+  #want(how: "stream" | "value"): void {
+    if (this.done || this.#wanted === how || this.#wanted === "stream") return;
+    this.#wanted = how;
+    this.state.want(this, how);
   }
 
   #checkLive(): void {

@@ -200,3 +200,29 @@ test("a reply is parsed while it is generated", async () => {
   });
   await stage.close();
 });
+
+test("the server hears that a variable is read as it grows, or awaited although a text refers to it", async () => {
+  const server = new FakeServer(new Map(["a", "b", "c"].map((name) => [name, "some text"])));
+  const connecting = connect({ url: "ws://fake", WebSocket: server.WebSocket });
+  await settle(server);
+  const session = await connecting;
+  const state = session.state();
+  const [a, b, c] = ["a", "b", "c"].map((name) => state.gen(name)) as [Variable, Variable, Variable];
+  state.text(a, b);
+  const reading = (async () => {
+    for await (const _ of a);
+  })();
+  const waiting = Promise.all([a, b, b, c]);
+  await settle(server);
+  server.send(...[a, b, c].flatMap((one) => server.progress(one.number, 100)));
+  await settle(server);
+  await Promise.all([reading, waiting]);
+  for await (const _ of b); // it is complete
+  await settle(server);
+  const wants = server.accepted.filter(({ op }) => op === "want");
+  assert.deepEqual(wants, [
+    { op: "want", var: a.number, how: "stream" },
+    { op: "want", var: b.number, how: "value" },
+  ]);
+  await Promise.all([session.close(), settle(server)]);
+});
