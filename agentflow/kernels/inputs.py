@@ -1,9 +1,8 @@
-"""The inputs of the kernels: a model's weights, and the batch of one forward pass.
+"""The inputs of the kernels: matrices, and the batch of one forward pass.
 
-``DecoderWeights`` contains ``LayerWeights``, which contain ``LinearWeight``s. A batch is a ``ForwardInput``
-with one row per token to compute. An ``Adapter`` changes the products of some rows. ``AttentionBatch``
-describes what each row attends to; its last rows may belong to trees (``TreeAttention``). ``ChoiceRows``
-describes how to choose a token for each row of logits.
+A batch is a ``ForwardInput`` with one row per token to compute. An ``Adapter`` changes the products of some
+rows. ``AttentionBatch`` describes what each row attends to; its last rows may belong to trees
+(``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits.
 """
 
 from __future__ import annotations
@@ -66,24 +65,6 @@ class LinearWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one decoder layer."""
-
-    input_norm: Tensor  # [hidden_size]
-    qkv: LinearWeight  # queries, keys and values in one product
-    q_norm: Tensor | None  # [head_dim], only in Qwen3
-    k_norm: Tensor | None  # [head_dim], only in Qwen3
-    output: LinearWeight  # of the attention
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: LinearWeight  # both halves of the gated MLP
-    down: LinearWeight
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for f in fields(self) if (part := getattr(self, f.name)) is not None)
-
-
-@dataclass(frozen=True, slots=True)
 class LowRankPart:
     """The second matrix of a low-rank change, for adjacent outputs."""
 
@@ -133,21 +114,6 @@ class AdapterRows:
     adapter: Adapter
     rows: IntArray  # ascending
     sampled: IntArray  # the indices in ``ForwardInput.rows`` of the rows that use the adapter
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """The weights of a Llama-shaped model, without its head."""
-
-    embedding: LinearWeight  # [vocabulary, hidden_size], from ``Kernels.pack_embedding``
-    layers: Sequence[LayerWeights]
-    final_norm: Tensor  # [hidden_size]
-    frequencies: Tensor  # [head_dim / 2] float32: of the rotary embeddings, in radians per position
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    frequency_axes: IntArray | None = None  # [head_dim / 2]: the axis of each frequency; None: there is one
 
 
 @dataclass(frozen=True, slots=True)

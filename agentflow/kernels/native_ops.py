@@ -24,19 +24,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
+from agentflow.kernels.activations import ACTIVATIONS, Activation
+from agentflow.kernels.decoder_weights import DecoderWeights, LatentWeights
 from agentflow.kernels.inputs import (
     Adapter,
     AdapterRows,
     AttentionBatch,
     BlockMatrix,
     ChoiceRows,
-    DecoderWeights,
     ForwardInput,
     IntArray,
     LinearWeight,
     LowRank,
     QuantisedPanels,
 )
+from agentflow.kernels.masked_attention import AttentionRule
 from agentflow.kernels.native_library import load_best, native_level
 from agentflow.kernels.native_structures import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.native_structures import (
@@ -60,7 +62,6 @@ from agentflow.kernels.native_structures import (
     pointer,
 )
 from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
-from agentflow.kernels.torch_ops import ruled_attention as ruled_attention
 from agentflow.kernels.torch_ops import static_plans as static_plans
 
 logger = logging.getLogger(__name__)
@@ -213,8 +214,10 @@ def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]])
     return out
 
 
-def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), added, gated=True)
+def gated_linear(
+    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), added, gating=activation)
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -227,13 +230,13 @@ def _product(
     out: Tensor,
     added: Tensor | None = None,
     *,
-    gated: bool = False,
+    gating: Activation | None = None,
     exact: bool = False,
 ) -> Tensor:
     x, added = x.contiguous(), None if added is None else added.contiguous()
     _team().af_linear(
-        *(_is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight), gated, exact),
-        *(pointer(added), out.data_ptr()),
+        *(_is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight)),
+        *(gating is not None, ACTIVATIONS.index(gating or "silu"), exact, pointer(added), out.data_ptr()),
     )
     return out
 
@@ -268,7 +271,14 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
 
 
 def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -> Tensor:
+    return ruled_attention(q, kv_layer, plan, AttentionRule(scale))
+
+
+def ruled_attention(
+    q: Tensor, kv_layer: Tensor, plan: AttentionBatch, rule: AttentionRule, sinks: Tensor | None = None
+) -> Tensor:
     _, num_heads, head_dim = q.shape
+    sinks = None if sinks is None else sinks.to(q.dtype)
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
     out = q.new_empty(q.shape[0], num_heads * head_dim)
@@ -281,7 +291,10 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
         num_heads,
         kv_layer.shape[2],
         head_dim,
-        scale,
+        rule.scale,
+        rule.window,
+        rule.cap,
+        pointer(sinks),
         out.data_ptr(),
     )
     return out
@@ -344,13 +357,13 @@ class NativeForward:
         self._decoder, self._native_head = native_decoder(weights), native_weight(head)
         self._library = library()  # the library that packed the weights
         self.keeps_order = native_level() != "amx"
-        self._is_bf16 = _is_bf16(weights.final_norm)
+        self._dtype = weights.final_norm.weight.dtype
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
         self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures
 
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         hidden_size = self._weights.embedding.shape[1]
-        out = self._weights.final_norm.new_empty(len(given.rows), hidden_size)
+        out = torch.empty(len(given.rows), hidden_size, dtype=self._dtype)
         finish = self._start(given, out.data_ptr(), None, None, None)
 
         def hidden() -> Tensor:
@@ -381,7 +394,7 @@ class NativeForward:
         batch = native_batch(given.plan)
         adapters = self._native_adapters(given.adapters) if given.adapters else None
         arguments = (rows, batch, adapters, self._layers[1], *wanted)
-        self._library.af_start_forward(self._is_bf16, self._decoder, *arguments)
+        self._library.af_start_forward(self._dtype == torch.bfloat16, self._decoder, *arguments)
 
         def finish(_kept_alive: Any = (given, angles, arguments)) -> None:
             self._library.af_finish_forward()
@@ -389,13 +402,13 @@ class NativeForward:
         return finish
 
     def _angles(self, given: ForwardInput) -> NDArray[np.float32] | None:
-        """Returns the rope's angles [T, head_dim / 2] if its axes differ in this batch."""
+        """Returns the rope's angles [T, frequencies] if its axes differ in this batch."""
         if given.given is None or given.given.axis_positions is None:
             return None
-        axes = self._weights.frequency_axes
-        assert axes is not None
-        places = given.given.axis_positions.astype(np.float32)[axes]
-        return np.ascontiguousarray(places.T * self._weights.frequencies.numpy())
+        (rope,) = self._weights.ropes
+        assert rope.axes is not None
+        places = given.given.axis_positions.astype(np.float32)[rope.axes.numpy()]
+        return np.ascontiguousarray(places.T * rope.frequencies.numpy())
 
     def _native_adapters(self, rows: Sequence[AdapterRows]) -> NativeAdapters:
         made = []
@@ -412,5 +425,7 @@ class NativeForward:
         return NativeAdapters(len(made), (NativeAdapterRows * len(made))(*made))
 
 
-def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward:
+def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward | None:
+    if any(isinstance(layer.qkv, LatentWeights) for layer in weights.layers):
+        return None
     return NativeForward(weights, head)

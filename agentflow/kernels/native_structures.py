@@ -7,20 +7,20 @@ A structure points to arrays and weights, which must outlive it.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.activations import ACTIVATIONS
+from agentflow.kernels.decoder_weights import DecoderWeights, Experts, LayerWeights, Mlp, Norm
 from agentflow.kernels.inputs import (
     Adapter,
     AttentionBatch,
     ChoiceRows,
-    DecoderWeights,
     ForwardInput,
-    LayerWeights,
     LinearWeight,
     LowRank,
 )
@@ -31,6 +31,7 @@ PANEL_FORMATS = ("dense", "int4", "int4_min", "int4_table", "int5", "int5_min", 
 BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 LANES, PANEL = 16, 32
 MAX_SEGMENTS = 3
+MAX_ROPES = 2
 
 
 class NativeSegment(Structure):
@@ -46,16 +47,53 @@ class NativeWeight(Structure):
     )
 
 
+class NativeNorm(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("size", c_int64),
+        ("eps", c_float),
+        ("is_less_one", c_int32),
+    )
+
+
+class NativeRope(Structure):
+    _fields_ = (("frequencies", c_void_p), ("num_rotated", c_int64), ("amplitude", c_float))
+
+
+class NativeMlp(Structure):
+    _fields_ = (("gate_up", NativeWeight), ("down", NativeWeight))
+
+
+class NativeExperts(Structure):
+    _fields_ = (
+        ("router", NativeWeight),
+        ("num", c_int64),
+        ("experts", POINTER(NativeMlp)),
+        ("shared", POINTER(NativeMlp)),
+        ("num_used", c_int64),
+        ("normalises", c_int64),
+        ("scale", c_float),
+        ("num_groups", c_int64),
+        ("num_used_groups", c_int64),
+    )
+
+
 class NativeLayer(Structure):
     _fields_ = (
-        ("input_norm", c_void_p),
+        ("input_norm", NativeNorm),
         ("qkv", NativeWeight),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        ("q_norm", NativeNorm),
+        ("k_norm", NativeNorm),
+        ("sinks", c_void_p),
         ("output", NativeWeight),
-        ("mlp_norm", c_void_p),
-        ("gate_up", NativeWeight),
-        ("down", NativeWeight),
+        ("attention_norm", NativeNorm),
+        ("mlp_norm", NativeNorm),
+        ("mlp", NativeMlp),
+        ("experts", POINTER(NativeExperts)),
+        ("output_norm", NativeNorm),
+        ("window", c_int64),
+        ("rope", c_int64),
     )
 
 
@@ -64,14 +102,22 @@ class NativeDecoder(Structure):
         ("vocab_size", c_int64),
         ("num_layers", c_int64),
         ("hidden_size", c_int64),
-        ("intermediate_size", c_int64),
         ("num_heads", c_int64),
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
-        ("norm_eps", c_float),
         ("embedding", NativeWeight),
-        ("final_norm", c_void_p),
-        ("frequencies", c_void_p),
+        ("embedding_scale", c_float),
+        ("positions", c_void_p),
+        ("position_offset", c_int64),
+        ("num_positions", c_int64),
+        ("final_norm", NativeNorm),
+        ("ropes", NativeRope * MAX_ROPES),
+        ("num_ropes", c_int64),
+        ("attention_scale", c_float),
+        ("attention_cap", c_float),
+        ("logit_cap", c_float),
+        ("activation", c_int64),
+        ("is_gated", c_int64),
         ("layers", POINTER(NativeLayer)),
     )
 
@@ -178,7 +224,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_block_format": (c_int64, [c_int64]),
     "af_pack_blocks": (Status, [c_int64, c_void_p, *4 * [c_int64], c_void_p]),
     "af_rows_of": (Status, [c_int, POINTER(NativeWeight), c_void_p, c_int64, c_void_p]),
-    "af_linear": (Status, [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int, *2 * [c_void_p]]),
+    "af_linear": (
+        Status,
+        [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int64, c_int, *2 * [c_void_p]],
+    ),
     "af_low_rank": (
         Status,
         [c_int, c_void_p, *2 * [c_int64], POINTER(NativeChangedRows), *2 * [c_int64], c_void_p],
@@ -186,7 +235,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_rms_norm": (Status, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_void_p]),
     "af_attention": (
         Status,
-        [c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64], c_float, c_void_p],
+        [
+            *(c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64]),
+            *(c_float, c_int64, c_float, *2 * [c_void_p]),
+        ],
     ),
     "af_choose": (Status, [POINTER(NativeChoices), c_void_p]),
     "af_part_seconds": (None, [c_void_p]),
@@ -241,35 +293,80 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def native_layer(layer: LayerWeights) -> NativeLayer:
-    return NativeLayer(
-        pointer(layer.input_norm),
-        native_weight(layer.qkv),
-        pointer(layer.q_norm),
-        pointer(layer.k_norm),
-        native_weight(layer.output),
-        pointer(layer.mlp_norm),
-        native_weight(layer.gate_up),
-        native_weight(layer.down),
+def native_norm(norm: Norm | None) -> NativeNorm:
+    if norm is None:
+        return NativeNorm()
+    return NativeNorm(pointer(norm.weight), pointer(norm.bias), len(norm.weight), norm.eps, norm.is_less_one)
+
+
+def native_mlp(mlp: Mlp) -> NativeMlp:
+    return NativeMlp(native_weight(mlp.gate_up), native_weight(mlp.down))
+
+
+def native_experts(given: Experts) -> NativeExperts:
+    routing = given.routing
+    return NativeExperts(
+        native_weight(given.router),
+        len(given.experts),
+        (NativeMlp * len(given.experts))(*map(native_mlp, given.experts)),
+        None if given.shared is None else ctypes.pointer(native_mlp(given.shared)),
+        routing.num_used,
+        routing.normalises,
+        routing.scale,
+        routing.num_groups,
+        routing.num_used_groups,
     )
+
+
+def native_layer(layer: LayerWeights) -> NativeLayer:
+    assert isinstance(layer.qkv, LinearWeight)
+    made = NativeLayer(
+        input_norm=native_norm(layer.input_norm),
+        qkv=native_weight(layer.qkv),
+        q_norm=native_norm(layer.q_norm),
+        k_norm=native_norm(layer.k_norm),
+        sinks=pointer(layer.sinks),
+        output=native_weight(layer.output),
+        attention_norm=native_norm(layer.attention_norm),
+        mlp_norm=native_norm(layer.mlp_norm),
+        output_norm=native_norm(layer.output_norm),
+        window=layer.window,
+        rope=-1 if layer.rope is None else layer.rope,
+    )
+    if isinstance(layer.mlp, Mlp):
+        made.mlp = native_mlp(layer.mlp)
+    else:
+        made.experts = ctypes.pointer(native_experts(layer.mlp))
+    return made
 
 
 def native_decoder(weights: DecoderWeights) -> NativeDecoder:
-    layers = (NativeLayer * len(weights.layers))(*map(native_layer, weights.layers))
-    return NativeDecoder(
-        weights.embedding.shape[0],
-        len(weights.layers),
-        weights.embedding.shape[1],
-        weights.layers[0].down.shape[1],
-        weights.num_heads,
-        weights.num_kv_heads,
-        weights.head_dim,
-        weights.norm_eps,
-        native_weight(weights.embedding),
-        weights.final_norm.data_ptr(),
-        weights.frequencies.data_ptr(),
-        layers,
+    """Returns a structure that points to the weights, which must outlive it."""
+    vocab_size, hidden_size = weights.embedding.shape
+    made = NativeDecoder(
+        vocab_size=vocab_size,
+        num_layers=len(weights.layers),
+        hidden_size=hidden_size,
+        num_heads=weights.num_heads,
+        num_kv_heads=weights.num_kv_heads,
+        head_dim=weights.head_dim,
+        embedding=native_weight(weights.embedding),
+        embedding_scale=weights.embedding_scale,
+        positions=pointer(weights.positions),
+        position_offset=weights.position_offset,
+        num_positions=0 if weights.positions is None else len(weights.positions),
+        final_norm=native_norm(weights.final_norm),
+        num_ropes=len(weights.ropes),
+        attention_scale=weights.attention_scale,
+        attention_cap=weights.attention_cap,
+        logit_cap=weights.logit_cap,
+        activation=ACTIVATIONS.index(weights.activation),
+        is_gated=weights.is_gated,
+        layers=(NativeLayer * len(weights.layers))(*map(native_layer, weights.layers)),
     )
+    for place, rope in enumerate(weights.ropes):
+        made.ropes[place] = NativeRope(pointer(rope.frequencies), 2 * len(rope.frequencies), rope.amplitude)
+    return made
 
 
 def native_low_rank(change: LowRank | None) -> NativeLowRank:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import native_ops, reference_ops, torch_ops
+from agentflow.kernels.activations import Activation
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
     BlockMatrix,
     ChoiceRows,
-    DecoderWeights,
     ForwardInput,
     IntArray,
     LinearWeight,
@@ -119,9 +120,15 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual). ``residual`` may be overwritten."""
 
-    def gated_linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-        """[T, in] to [T, out / 2]: silu(first half) times second half of ``linear`` (SwiGLU, arXiv
-        2002.05202)."""
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        added: Tensor | None = None,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        """[T, in] to [T, out / 2]: the activation of the first half times the second half of ``linear``
+        (SwiGLU and its relatives, arXiv 2002.05202)."""
 
     def rope_and_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentflow.kernels.activations import Activation, gated
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
-    DecoderWeights,
     IntArray,
     LinearWeight,
     LowRank,
@@ -73,7 +74,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    if activation != "silu":
+        return gated(linear(x, weight, added), activation)
     gate, up = linear(x, weight, added).chunk(2, dim=-1)
     silu = (gate.float() / (1 + torch.exp(-gate.float()))).to(gate.dtype)
     return silu * up

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.activations import Activation, gated
 from agentflow.kernels.attention_plan import AttentionPlan, Group
 from agentflow.kernels.attention_plan import plan_attention as plan_groups
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
     BlockMatrix,
     ChoiceRows,
-    DecoderWeights,
     FloatArray,
     IntArray,
     LinearWeight,
@@ -107,9 +108,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    gate, up = linear(x, weight, added).chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).mul_(up)
+def gated_linear(
+    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    return gated(linear(x, weight, added), activation)
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ from torch import Tensor
 from agentflow.engine.batch import Batch, IntArray
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import DeviceStep, DeviceSteps
-from agentflow.engine.models.forward.fused_decoder import LlamaModel
+from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
 from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights, Mlp, Norm, Rope
 from agentflow.kernels.device_stream import DeviceStream
-from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
+from agentflow.kernels.inputs import BlockMatrix, LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
 
 
@@ -61,7 +62,7 @@ def random_llama(
     device: torch.device,
     *,
     is_4_bit: bool = False,
-) -> LlamaModel:
+) -> Decoder:
     """Returns a model with random weights. Small models are made on the CPU, so that they are equal on every
     device.
 
@@ -91,17 +92,14 @@ def random_llama(
 
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    ones = torch.ones(hidden, dtype=dtype, device=device)
+    norm = Norm(torch.ones(hidden, dtype=dtype, device=device), None, config.norm_eps)
     layers = [
         LayerWeights(
-            input_norm=ones,
+            input_norm=norm,
             qkv=linear(queries + 2 * keys, hidden),
-            q_norm=None,
-            k_norm=None,
             output=linear(hidden, queries),
-            mlp_norm=ones,
-            gate_up=linear(2 * inner, hidden, gated=True),
-            down=linear(hidden, inner),
+            mlp_norm=norm,
+            mlp=Mlp(linear(2 * inner, hidden, gated=True), linear(hidden, inner)),
         )
         for _ in range(config.num_layers)
     ]
@@ -113,17 +111,17 @@ def random_llama(
         top = table if config.tie_word_embeddings else random(config.vocab_size, hidden)
         head = kernels.pack_linear(top, None, exact_output=True)
         embedding = kernels.pack_embedding(table, head if config.tie_word_embeddings else None)
-    decoder = DecoderWeights(
+    weights = DecoderWeights(
         embedding=embedding,
         layers=layers,
-        final_norm=ones,
-        frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
+        final_norm=norm,
+        ropes=[Rope(inverse_frequencies(config.rope, config.head_dim).to(device))],
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        norm_eps=config.norm_eps,
+        attention_scale=config.head_dim**-0.5,
     )
-    return LlamaModel(config, kernels, decoder, head)
+    return Decoder(kernels, weights, head)
 
 
 def random_blocks(rng: np.random.Generator, num_out: int, num_in: int) -> BlockMatrix:
@@ -144,7 +142,7 @@ class RandomRunner:
     device: torch.device
     is_4_bit: bool = False  # as for ``random_llama``
     kernels: Kernels = field(init=False)
-    model: LlamaModel = field(init=False)
+    model: Decoder = field(init=False)
     pool: KvPool = field(init=False)
     _steps: DeviceSteps = field(init=False)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.rope import RopeConfig
 from benchmarks.step import gpu_check
 from benchmarks.step.growth import LEVEL, tree_batch
@@ -86,11 +87,10 @@ def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyP
         right(self)
         made.append(self)
         if len(made) == 2:
-            decoder = self.model._decoder
-            wrong = torch.randn(decoder.embedding.shape, dtype=decoder.final_norm.dtype)
-            decoder = replace(decoder, embedding=self.kernels.pack_embedding(wrong, None))
-            self.model._decoder = decoder
-            self.model.whole_forward = self.kernels.whole_forward(decoder, self.model._head)
+            weights = self.model.weights
+            wrong = torch.randn(weights.embedding.shape, dtype=weights.final_norm.weight.dtype)
+            weights = replace(weights, embedding=self.kernels.pack_embedding(wrong, None))
+            self.model = Decoder(self.kernels, weights, self.model._head)
 
     monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)
     assert "instead of" in gpu_check.differing_tokens(CPU, num_tokens=8)[0]

@@ -17,7 +17,7 @@ import torch
 from kernel_cases import Shape
 from test_native_forward import NUM_LAYERS, SIZES, VOCAB, Step, model_of, step_of
 
-from agentflow.engine.models.forward.fused_decoder import LlamaModel
+from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.kernels import native_ops
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput
 
@@ -116,7 +116,7 @@ def use_threads(num: int) -> None:
     torch.get_num_threads = lambda: num
 
 
-def small_model() -> tuple[LlamaModel, Step]:
+def small_model() -> tuple[Decoder, Step]:
     model = model_of(SIZES[0], native_ops, torch.float32)
     return model, step_of(SIZES[0], [Shape(-1, 0, 300, 4)] * 3, [True], torch.float32, 1)
 

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
+    NATIVE_PARAMS,
     Case,
+    NativeAt,
     Rows,
     Shape,
     Tree,
@@ -39,9 +41,9 @@ try:
     from agentflow.kernels import triton_ops
     from agentflow.kernels.triton_ops import units
 except ImportError:  # for x86-64 and Linux
-    IMPLEMENTATIONS = ["torch"]
+    IMPLEMENTATIONS: list[Any] = ["torch", *NATIVE_PARAMS]
 else:
-    IMPLEMENTATIONS = ["torch", "triton"]
+    IMPLEMENTATIONS = ["torch", *NATIVE_PARAMS, pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None) -> Any:
@@ -59,9 +61,15 @@ def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torc
 
 
 def all_attended(
-    implementation: str, case: Case, rows: Rows | None, rule: AttentionRule, sinks: torch.Tensor | None
+    implementation: str | NativeAt,
+    case: Case,
+    rows: Rows | None,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     batch = batch_of(case, rows)
+    if isinstance(implementation, NativeAt):
+        return implementation.ruled_attention(case.q, case.kv_layer, batch, rule, sinks)
     if implementation == "torch":
         plan = MaskedPlans(batch, CPU).of(rule.window)
         return masked_attention(case.q, case.kv_layer, plan, rule, sinks)
@@ -73,7 +81,7 @@ def all_attended(
 
 
 def assert_windows(
-    implementation: str, case: Case, rows: Rows | None, rule: AttentionRule, has_sinks: bool
+    implementation: str | NativeAt, case: Case, rows: Rows | None, rule: AttentionRule, has_sinks: bool
 ) -> None:
     sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
     found = all_attended(implementation, case, rows, rule, sinks)
@@ -85,17 +93,23 @@ def assert_windows(
         torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["torch", *NATIVE_PARAMS])
 @given(batches(), RULES, st.booleans(), st.integers(0, 1000), st.booleans())
 def test_each_row_sees_its_window(
-    made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int, both_ways: bool
+    implementation: str | NativeAt,
+    made: tuple[list[Shape], list[Tree]],
+    rule: AttentionRule,
+    has_sinks: bool,
+    seed: int,
+    both_ways: bool,
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
     case = in_both_directions(case, seed) if both_ways else case
-    assert_windows("torch", case, rows, rule, has_sinks)
+    assert_windows(implementation, case, rows, rule, has_sinks)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="triton is for x86-64 and Linux")
+@pytest.mark.skipif("triton_ops" not in globals(), reason="triton is for x86-64 and Linux")
 @settings(max_examples=8)
 @given(batches(4), RULES, st.booleans(), st.integers(0, 1000))
 def test_each_row_sees_its_window_on_a_gpu(
@@ -105,14 +119,11 @@ def test_each_row_sees_its_window_on_a_gpu(
     assert_windows("triton", case, rows, rule, has_sinks)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [pytest.param(name, marks=[pytest.mark.gpu] if name == "triton" else []) for name in IMPLEMENTATIONS],
-)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("head_dim", [8, 96, 264])
 @pytest.mark.parametrize("window", [0, 70, 130])
 def test_windows_over_long_contexts(
-    implementation: str, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
+    implementation: str | NativeAt, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a shared prefix, a chunk, and segments of keys, some outside of the windows of some rows."""
     if implementation == "triton":

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from agentflow.engine.models.rope import RopeConfig
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.errors import BadModelFolder, UnknownModel
+from agentflow.kernels.activations import Activation
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
 RawConfig = Mapping[str, Any]
 """The object in ``config.json``."""
 
@@ -96,17 +96,6 @@ class DecoderConfig:
     def rotated_dim(self) -> int:
         """The number of dimensions of a head to which a rope applies."""
         return self.latent.rotated_dim if self.latent else self.head_dim
-
-    @property
-    def is_llama_shaped(self) -> bool:
-        """Whether the fused forward pass of the Llama family can run the model."""
-        may_differ = ("end_token_ids", "qk_norm", "rope_axes")
-        has_defaults = all(
-            getattr(self, one.name) == one.default
-            for one in fields(self)
-            if one.default is not MISSING and one.name not in may_differ
-        )
-        return has_defaults and self.qk_norm != "row" and self.rope.is_plain
 
     def layer(self, index: int) -> LayerShape:
         """The shape of one layer."""

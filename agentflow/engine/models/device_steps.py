@@ -16,7 +16,6 @@ from torch import Tensor
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows, joined
 from agentflow.engine.models.forward.decode_graphs import DeviceInput, arrays_of, on_device
 from agentflow.engine.models.forward.decoder import Decoder
-from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.sampler import ChosenTensors, StagedRows, choose_tensors, stage
 from agentflow.kernels.device_stream import DeviceStream, Mark
 from agentflow.kernels.inputs import ForwardInput
@@ -67,7 +66,7 @@ class DeviceSteps:
         stream: the queue of the device.
     """
 
-    def __init__(self, model: LlamaModel | Decoder, kernels: Kernels, stream: DeviceStream) -> None:
+    def __init__(self, model: Decoder, kernels: Kernels, stream: DeviceStream) -> None:
         self._model = model
         self._kernels = kernels
         self._stream = stream

@@ -39,11 +39,6 @@ class RopeConfig:
     truncates: bool = True  # of yarn: these bounds are rounded
     factors: tuple[float, ...] = ()  # of longrope, one for each frequency
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all dimensions rotate, and cosines and sines are not scaled."""
-        return self.fraction == 1.0 and self.amplitude == 1.0
-
     def num_rotated(self, head_dim: int) -> int:
         """Returns the number of dimensions of a head that rotate."""
         return int(head_dim * self.fraction)

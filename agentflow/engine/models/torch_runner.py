@@ -23,7 +23,6 @@ from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, Dev
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.decoder import Decoder
-from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import AdapterWeights, read_adapter
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens
@@ -31,7 +30,7 @@ from agentflow.engine.models.transformers_model import TransformersModel, load_t
 from agentflow.engine.models.vision.encoding import TowerEncoding
 from agentflow.engine.models.vision.features import MediaFeatures
 from agentflow.engine.models.vision.loading import load_tower
-from agentflow.engine.models.weights.loader import CausalModel, LoadedModel, WeightFormat, load_model
+from agentflow.engine.models.weights.loader import LoadedModel, WeightFormat, load_model
 from agentflow.engine.runner import (
     AcceleratorFault,
     AdapterInfo,
@@ -197,7 +196,7 @@ class TorchRunner:
             dtype=torch_dtype,
             device=torch_device,
         )
-        self._model: CausalModel | TransformersModel
+        self._model: Decoder | TransformersModel
         self.media: MediaFeatures | None = None
         if isinstance(config, TransformersModel):
             self._model, described = config, weights_in(torch_dtype)
@@ -229,7 +228,7 @@ class TorchRunner:
         self._ahead: DeviceSteps | None = None
         if stream is not None and embedding is None:
             model = self._model
-            if isinstance(model, LlamaModel) or (isinstance(model, Decoder) and model.queues_work):
+            if isinstance(model, Decoder) and model.queues_work:
                 self._ahead = DeviceSteps(model, kernels, stream)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
@@ -250,7 +249,7 @@ class TorchRunner:
     @property
     def keeps_order(self) -> bool:
         """Whether a row's sums have the same order regardless of the rest of its batch."""
-        return isinstance(self._model, LlamaModel) and self._model.keeps_order
+        return isinstance(self._model, Decoder) and self._model.keeps_order
 
     def launch(self, batch: Batch) -> _Launched | DeviceStep:
         with _failures_of_the_device():
@@ -275,7 +274,7 @@ class TorchRunner:
             and wants_only_tokens(sampled)
         ):
             choice = choice_rows(sampled)
-        if isinstance(model, LlamaModel) and model.whole_forward is not None:
+        if isinstance(model, Decoder) and model.whole_forward is not None:
             if choice is not None:
                 return _Launched(sampled, choice, tokens=model.whole_forward.start_tokens(given, choice))
             return _Launched(sampled, choice, hidden=model.whole_forward.start_hidden(given))

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 
 #include "attention_tasks.h"
 #include "few_queries.h"
@@ -24,6 +25,8 @@ struct Queries {
     RowOf<S>* out;
     int64_t out_stride;  // in values
     float scale;         // of the scores
+    float cap = 0;       // a score s becomes cap * tanh(s / cap); 0: it does not
+    const S* sinks = nullptr;  // [heads]: scores without values, which take a part of each softmax; null: none
 };
 
 // A thread's buffers for one task.
@@ -58,6 +61,12 @@ struct Sums {
 // Adds the sums over other keys. The order of the operations does not depend on where it is inlined.
 ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
     if (other.most == MINUS_INFINITY) return;
+    if (to.most == MINUS_INFINITY) {  // no key of `to` was seen, and its sums are not set
+        to.most = other.most;
+        to.total = other.total;
+        std::memcpy(to.values, other.values, dims * sizeof(float));
+        return;
+    }
     const bool is_higher = other.most > to.most;
     const float most = is_higher ? other.most : to.most, least = is_higher ? to.most : other.most;
     const Vec factor = exp2(broadcast(least - most));
@@ -70,20 +79,23 @@ ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
     to.total = total;
 }
 
-// Turns the scores of one query with up to KEY_BLOCK keys, of which it sees `num_seen`, into weights relative to the
-// largest score.
+// Turns the scores of one query with up to KEY_BLOCK keys, of which it sees numbers `from` to `num_seen` (exclusive), into
+// weights relative to the largest score. `scale` includes log2(e); cap: as in Queries.
 template <class S>
-ALWAYS_INLINE void weigh(const float* scores, int num_seen, int num_lanes, float scale, float& most, float& total,
-                         RowOf<S>* weights) {
+ALWAYS_INLINE void weigh(const float* scores, int from, int num_seen, int num_lanes, float scale, float cap, float& most,
+                         float& total, RowOf<S>* weights) {
     Vec seen[KEY_BLOCK / LANES];
     Vec highest = broadcast(MINUS_INFINITY);
     const int num_vecs = num_lanes / LANES;
     for (int v = 0; v < num_vecs; v++) {
         seen[v] = load(scores + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES);
-        const int num = num_seen - v * LANES;
+        const int num = num_seen - v * LANES, hidden = from - v * LANES;
+        if (cap != 0) seen[v] = capped(seen[v], scale * (1 / LOG2_E), cap);
         if (num < LANES) seen[v] = first_lanes(seen[v], num, MINUS_INFINITY);
+        if (hidden > 0) seen[v] = lanes_where(seen[v], hidden < LANES ? 0xFFFFu << hidden : 0, MINUS_INFINITY);
         highest = max(highest, seen[v]);
     }
+    if (cap != 0) scale = LOG2_E;
     most = largest(highest) * scale;
     total = 0;
     if (most == MINUS_INFINITY) {
@@ -100,10 +112,13 @@ ALWAYS_INLINE void weigh(const float* scores, int num_seen, int num_lanes, float
     total = sum(all);
 }
 
-// Writes the result of a query [head_dim] to `out`.
+// Writes the result of a row for one query head to the output.
 template <class S>
-void write_result(const Sums& sums, int64_t head_dim, RowOf<S>* out) {
-    const Vec share = broadcast(1.0f / sums.total);
+void write_result(const Sums& sums, int64_t head_dim, const Queries<S>& queries, int64_t row, int64_t head) {
+    RowOf<S>* out = queries.out + row * queries.out_stride + head * head_dim;
+    float total = sums.total;
+    if (queries.sinks) total += first_lane(exp2(broadcast(to_float(queries.sinks[head]) * LOG2_E - sums.most)));
+    const Vec share = broadcast(1.0f / total);
     for (int64_t dim = 0; dim < head_dim; dim += LANES) {
         const int width = int(std::min<int64_t>(LANES, head_dim - dim));
         store_first(out + dim, rounded<S>(mul(load(sums.values + dim), share)), width);
@@ -169,7 +184,7 @@ class TaskRun {
                 }
                 const int base = place(head, row, 0);
                 each_tile<S>(group_, [&](int64_t at, int num_queries) {
-                    take_tile(base + int(at), num_queries, own.seen, [&](int) { return own.seen; });
+                    take_tile(base + int(at), num_queries, own.seen, [&](int) { return std::pair(0, own.seen); });
                 });
             }
         }
@@ -214,10 +229,10 @@ class TaskRun {
         pack_values(kv_, task_.slots + first, 0, num, head, s_.values.data());
         const int base = place(head, 0, 0);
         each_tile<S>(per_head_, [&](int64_t at, int num_queries) {
-            const int last_row = int(at + num_queries - 1) / group_;
+            const int first_row = int(at) / group_, last_row = int(at + num_queries - 1) / group_;
             const int64_t visible = std::min<int64_t>(num, seen(last_row) - first);
-            if (visible <= 0) return;
-            take_tile(base + int(at), num_queries, int(visible), [&](int i) { return seen((int(at) + i) / group_) - first; });
+            if (visible <= 0 || from(first_row) - first >= num) return;
+            take_tile(base + int(at), num_queries, int(visible), [&](int i) { return seen_in(first, num, (int(at) + i) / group_); });
         });
     }
 
@@ -225,7 +240,7 @@ class TaskRun {
     bool has_few() const {
 #if defined(__AVX512BF16__)
         if (!std::is_same_v<S, bf16>) return false;
-        if (shape_.head_dim == 64 || shape_.head_dim == 128) return per_head_ <= MOST_FEW_QUERIES;
+        if (shape_.head_dim % 64 == 0) return per_head_ <= MOST_FEW_QUERIES;
 #endif
         return false;
     }
@@ -255,15 +270,15 @@ class TaskRun {
             const bf16* keys[LANES];
             for (int i = 0; i < LANES; i++) keys[i] = kv_.key(slots[std::min(group + i, num - 1)], head);
             Vec found[QUERIES];
-            if (shape_.head_dim == 64) score_few<QUERIES, 2>(queries, s_.depth, keys, found, step);
-            else score_few<QUERIES, 4>(queries, s_.depth, keys, found, step);
+            score_few<QUERIES>(queries, s_.depth, int(shape_.head_dim / 32), keys, found, step);
             float* to = scores + group / PANEL * MAX_TILE_ROWS * PANEL + group % PANEL;
             for (int i = 0; i < QUERIES; i++) store(to + i * PANEL, found[i]);
         }
         for (int i = 0; i < QUERIES; i++) {
-            const int64_t visible = std::clamp<int64_t>(seen(i / group_) - first, 0, num);
+            const auto [begin, end] = seen_in(first, num, i / group_);
             const Sums sums = sums_of(at + i);
-            weigh<S>(scores + i * PANEL, int(visible), round_up(num, LANES), q_.scale * LOG2_E, sums.most, sums.total, weights + i * KEY_BLOCK);
+            weigh<S>(scores + i * PANEL, begin, end, round_up(num, LANES), q_.scale * LOG2_E, q_.cap, sums.most, sums.total,
+                     weights + i * KEY_BLOCK);
         }
         for (int64_t dim = 0; dim < shape_.head_dim; dim += 64) {
             const auto value = [&](int key) { return kv_.value(slots[key], head) + dim; };
@@ -281,9 +296,16 @@ class TaskRun {
     }
 
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
+    int64_t from(int row) const { return int64_t(task_.from) + (task_.seen == ALL ? 0 : row); }
 
-    // Computes the sums of some queries over the first `num` keys that are laid out. seen_of(i): the number of keys that
-    // query i sees.
+    // The keys that a row sees of `num` keys from `first` on: begin and end, relative to `first`.
+    std::pair<int, int> seen_in(int first, int num, int row) const {
+        const int64_t end = std::clamp<int64_t>(seen(row) - first, 0, num);
+        return {int(std::clamp<int64_t>(from(row) - first, 0, num)), int(end)};
+    }
+
+    // Computes the sums of some queries over the first `num` keys that are laid out. seen_of(i): the keys that query i sees,
+    // as a begin and an end.
     template <class SeenOf>
     void take_tile(int query, int num_queries, int num, const SeenOf& seen_of) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
@@ -296,9 +318,10 @@ class TaskRun {
             ahead_.step();
         }
         for (int i = 0; i < num_queries; i++) {
-            const int64_t visible = std::clamp<int64_t>(seen_of(i), 0, num);
+            const auto [begin, end] = seen_of(i);
             const Sums sums = sums_of(query + i);
-            weigh<S>(scores + i * PANEL, int(visible), num_lanes, q_.scale * LOG2_E, sums.most, sums.total, weights + i * KEY_BLOCK);
+            weigh<S>(scores + i * PANEL, begin, std::min(end, num), num_lanes, q_.scale * LOG2_E, q_.cap, sums.most, sums.total,
+                     weights + i * KEY_BLOCK);
         }
         const int64_t depth = padded_depth<S>(num);
         for (int64_t dim = 0; dim < s_.dims; dim += PANEL) {
@@ -328,7 +351,7 @@ class TaskRun {
 
     void write(int32_t row, int64_t q_head, int at) {
         for (int node = num_nodes_ - 1; node > 0; node--) add_sums(sums_of(node - 1, at), sums_of(node, at), s_.dims);
-        write_result<S>(sums_of(0, at), shape_.head_dim, q_.out + row * q_.out_stride + q_head * shape_.head_dim);
+        write_result<S>(sums_of(0, at), shape_.head_dim, q_, row, q_head);
     }
 
     void keep(int32_t part, int64_t q_head, int at) {
@@ -373,8 +396,7 @@ void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, float* par
             while (nodes.size() > 1 && nodes.back().second.follows(nodes[nodes.size() - 2].second)) join_last();
         }
         while (nodes.size() > 1) join_last();
-        write_result<S>(sums_in(parts, first, head, shape), shape.head_dim,
-                        queries.out + row * queries.out_stride + head * shape.head_dim);
+        write_result<S>(sums_in(parts, first, head, shape), shape.head_dim, queries, row, head);
     }
 }
 

@@ -16,6 +16,7 @@
 #include <bit>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <vector>
 
 #include "simd.h"
@@ -41,6 +42,7 @@ struct Batch {
 struct Task {
     const int32_t* slots;         // [num_keys]
     int32_t num_keys, seen;       // row i sees the first `seen + i` keys, or all if there are fewer
+    int32_t from;                 // row i sees no keys before `from + i`, or, if `seen` is ALL, before `from`
     int32_t num_rows, first_row;  // `first_row`: in Plan::rows
     int32_t first_head, end_head; // KV heads
     int32_t first_block;          // the number of the block, among the blocks of the rows' keys, with which `slots` begin
@@ -84,6 +86,7 @@ constexpr int MAX_QUERIES = 192;    // the queries of a task: query rows times q
 constexpr int FEW_ROWS = 16;        // requests with at most this many rows share prefixes
 constexpr int MIN_SPLIT_KEYS = 128;
 constexpr int ALL = 1 << 30;
+constexpr int NO_WINDOW = -ALL;     // as Task::from
 // The cost of a partial result in keys: per row, to store and merge it, and per task.
 constexpr int KEYS_PER_PART = 8;
 constexpr int KEYS_PER_TASK = 32;
@@ -99,9 +102,12 @@ class Plan {
     std::vector<int32_t> merged_rows;  // rows with several parts
     int32_t num_parts = 0;
 
-    Plan(const Batch& batch, const HeadShape& shape, int num_threads) : batch_(batch), shape_(shape) {
+    // `window`: the number of keys that a row sees, its own included; 0: all. With a window, no runs are shared, because few
+    // rows see the same keys.
+    Plan(const Batch& batch, const HeadShape& shape, int num_threads, int64_t window = 0)
+        : batch_(batch), shape_(shape), window_(int32_t(std::min<int64_t>(window, ALL))) {
         add_readers();
-        share(few_, 0);
+        if (!window_) share(few_, 0);
         for (const Reader& reader : readers_) add_tail(reader);
         add_paths();
         split(num_threads);
@@ -117,8 +123,10 @@ class Plan {
         int32_t limit;   // the number of keys that can be shared: they were cached before this batch
         int32_t end;     // the number of keys
         int32_t first_row, num_rows;
-        bool sees_all;      // each row sees all keys
+        bool sees_all;   // each row sees all keys
         int32_t start = 0;  // the first key that is in no shared run
+
+        bool is_tree() const { return limit == end; }
     };
 
     void add_readers() {
@@ -127,6 +135,7 @@ class Plan {
             const bool sees_all = batch_.both_ways && batch_.both_ways[r];
             add_reader({slots_of(batch_.page_rows[r]), end - num, end, num_rows_, num, sees_all}, num <= FEW_ROWS);
         }
+        num_request_rows_ = num_rows_;
         for (int64_t g = 0; g < batch_.num_trees; g++) {
             const int32_t end = int32_t(batch_.prefix_lens[g]), num = int32_t(batch_.tree_query_lens[g]);
             add_reader({slots_of(batch_.tree_page_rows[g]), end, end, num_rows_, num, true}, true);
@@ -166,7 +175,7 @@ class Plan {
                     add_range(all_rows, readers_[m].first_row, readers_[m].num_rows);
                     readers_[m].start = shared_end;
                 }
-                add_tasks(readers_[siblings[0]].slots + start, start / KEY_BLOCK, length, ALL, all_rows);
+                add_tasks({readers_[siblings[0]].slots + start, length}, start / KEY_BLOCK, all_rows);
             }
             share(siblings, common);
             share_block(siblings, shared_end, (common - shared_end) / LANES * LANES);
@@ -191,7 +200,7 @@ class Plan {
             }
             reader.start = start + num_keys;
         }
-        add_tasks(own[first_own].slots, start / KEY_BLOCK, own[first_own].num_keys, ALL, all_rows, num, first_own);
+        add_tasks({own[first_own].slots, own[first_own].num_keys}, start / KEY_BLOCK, all_rows, num, first_own);
     }
 
     int32_t common_end(const std::vector<int32_t>& siblings, int32_t depth) const {
@@ -208,17 +217,31 @@ class Plan {
     void add_tail(const Reader& reader) {
         const int32_t length = reader.end - reader.start;
         if (length == 0) return;
+        if (window_ && reader.is_tree()) return add_prefix_windows(reader);
         std::vector<int32_t> all_rows;
         add_range(all_rows, reader.first_row, reader.num_rows);
-        const int32_t seen = reader.sees_all ? ALL : reader.limit - reader.start + 1;
-        add_tasks(reader.slots + reader.start, reader.start / KEY_BLOCK, length, seen, all_rows);
+        const int32_t before = reader.limit - reader.start + 1;  // the keys up to the first row's
+        const int32_t seen = reader.is_tree() ? ALL : reader.sees_all ? length : before;
+        add_tasks({reader.slots + reader.start, length, seen, window_start(before)}, reader.start / KEY_BLOCK, all_rows);
+    }
+
+    // The first key that the row which sees the first `seen` keys sees.
+    int32_t window_start(int32_t seen) const { return window_ ? seen - window_ : NO_WINDOW; }
+
+    // Adds tasks for the parts of a tree's prefix that are in the windows of its rows: one for all rows of the same depth.
+    void add_prefix_windows(const Reader& reader) {
+        std::map<int64_t, std::vector<int32_t>> rows_of;  // by the lengths of their paths
+        const int32_t first_path = reader.first_row - num_request_rows_;
+        for (int32_t i = 0; i < reader.num_rows; i++) rows_of[batch_.path_lens[first_path + i]].push_back(reader.first_row + i);
+        for (const auto& [length, all_rows] : rows_of) {
+            add_tasks({reader.slots, reader.end, ALL, window_start(reader.end + int32_t(length))}, 0, all_rows);
+        }
     }
 
     // Adds a task for each row of a tree: over its ancestors and itself.
     void add_paths() {
         if (batch_.num_trees == 0) return;
-        int32_t row = 0, num_slots = 0;
-        for (int64_t r = 0; r < batch_.num_requests; r++) row += int32_t(batch_.query_lens[r]);
+        int32_t row = num_request_rows_, num_slots = 0;
         const int32_t num_paths = num_rows_ - row;
         for (int32_t b = 0; b < num_paths; b++) num_slots += int32_t(batch_.path_lens[b]);
         path_slots_.reserve(num_slots);
@@ -226,7 +249,8 @@ class Plan {
             const int64_t* path = batch_.paths + b * batch_.path_stride;
             const size_t first = path_slots_.size();
             path_slots_.insert(path_slots_.end(), path, path + batch_.path_lens[b]);
-            add_tasks(path_slots_.data() + first, PATH_BLOCK, int32_t(batch_.path_lens[b]), ALL, {row});
+            const int32_t length = int32_t(batch_.path_lens[b]);
+            add_tasks({path_slots_.data() + first, length, ALL, window_start(length)}, PATH_BLOCK, {row});
         }
     }
 
@@ -234,25 +258,44 @@ class Plan {
         for (int32_t i = 0; i < num; i++) rows.push_back(first + i);
     }
 
-    // Adds tasks of at most MAX_QUERIES queries. If there are many queries, each KV head gets its own task.
-    void add_tasks(const int32_t* slots, int32_t first_block, int32_t num_keys, int32_t seen, const std::vector<int32_t>& all_rows,
-                   int32_t num_shared = 0, int32_t first_own = 0) {
+    // A run of keys for some rows, as in Task.
+    struct Run {
+        const int32_t* slots;
+        int32_t num_keys, seen = ALL, from = NO_WINDOW;
+    };
+
+    // Adds tasks of at most MAX_QUERIES queries over the blocks in which their rows see keys. If there are many queries, each
+    // KV head gets its own task.
+    void add_tasks(const Run& run, int32_t first_block, const std::vector<int32_t>& all_rows, int32_t num_shared = 0,
+                   int32_t first_own = 0) {
         const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
         const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
         const int32_t heads = int32_t(shape_.num_kv_heads);
         const int32_t most_heads = std::max(1, BLOCK_VALUES / (KEY_BLOCK * 2 * int32_t(shape_.head_dim)));
         for (int32_t block = 0; block < num_blocks; block++) {
             const int32_t first = num * block / num_blocks, end = num * (block + 1) / num_blocks;
-            const int32_t first_row = int32_t(rows.size());
+            const int32_t moved = run.seen == ALL ? 0 : first;  // what row `first` sees, relative to the run's first row
+            Task task{run.slots, run.num_keys, run.seen == ALL ? ALL : run.seen + moved, run.from + moved, end - first,
+                      int32_t(rows.size()), 0, heads, first_block, num_shared, first_own + first};
+            if (run.seen != ALL) task.num_keys = std::min(run.num_keys, task.seen + task.num_rows - 1);
+            drop_first_keys(task, std::max(task.from, 0) / KEY_BLOCK * KEY_BLOCK);
+            if (task.num_keys <= 0) continue;
             rows.insert(rows.end(), all_rows.begin() + first, all_rows.begin() + end);
-            Task task{slots, num_keys, seen == ALL ? ALL : seen + first, end - first, first_row, 0, heads, first_block, num_shared, first_own + first};
-            if (seen != ALL) task.num_keys = std::min(num_keys, task.seen + task.num_rows - 1);
             const int32_t step = (end - first) * group >= MAX_QUERIES / 8 ? 1 : most_heads;
             for (task.first_head = 0; task.first_head < heads; task.first_head += step) {
                 task.end_head = std::min(heads, task.first_head + step);
                 tasks.push_back(task);
             }
         }
+    }
+
+    // Leaves out the first `num` keys, a number of whole blocks.
+    static void drop_first_keys(Task& task, int32_t num) {
+        task.slots += num;
+        task.num_keys -= num;
+        task.first_block += num / KEY_BLOCK;
+        task.from -= num;
+        if (task.seen != ALL) task.seen -= num;
     }
 
     int64_t cost(const Task& task) const {
@@ -276,10 +319,8 @@ class Plan {
                 const int32_t first = int32_t(num_blocks * i / pieces) * KEY_BLOCK;
                 const int32_t end = std::min<int32_t>(task.num_keys, int32_t(num_blocks * (i + 1) / pieces) * KEY_BLOCK);
                 Task piece = task;
-                piece.slots += first;
-                piece.first_block += first / KEY_BLOCK;
-                piece.num_keys = end - first;
-                if (task.seen != ALL) piece.seen -= first;
+                piece.num_keys = end;
+                drop_first_keys(piece, first);
                 // Tasks for other heads of the same rows share entries of `rows`; each piece needs separate entries.
                 if (i > 0) piece.first_row = copy_rows(rows_at, task.num_rows, i);
                 cut.push_back(piece);
@@ -345,7 +386,7 @@ class Plan {
     std::vector<int32_t> few_;
     std::vector<int32_t> path_slots_;
     std::vector<Copy> copies_;
-    int32_t num_rows_ = 0;
+    int32_t window_, num_rows_ = 0, num_request_rows_ = 0;
 };
 
 }  // namespace agentflow

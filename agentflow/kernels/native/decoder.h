@@ -1,11 +1,14 @@
-// A forward pass through all layers of a Llama-shaped model, in one call.
+// A forward pass through all layers of a decoder, in one call. `decoder_weights.py` has the same records, and says what the
+// fields mean for a family of models.
 #pragma once
 
+#include <map>
 #include <stdexcept>
 #include <string>
 
 #include "attention.h"
 #include "choice.h"
+#include "experts.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "part_times.h"
@@ -14,22 +17,35 @@
 namespace agentflow {
 
 struct LayerWeights {
-    const void* input_norm;
+    Norm input_norm;
     Weight qkv;
-    const void *q_norm, *k_norm;  // null if the model has none
+    Norm q_norm, k_norm;  // of single heads, or of all heads together, by their size
+    const void* sinks;    // [heads] of type S, or null
     Weight output;
-    const void* mlp_norm;
-    Weight gate_up;  // gated
-    Weight down;
+    Norm attention_norm;  // of the attention's output
+    Norm mlp_norm;
+    Mlp mlp;
+    const Experts* experts;  // instead of `mlp`, or null
+    Norm output_norm;        // of the MLP's output
+    int64_t window;          // the number of keys that a row sees; 0: all
+    int64_t rope;            // the index in DecoderWeights::ropes; -1: heads are not rotated
 };
 
 struct DecoderWeights {
-    int64_t vocab_size, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
-    float norm_eps;
+    static constexpr int MAX_ROPES = 2;
+    int64_t vocab_size, num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
     Weight embedding;  // [vocabulary, hidden_size]; the same panels as the head if they are tied
-    const void* final_norm;
-    const float* frequencies;  // [head_dim / 2]
+    float embedding_scale;
+    const void* positions;  // [num_positions, hidden_size] of type S, added to the embeddings, or null
+    int64_t position_offset, num_positions;  // `position_offset`: the row of position 0
+    Norm final_norm;
+    Rope ropes[MAX_ROPES];
+    int64_t num_ropes;
+    float attention_scale, attention_cap, logit_cap;  // a cap of 0: none
+    int64_t activation, is_gated;  // of the MLPs
     const LayerWeights* layers;
+
+    Gating gating() const { return {Activation(activation), is_gated != 0}; }
 };
 
 // The rows of a forward pass.
@@ -69,31 +85,36 @@ struct Adapters {
 template <class S>
 struct Activations {
     std::vector<S> residual, qkv;
-    std::vector<RowOf<S>> normed, attended, gated;
+    std::vector<S> block;  // the output of a block before it is added to the residual
+    std::vector<RowOf<S>> normed, attended;
     std::vector<float> cos, sin, parts, logits;
     LowRankMemory<S> low_rank;
-    int64_t hidden_stride = 0, attended_stride = 0, gated_stride = 0;
+    MlpMemory<S> mlp;
+    int64_t hidden_stride = 0, attended_stride = 0;
 
     void fit(const DecoderWeights& w, int64_t num_rows) {
         hidden_stride = round_up<int64_t>(w.hidden_size, PANEL);
         attended_stride = round_up<int64_t>(w.num_heads * w.head_dim, PANEL);
-        gated_stride = round_up<int64_t>(w.intermediate_size, PANEL);
         grow(residual, num_rows * w.hidden_size);
+        grow(block, num_rows * w.hidden_size);
         grow(qkv, num_rows * (w.num_heads + 2 * w.num_kv_heads) * w.head_dim);
         grow(normed, (num_rows + MAX_TILE_ROWS) * hidden_stride);
         grow(attended, (num_rows + MAX_TILE_ROWS) * attended_stride);
-        grow(gated, (num_rows + MAX_TILE_ROWS) * gated_stride);
-        grow(cos, num_rows * (w.head_dim / 2));
-        grow(sin, num_rows * (w.head_dim / 2));
+        grow(cos, w.num_ropes * num_rows * (w.head_dim / 2));
+        grow(sin, w.num_ropes * num_rows * (w.head_dim / 2));
     }
 };
 
-// Throws std::out_of_range if a token id is outside the vocabulary.
-inline void check_tokens(const DecoderWeights& weights, const Rows& rows) {
+// Throws std::out_of_range if a token id is outside the vocabulary, or a position outside the table of learned positions.
+inline void check_rows(const DecoderWeights& weights, const Rows& rows) {
+    const auto check = [](const char* what, int64_t t, int64_t value, int64_t offset, int64_t num) {
+        if (value + offset >= 0 && value + offset < num) return;
+        throw std::out_of_range(std::string("there is no ") + what + " " + std::to_string(value) + " (row " + std::to_string(t) +
+                                " of the batch)");
+    };
     for (int64_t t = 0; t < rows.num_rows; t++) {
-        if (rows.token_ids[t] >= 0 && rows.token_ids[t] < weights.vocab_size) continue;
-        throw std::out_of_range("there is no token " + std::to_string(rows.token_ids[t]) + " (row " +
-                                std::to_string(t) + " of the batch)");
+        check("token", t, rows.token_ids[t], 0, weights.vocab_size);
+        if (weights.positions) check("position", t, rows.positions[t], weights.position_offset, weights.num_positions);
     }
 }
 
@@ -102,11 +123,10 @@ class Forward {
   public:
     Forward(const DecoderWeights& weights, const Rows& rows, const Batch& batch, const Adapters* adapters,
             Activations<S>& memory)
-        : w_(weights), rows_(rows), adapters_(adapters), m_(memory), shape_{w_.num_heads, w_.num_kv_heads, w_.head_dim},
-          plan_(planned(batch)), qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
-          num_(rows.num_rows) {
+        : w_(weights), rows_(rows), batch_(batch), adapters_(adapters), m_(memory),
+          shape_{w_.num_heads, w_.num_kv_heads, w_.head_dim}, qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
+          longest_(longest_text(batch)), num_(rows.num_rows) {
         m_.fit(w_, num_);
-        grow(m_.parts, num_part_floats(plan_, shape_));
     }
 
     // Writes the KV of all rows to kv_layers.
@@ -115,45 +135,69 @@ class Forward {
         for (int64_t i = 0; i < w_.num_layers; i++) {
             const LayerWeights& layer = w_.layers[i];
             const bool is_last = i + 1 == w_.num_layers;
-            normalize(layer.input_norm);
+            prepare(layer.input_norm);
             project(i);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
             if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: only its KV is needed
-            attend_layer(static_cast<const S*>(kv_layers[i]));
+            attend_layer(layer, static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
-            add_to_residual(OUTPUT, m_.attended, m_.attended_stride, i, layer.output, &LayerAdapter::output);
-            normalize(layer.mlp_norm);
-            gate(i);
-            add_to_residual(DOWN, m_.gated, m_.gated_stride, i, layer.down, &LayerAdapter::down);
+            add_product(OUTPUT, m_.attended, m_.attended_stride, i, layer.output, &LayerAdapter::output, layer.attention_norm);
+            prepare(layer.mlp_norm);
+            if (layer.experts) mix(layer);
+            else multilayer(i);
             if (i < rows_.num_deep) add_deep(static_cast<const S*>(rows_.deep) + i * rows_.num_given * w_.hidden_size);
         }
     }
 
     // Writes the normed hidden states of the sampled rows to out [num_sampled][hidden_size].
     void write_hidden(S* out) {
-        for (int64_t t = 0; t < rows_.num_sampled; t++) {
-            rms_norm(residual(t), static_cast<const S*>(w_.final_norm), w_.hidden_size, w_.norm_eps, out + t * w_.hidden_size);
-        }
+        for (int64_t t = 0; t < rows_.num_sampled; t++) normalize(residual(t), w_.final_norm, out + t * w_.hidden_size);
     }
 
     // Chooses the tokens of the sampled rows and writes them to out [num_sampled].
     void choose_tokens(const Weight& head, Choices choices, int64_t* out) {
         if (rows_.num_sampled == 0) return;
-        normalize(w_.final_norm);
+        prepare(w_.final_norm);
         grow(m_.logits, num_ * head.num_out);
         {
             const Timed timed(HEAD);
             linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, m_.logits.data(), head.num_out);
         }
         const Timed timed(CHOICE);
+        if (w_.logit_cap != 0) cap_logits(num_ * head.num_out);
         choices.logits = m_.logits.data();
         choose(choices, out);
     }
 
   private:
-    Plan planned(const Batch& batch) const {
+    // The plan of a layer's attention. A window as long as the longest text is none.
+    const Plan& plan_of(const LayerWeights& layer) {
+        const int64_t window = layer.window < longest_ ? layer.window : 0;
+        const auto found = plans_.find(window);
+        if (found != plans_.end()) return found->second;
         const Timed timed(PLAN);
-        return Plan(batch, shape_, team().num_threads());
+        const Plan& made = plans_.try_emplace(window, batch_, shape_, team().num_threads(), window).first->second;
+        grow(m_.parts, num_part_floats(made, shape_));
+        return made;
+    }
+
+    static int64_t longest_text(const Batch& batch) {
+        int64_t longest = 0, row = 0;
+        for (int64_t r = 0; r < batch.num_requests; r++) longest = std::max(longest, batch.kv_lens[r]);
+        for (int64_t g = 0; g < batch.num_trees; g++) {
+            for (int64_t i = 0; i < batch.tree_query_lens[g]; i++, row++) {
+                longest = std::max(longest, batch.prefix_lens[g] + batch.path_lens[row]);
+            }
+        }
+        return longest;
+    }
+
+    void cap_logits(int64_t num) {
+        team().loop((num + PANEL - 1) / PANEL, 64, [&](int64_t first, int64_t end, int) {
+            each_lanes(m_.logits.data() + first * PANEL, std::min(end * PANEL, num) - first * PANEL, [&](int64_t k, int lanes, Vec value) {
+                store_first(m_.logits.data() + first * PANEL + k, capped(value, 1, w_.logit_cap), lanes);
+            });
+        });
     }
 
     S* residual(int64_t t) { return m_.residual.data() + t * w_.hidden_size; }
@@ -186,28 +230,60 @@ class Forward {
         linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.qkv.data(), qkv_size_, change);
     }
 
-    void gate(int64_t i) {
-        const Timed timed(GATE_UP);
-        const Weight& weight = w_.layers[i].gate_up;
-        const S* change = added(m_.normed.data(), m_.hidden_stride, i, weight, &LayerAdapter::gate_up);
-        gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.gated.data(), m_.gated_stride, change);
-        fill_up(m_.gated, w_.intermediate_size, m_.gated_stride);
+    void multilayer(int64_t i) {
+        const LayerWeights& layer = w_.layers[i];
+        const int64_t stride = m_.mlp.fit(layer.mlp, num_);
+        {
+            const Timed timed(GATE_UP);
+            const S* change = added(m_.normed.data(), m_.hidden_stride, i, layer.mlp.gate_up, &LayerAdapter::gate_up);
+            inner_rows(m_.normed.data(), m_.hidden_stride, num_, layer.mlp, w_.gating(), m_.mlp, change);
+        }
+        add_product(DOWN, m_.mlp.inner, stride, i, layer.mlp.down, &LayerAdapter::down, layer.output_norm);
     }
 
-    void add_to_residual(Part part, const std::vector<RowOf<S>>& rows, int64_t stride, int64_t i, const Weight& weight,
-                         LowRank LayerAdapter::*product) {
-        const Timed timed(part);
-        const S* change = added(rows.data(), stride, i, weight, product);
-        linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size, change);
+    void mix(const LayerWeights& layer) {
+        {
+            const Timed timed(GATE_UP);
+            mixture(m_.normed.data(), m_.hidden_stride, num_, *layer.experts, w_.gating(), m_.mlp, m_.block.data());
+        }
+        const Timed timed(NORM);
+        each_row([&](int64_t t) { add_block(t, layer.output_norm); });
+    }
+
+    // Adds a product of layer i to the residual, after its norm if there is one.
+    void add_product(Part part, const std::vector<RowOf<S>>& rows, int64_t stride, int64_t i, const Weight& weight,
+                     LowRank LayerAdapter::*product, const Norm& norm) {
+        {
+            const Timed timed(part);
+            const S* change = added(rows.data(), stride, i, weight, product);
+            if (!norm) return linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size, change);
+            linear<S>(rows.data(), stride, num_, weight, m_.block.data(), w_.hidden_size, change);
+        }
+        const Timed timed(NORM);
+        each_row([&](int64_t t) { add_block(t, norm); });
+    }
+
+    // Adds row t of the last block's output to the residual, after its norm if there is one.
+    void add_block(int64_t t, const Norm& norm) {
+        S* row = m_.block.data() + t * w_.hidden_size;
+        if (norm) normalize(row, norm, row);
+        add_row(row, w_.hidden_size, residual(t));
     }
 
     void begin() {
         const Timed timed(EMBED);
-        const int64_t half = w_.head_dim / 2;
         each_row([&](int64_t t) {
             row_of<S>(w_.embedding, rows_.token_ids[t], residual(t));
-            const float* angles = rows_.angles ? rows_.angles + t * half : nullptr;
-            rope_angles<S>(rows_.positions[t], w_.frequencies, angles, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
+            if (w_.embedding_scale != 1) scale_row(residual(t), w_.hidden_size, w_.embedding_scale);
+            if (w_.positions) {
+                const int64_t place = rows_.positions[t] + w_.position_offset;
+                add_row(static_cast<const S*>(w_.positions) + place * w_.hidden_size, w_.hidden_size, residual(t));
+            }
+            for (int64_t rope = 0; rope < w_.num_ropes; rope++) {
+                const Rope& by = w_.ropes[rope];
+                const float* given = rows_.angles ? rows_.angles + t * (by.num_rotated / 2) : nullptr;
+                rope_angles<S>(rows_.positions[t], by, given, angles(m_.cos, rope, t), angles(m_.sin, rope, t));
+            }
         });
         const S* embeddings = static_cast<const S*>(rows_.embeddings);
         for (int64_t e = 0; e < rows_.num_given; e++) {
@@ -226,42 +302,53 @@ class Forward {
         }
     }
 
-    void normalize(const void* weight) {
+    // The cosines or sines of one rope for row t.
+    float* angles(std::vector<float>& of_all, int64_t rope, int64_t t) const {
+        return of_all.data() + (rope * rows_.num_rows + t) * (w_.head_dim / 2);
+    }
+
+    // Makes the input of products from the residual, normed if there is a norm.
+    void prepare(const Norm& norm) {
         const Timed timed(NORM);
         each_row([&](int64_t t) {
             RowOf<S>* to = m_.normed.data() + t * m_.hidden_stride;
-            rms_norm(residual(t), static_cast<const S*>(weight), w_.hidden_size, w_.norm_eps, to);
+            if (norm) normalize(residual(t), norm, to);
+            else copy_row(residual(t), w_.hidden_size, to);
             std::fill(to + w_.hidden_size, to + m_.hidden_stride, RowOf<S>{});
         });
     }
 
     void rotate_and_write(const LayerWeights& layer, S* kv_layer) {
         const Timed timed(ROPE);
-        const int64_t dim = w_.head_dim, half = dim / 2, num_rotated = w_.num_heads + w_.num_kv_heads;
-        const int64_t slot_size = 2 * w_.num_kv_heads * dim;
+        const int64_t dim = w_.head_dim, num_queries = w_.num_heads * dim, num_keys = w_.num_kv_heads * dim;
+        const int64_t slot_size = 2 * num_keys;
         each_row([&](int64_t t) {
             S* row = m_.qkv.data() + t * qkv_size_;
-            for (int64_t head = 0; head < num_rotated; head++) {
-                const void* norm = head < w_.num_heads ? layer.q_norm : layer.k_norm;
-                if (norm) rms_norm(row + head * dim, static_cast<const S*>(norm), dim, w_.norm_eps, row + head * dim);
-                rotate(row + head * dim, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
+            normalize_parts(row, num_queries, layer.q_norm);
+            normalize_parts(row + num_queries, num_keys, layer.k_norm);
+            if (layer.rope >= 0) {
+                const float *cos = angles(m_.cos, layer.rope, t), *sin = angles(m_.sin, layer.rope, t);
+                const int64_t half = w_.ropes[layer.rope].num_rotated / 2;
+                for (int64_t at = 0; at < num_queries + num_keys; at += dim) rotate(row + at, half, cos, sin);
             }
-            std::memcpy(kv_layer + rows_.write_slots[t] * slot_size, row + w_.num_heads * dim, slot_size * sizeof(S));
+            std::memcpy(kv_layer + rows_.write_slots[t] * slot_size, row + num_queries, slot_size * sizeof(S));
         });
     }
 
-    void attend_layer(const S* kv_layer) {
-        const Timed timed(ATTENTION);
-        const float scale = 1.0f / std::sqrt(float(w_.head_dim));
-        const Queries<S> queries{m_.qkv.data(), qkv_size_, m_.attended.data(), m_.attended_stride, scale};
-        attend<S>(plan_, shape_, queries, KvLayer<S>{kv_layer, w_.num_kv_heads, w_.head_dim}, m_.parts.data());
-        fill_up(m_.attended, w_.num_heads * w_.head_dim, m_.attended_stride);
+    static void normalize_parts(S* row, int64_t size, const Norm& norm) {
+        if (!norm) return;
+        for (int64_t at = 0; at < size; at += norm.size) normalize(row + at, norm, row + at);
     }
 
-    // Pads rows with zeros to a whole panel, because products read that far.
-    void fill_up(std::vector<RowOf<S>>& rows, int64_t size, int64_t stride) {
-        if (size == stride) return;
-        each_row([&](int64_t t) { std::fill(rows.data() + t * stride + size, rows.data() + (t + 1) * stride, RowOf<S>{}); });
+    void attend_layer(const LayerWeights& layer, const S* kv_layer) {
+        const Plan& plan = plan_of(layer);
+        const Timed timed(ATTENTION);
+        const Queries<S> queries{m_.qkv.data(), qkv_size_, m_.attended.data(), m_.attended_stride,
+                                 w_.attention_scale, w_.attention_cap, static_cast<const S*>(layer.sinks)};
+        attend<S>(plan, shape_, queries, KvLayer<S>{kv_layer, w_.num_kv_heads, w_.head_dim}, m_.parts.data());
+        const int64_t size = w_.num_heads * w_.head_dim;
+        if (size == m_.attended_stride) return;
+        each_row([&](int64_t t) { fill_up(m_.attended.data() + t * m_.attended_stride, size, m_.attended_stride); });
     }
 
     // Drops all rows except the sampled ones, so that the rest of the last layer is computed for these only.
@@ -282,11 +369,12 @@ class Forward {
 
     const DecoderWeights& w_;
     const Rows& rows_;
+    const Batch& batch_;
     const Adapters* adapters_;
     Activations<S>& m_;
     const HeadShape shape_;
-    const Plan plan_;
-    const int64_t qkv_size_;
+    const int64_t qkv_size_, longest_;
+    std::map<int64_t, Plan> plans_;  // by window
     int64_t num_;
     bool has_only_sampled_ = false;
 };

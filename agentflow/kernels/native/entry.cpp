@@ -112,9 +112,10 @@ EXPORT int af_rows_of(int is_bf16, const Weight* weight, const int64_t* ids, int
     });
 }
 
-// out: of type S, or float if `exact`; the gated product if `gated`. `added` [num_rows][num_out] of type S, or null.
-EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int exact, const void* added,
-                     void* out) {
+// out: of type S, or float if `exact`; the gated product with an Activation if `gated`. `added` [num_rows][num_out] of type S,
+// or null.
+EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int64_t activation, int exact,
+                     const void* added, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         const int64_t stride = round_up<int64_t>(weight->num_in, PANEL);
@@ -122,7 +123,8 @@ EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight*
         const auto rows = padded_rows(static_cast<const S*>(x), num_rows, weight->num_in, stride);
         const S* change = static_cast<const S*>(added);
         if (gated) {
-            gated_linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out / 2, change);
+            gated_linear<S>(rows.data(), stride, num_rows, *weight, Activation(activation), static_cast<S*>(out), weight->num_out / 2,
+                            change);
         } else if (exact) {
             linear<S>(rows.data(), stride, num_rows, *weight, static_cast<float*>(out), weight->num_out, change);
         } else {
@@ -148,23 +150,23 @@ EXPORT int af_rms_norm(int is_bf16, const void* x, int64_t num_rows, int64_t str
                         float eps, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
-        for (int64_t t = 0; t < num_rows; t++) {
-            rms_norm(static_cast<const S*>(x) + t * stride, static_cast<const S*>(weight), size, eps,
-                     static_cast<S*>(out) + t * size);
-        }
+        const Norm norm{weight, nullptr, size, eps, 0};
+        for (int64_t t = 0; t < num_rows; t++) normalize(static_cast<const S*>(x) + t * stride, norm, static_cast<S*>(out) + t * size);
     });
 }
 
+// `window`, `cap`, `sinks`: as in LayerWeights and DecoderWeights.
 EXPORT int af_attention(int is_bf16, const void* q, int64_t q_stride, const void* kv_layer, const Batch* batch,
-                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float scale, void* out) {
+                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, float cap,
+                         const void* sinks, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         const HeadShape shape{num_heads, num_kv_heads, head_dim};
-        const Plan plan(*batch, shape, team().num_threads());
+        const Plan plan(*batch, shape, team().num_threads(), window);
         const int64_t width = num_heads * head_dim;
         std::vector<float> parts(num_part_floats(plan, shape));
         std::vector<RowOf<S>> rows(plan.num_rows() * width);
-        const Queries<S> queries{static_cast<const S*>(q), q_stride, rows.data(), width, scale};
+        const Queries<S> queries{static_cast<const S*>(q), q_stride, rows.data(), width, scale, cap, static_cast<const S*>(sinks)};
         attend<S>(plan, shape, queries, {static_cast<const S*>(kv_layer), num_kv_heads, head_dim}, parts.data());
         for (int64_t t = 0; t < plan.num_rows(); t++) {
             copy_row(rows.data() + t * width, width, static_cast<S*>(out) + t * width);
@@ -189,12 +191,12 @@ EXPORT void af_part_seconds(double* out) {
 
 // Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the tokens of the sampled
 // rows if `choices` is given, else their normed hidden states. `adapters`: null if no row uses one. If the status is not OK,
-// nothing was started; NO_SUCH_INDEX means that a token id is outside the vocabulary.
+// nothing was started; NO_SUCH_INDEX means that there is no such token or position.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
                             const Adapters* adapters, void* const* kv_layers, void* hidden, const Weight* head,
                             const Choices* choices, int64_t* tokens) {
     return guarded([&] {
-        check_tokens(*weights, *rows);
+        check_rows(*weights, *rows);
         std::unique_lock<std::mutex> lock(team().in_use);
         team().start([=] {
             as_type(is_bf16, [&](auto type) {

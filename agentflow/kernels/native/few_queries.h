@@ -1,5 +1,5 @@
 // Attention for few queries, for which laying out keys and values would cost more than it saves: scores and sums are computed
-// from the pool directly. Needs bfloat16 instructions and heads of 64 or 128 dimensions.
+// from the pool directly. Needs bfloat16 instructions and heads of a multiple of 64 dimensions.
 #pragma once
 
 #include "product.h"
@@ -45,15 +45,14 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
 
 constexpr int MOST_FEW_QUERIES = 4;  // their sums over 64 dimensions fit into registers
 
-// Writes the scores of query i with 16 keys to scores[i] [16], for heads of 32 * CHUNKS dimensions. Queries are `stride`
+// Writes the scores of query i with 16 keys to scores[i] [16], for heads of 32 * num_chunks dimensions. Queries are `stride`
 // values apart. Calls step() after every 4 loads, as add_few does.
-template <int QUERIES, int CHUNKS, class Step>
-void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES], const Step& step) {
+template <int QUERIES, class Step>
+void score_few(const bf16* queries, int64_t stride, int num_chunks, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES], const Step& step) {
     __m512 sums[QUERIES];  // in the order in which `tile` adds
 #pragma GCC unroll 4
     for (int i = 0; i < QUERIES; i++) sums[i] = _mm512_setzero_ps();
-#pragma GCC unroll 4
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    for (int chunk = 0; chunk < num_chunks; chunk++) {
         __m512i words[LANES];
 #pragma GCC unroll 16
         for (int j = 0; j < LANES; j++) {

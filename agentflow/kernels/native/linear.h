@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "activation.h"
 #include "byte_products.h"
 #include "product.h"
 #include "quantised.h"
@@ -115,6 +116,22 @@ void each_slice(const Division& by, const Body& body) {
     });
 }
 
+// Receives the tiles of a product: (first row, number of rows, panel, sums [rows][PANEL]). Refers to a body, which must outlive
+// it. Products are compiled once for all bodies, because they have many variants.
+class PutTile {
+  public:
+    template <class Body>
+    PutTile(const Body& body)
+        : body_(&body), call_([](const void* of, int64_t row, int num, int64_t panel, const float* sums) {
+              (*static_cast<const Body*>(of))(row, num, panel, sums);
+          }) {}
+    void operator()(int64_t row, int num, int64_t panel, const float* sums) const { call_(body_, row, num, panel, sums); }
+
+  private:
+    const void* body_;
+    void (*call_)(const void*, int64_t, int, int64_t, const float*);
+};
+
 #if defined(__AVX512VNNI__)
 // The most rows that are multiplied as bytes: with AMX, bfloat16 tiles are faster for more rows.
 inline int64_t max_byte_rows() {
@@ -125,8 +142,8 @@ inline int64_t max_byte_rows() {
 }
 
 // `multiply` for a quantised weight, which quantises the rows too.
-template <class Row, class Put>
-void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
+template <class Row>
+void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const PutTile& put) {
     struct Nothing {
         Nothing() {}
     };
@@ -151,10 +168,9 @@ void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Wei
 }
 #endif
 
-// Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for every tile of rows W^T. `rows` must be followed by
-// readable memory for MAX_TILE_ROWS more rows.
-template <class S, class Put>
-void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
+// Calls put for every tile of rows W^T. `rows` must be followed by readable memory for MAX_TILE_ROWS more rows.
+template <class S>
+void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const PutTile& put) {
 #if defined(__AVX512VNNI__)
     if constexpr (std::is_same_v<S, bf16>) {
         if (is_quantised(weight) && num_rows <= max_byte_rows()) return multiply_bytes(rows, stride, num_rows, weight, put);
@@ -205,15 +221,18 @@ ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t pan
     }
 }
 
-// out [num_rows][num_out] of type Out = rows W^T + b. `added` [num_rows][num_out], here and below, is added to the product
-// after it is rounded to S; null: nothing is added.
+// out [num_rows][num_out] of type Out = rows W^T + b, or the activation of it, which is rounded to S. `added`
+// [num_rows][num_out], here and below, is added to the product after it is rounded to S; null: nothing is added.
 template <class S, class Out>
 void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
-            int64_t out_stride, const S* added = nullptr) {
+            int64_t out_stride, const S* added = nullptr, Activation activation = NUM_ACTIVATIONS) {
+    const bool is_activated = activation != NUM_ACTIVATIONS;
     multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
         for (int i = 0; i < num; i++) {
             each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
-                if (added) value = changed<S>(value, added + (row + i) * weight.num_out + column, width);
+                const S* change = place_in(added, (row + i) * weight.num_out + column);
+                if (change || is_activated) value = changed<S>(value, change, width);
+                if (is_activated) value = activated<S>(activation, value);
                 store_first(out + (row + i) * out_stride + column, value, width);
             });
         }
@@ -235,10 +254,10 @@ void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const We
     });
 }
 
-// out [num_rows][num_out / 2] = silu(rows Wg^T) * (rows Wu^T) for a gated weight. Both products, the silu and the
-// result are each rounded to S.
+// out [num_rows][num_out / 2] = activation(rows Wg^T) * (rows Wu^T) for a gated weight. Both products, the activation and
+// the result are each rounded to S.
 template <class S, class Out>
-void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
+void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Activation activation, Out* out,
                   int64_t out_stride, const S* added = nullptr) {
     const int64_t half = weight.num_out / 2;
     Weight gate = weight, up = weight;
@@ -253,9 +272,7 @@ void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const 
             const S* change = place_in(added, (row + i) * weight.num_out + column);
             const Vec g = changed<S>(biased<S>(sums + i * PANEL, gate, column, width), change, width);
             const Vec u = changed<S>(biased<S>(sums + i * PANEL + LANES, up, column, width), place_in(change, half), width);
-            const Vec decay = exp2(mul(g, broadcast(-LOG2_E)));
-            const Vec silu = rounded<S>(div(g, add(broadcast(1.0f), decay)));
-            store_first(out + (row + i) * out_stride + column, rounded<S>(mul(silu, u)), width);
+            store_first(out + (row + i) * out_stride + column, gated<S>(activation, g, u), width);
         }
     });
 }

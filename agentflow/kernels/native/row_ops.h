@@ -9,30 +9,81 @@
 
 namespace agentflow {
 
-// out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded to S. out may be x.
-template <class S, class Out>
-void rms_norm(const S* x, const S* weight, int64_t size, float eps, Out* out) {
-    Vec squares = zero();
-    for (int64_t k = 0; k < size; k += LANES) {
-        const Vec value = load_first(x + k, int(std::min<int64_t>(LANES, size - k)));
-        squares = fma(value, value, squares);
-    }
-    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+// The norm of rows of `size` values.
+struct Norm {
+    const void* weight;  // [size] of type S; null: there is no norm
+    const void* bias;    // [size] of type S, of a layer norm; null: the norm is an RMS norm
+    int64_t size;
+    float eps;
+    int32_t is_less_one;  // the weight is stored minus 1
+
+    explicit operator bool() const { return weight != nullptr; }
+};
+
+// Calls body(k, num, value) with the values of a row from k on, LANES or fewer at a time.
+template <class S, class Body>
+ALWAYS_INLINE void each_lanes(const S* x, int64_t size, const Body& body) {
     for (int64_t k = 0; k < size; k += LANES) {
         const int num = int(std::min<int64_t>(LANES, size - k));
-        const Vec normed = rounded<S>(mul(load_first(x + k, num), scale));
-        store_first(out + k, rounded<S>(mul(normed, load_first(weight + k, num))), num);
+        body(k, num, load_first(x + k, num));
     }
 }
 
-// cos and sin [head_dim / 2] at a position, rounded to S as in transformers. `angles` [head_dim / 2]: if not null, these
-// instead of the position's.
+// out = (x - mean) / sqrt(variance + eps) * weight + bias, rounded to S once.
+template <class S, class Out>
+void layer_norm(const S* x, const Norm& norm, Out* out) {
+    Vec all = zero(), squares = zero();
+    each_lanes(x, norm.size, [&](int64_t, int, Vec value) { all = add(all, value); });
+    const Vec mean = broadcast(sum(all) / float(norm.size));
+    each_lanes(x, norm.size, [&](int64_t, int num, Vec value) {
+        const Vec from_mean = first_lanes(sub(value, mean), num, 0.0f);
+        squares = fma(from_mean, from_mean, squares);
+    });
+    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / float(norm.size) + norm.eps));
+    const S *weight = static_cast<const S*>(norm.weight), *bias = static_cast<const S*>(norm.bias);
+    each_lanes(x, norm.size, [&](int64_t k, int num, Vec value) {
+        const Vec normed = mul(sub(value, mean), scale);
+        store_first(out + k, rounded<S>(fma(normed, load_first(weight + k, num), load_first(bias + k, num))), num);
+    });
+}
+
+// out = x / sqrt(mean(x^2) + eps), rounded to S, times the weight, rounded again; if the weight is stored minus 1, rounded
+// only at the end, as in transformers.
+template <class S, class Out>
+void rms_norm(const S* x, const Norm& norm, Out* out) {
+    Vec squares = zero();
+    each_lanes(x, norm.size, [&](int64_t, int, Vec value) { squares = fma(value, value, squares); });
+    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / float(norm.size) + norm.eps)), one = broadcast(1.0f);
+    const S* weight = static_cast<const S*>(norm.weight);
+    each_lanes(x, norm.size, [&](int64_t k, int num, Vec value) {
+        const Vec normed = mul(value, scale), by = load_first(weight + k, num);
+        store_first(out + k, rounded<S>(norm.is_less_one ? mul(normed, add(by, one)) : mul(rounded<S>(normed), by)), num);
+    });
+}
+
+// Applies any norm to a row. out may be x.
+template <class S, class Out>
+void normalize(const S* x, const Norm& norm, Out* out) {
+    if (norm.bias) layer_norm(x, norm, out);
+    else rms_norm(x, norm, out);
+}
+
+// Rotary embeddings of the first `num_rotated` dimensions of a head.
+struct Rope {
+    const float* frequencies;  // [num_rotated / 2], in radians per position
+    int64_t num_rotated;
+    float amplitude;  // the factor of cosines and sines
+};
+
+// cos and sin [num_rotated / 2] at a position, rounded to S as in transformers. `angles` [num_rotated / 2]: if not null,
+// these instead of the position's.
 template <class S>
-void rope_angles(int64_t position, const float* frequencies, const float* angles, int64_t half, float* cos, float* sin) {
+void rope_angles(int64_t position, const Rope& rope, const float* angles, float* cos, float* sin) {
+    const int64_t half = rope.num_rotated / 2;
     for (int64_t i = 0; i < half; i++) {
-        const float angle = angles ? angles[i] : float(position) * frequencies[i];
-        cos[i] = std::cos(angle);
-        sin[i] = std::sin(angle);
+        const float angle = angles ? angles[i] : float(position) * rope.frequencies[i];
+        cos[i] = std::cos(angle) * rope.amplitude;
+        sin[i] = std::sin(angle) * rope.amplitude;
     }
     for (int64_t i = 0; i < half; i += LANES) {
         const int num = int(std::min<int64_t>(LANES, half - i));
@@ -41,7 +92,7 @@ void rope_angles(int64_t position, const float* frequencies, const float* angles
     }
 }
 
-// Rotates one head in place; products and sums are rounded to S.
+// Rotates the first 2 * half dimensions of a head in place; products and sums are rounded to S.
 template <class S>
 void rotate(S* head, int64_t half, const float* cos, const float* sin) {
     for (int64_t i = 0; i < half; i += LANES) {
@@ -51,6 +102,17 @@ void rotate(S* head, int64_t half, const float* cos, const float* sin) {
         store_first(head + i, sub(rounded<S>(mul(a, c)), rounded<S>(mul(b, s))), num);
         store_first(head + half + i, add(rounded<S>(mul(b, c)), rounded<S>(mul(a, s))), num);
     }
+}
+
+// to += row, each rounded to S.
+template <class S>
+void add_row(const S* row, int64_t size, S* to) {
+    each_lanes(row, size, [&](int64_t k, int num, Vec value) { store_first(to + k, add(load_first(to + k, num), value), num); });
+}
+
+template <class S>
+void scale_row(S* row, int64_t size, float factor) {
+    each_lanes(row, size, [&](int64_t k, int num, Vec value) { store_first(row + k, mul(value, broadcast(factor)), num); });
 }
 
 template <class S, class Out>

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
+from agentflow.kernels.activations import Activation, gated
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     MAX_HEAD_DIM,
     AttentionBatch,
     ChoiceRows,
-    DecoderWeights,
     LinearWeight,
 )
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
@@ -80,8 +81,11 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return multiply(x, weight, torch.float32)
 
 
-def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    return silu_and_multiply(linear(x, weight, added))
+def gated_linear(
+    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    product = linear(x, weight, added)
+    return silu_and_multiply(product) if activation == "silu" else gated(product, activation)
 
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:

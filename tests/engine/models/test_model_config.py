@@ -87,7 +87,7 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
 def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[str, Any]) -> None:
     write_config(tmp_path, **changed)
     config = read_config(tmp_path)
-    assert (config.max_context, config.is_llama_shaped) == (64, True)
+    assert (config.max_context, config.layers) == (64, ())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentflow.engine.models.config import (
-    Activation,
     DecoderConfig,
     LayerShape,
     RawConfig,
@@ -18,6 +17,7 @@ from agentflow.engine.models.config import (
 )
 from agentflow.engine.models.rope import read_rope
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.activations import Activation
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -88,13 +88,6 @@ class WeightNames:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     # The beginnings of such names, or of those of a vision tower (``vision/loading``).
     ignored_parts: tuple[str, ...] = ()
-
-    @property
-    def are_standard(self) -> bool:
-        """Whether the tensors of a layer have the usual names, wherever the layers are."""
-        plain = WeightNames()
-        others = ("embedding", "layers", "final_norm", "head", "ignored", "ignored_parts")
-        return replace(self, **{name: getattr(plain, name) for name in others}) == plain
 
     def without_head(self) -> WeightNames:
         """Returns the names in a checkpoint without a head, which do not begin with ``model.``."""

@@ -15,18 +15,21 @@ from agentflow.engine.models.families.family import (
     windowed,
 )
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.activations import CLAMP_ALPHA, CLAMP_LIMIT
 
 NAMES = WeightNames(
     experts=ExpertNames(
         router="mlp.router", gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", is_stacked=True
     )
 )
-LIMIT, ALPHA = 7.0, 1.702  # the parameters of the activation (``decoder.clamped_swiglu``)
 
 
 def read_gpt_oss(raw: RawConfig) -> DecoderConfig:
-    if (raw.get("swiglu_limit", LIMIT), raw.get("swiglu_alpha", ALPHA)) != (LIMIT, ALPHA):
-        raise BadModelFolder(f"swiglu_limit must be {LIMIT} and swiglu_alpha {ALPHA}", param="swiglu_limit")
+    expected = CLAMP_LIMIT, CLAMP_ALPHA
+    if (raw.get("swiglu_limit", CLAMP_LIMIT), raw.get("swiglu_alpha", CLAMP_ALPHA)) != expected:
+        raise BadModelFolder(
+            f"swiglu_limit must be {CLAMP_LIMIT} and swiglu_alpha {CLAMP_ALPHA}", param="swiglu_limit"
+        )
     kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
     shape = standard_shape(
         {"rms_norm_eps": 1e-5} | dict(raw), head_dim=64, activation="clamped_swiglu", has_sinks=True

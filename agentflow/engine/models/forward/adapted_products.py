@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from agentflow.kernels.activations import Activation
 from agentflow.kernels.inputs import Adapter, AdapterRows, LinearWeight
 from agentflow.kernels.ops import Kernels
 from agentflow.kernels.uploads import upload
@@ -47,11 +48,12 @@ class Products:
             return self._kernels.linear(x, weight)
         return self._kernels.linear(x, weight, self._added(x, weight, layer, place))
 
-    def gated_linear(self, x: Tensor, weight: LinearWeight, layer: int, place: Place) -> Tensor:
+    def gated_linear(
+        self, x: Tensor, weight: LinearWeight, layer: int, place: Place, activation: Activation
+    ) -> Tensor:
         """``Kernels.gated_linear`` at one place of a layer."""
-        if not self._rows:
-            return self._kernels.gated_linear(x, weight)
-        return self._kernels.gated_linear(x, weight, self._added(x, weight, layer, place))
+        added = self._added(x, weight, layer, place) if self._rows else None
+        return self._kernels.gated_linear(x, weight, added, activation)
 
     def _added(self, x: Tensor, weight: LinearWeight, layer: int, place: Place) -> Tensor | None:
         found = [(getattr(adapter.layers[layer], place), rows) for adapter, rows in self._rows]

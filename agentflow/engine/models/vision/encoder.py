@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.forward.decoder import Norm
+from agentflow.engine.models.forward.decoder import apply_norm
+from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import IntArray, LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -103,7 +104,7 @@ class Encoder:
         if index == 0 and first == 0:
             rows.queries = hidden.new_empty(len(hidden), shape.num_heads, shape.head_dim)
             rows.kv = hidden.new_empty(len(hidden), 2, shape.num_heads, shape.head_dim)
-        normed = layer.input_norm(hidden[first:end], self._kernels)
+        normed = apply_norm(hidden[first:end], layer.input_norm, self._kernels)
         qkv = self._kernels.linear(normed, layer.qkv).view(-1, 3, shape.num_heads, shape.head_dim)
         if rows.angles is not None:
             cos, sin = (part[first:end].unsqueeze(1) for part in rows.angles)
@@ -120,7 +121,7 @@ class Encoder:
         queries, scale = rows.queries[first:end], self.shape.head_dim**-0.5
         attended = self._kernels.segment_attention(queries, rows.kv, starts, first, scale)
         hidden = self._kernels.linear(attended, layer.output, hidden)
-        normed = layer.mlp_norm(hidden, self._kernels)
+        normed = apply_norm(hidden, layer.mlp_norm, self._kernels)
         inner = self._inner(self._kernels.linear(normed, layer.up))
         rows.hidden[first:end].copy_(self._kernels.linear(inner, layer.down, hidden))
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
-from agentflow.engine.models.forward.decoder import Norm
+from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
 from agentflow.engine.models.vision.tower import Arrays
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
 
 
@@ -49,7 +50,9 @@ class Gemma3Tower(TileTower):
         squares = patches.transpose(1, 2).reshape(len(patches), -1, grid, grid)
         means = torch.nn.functional.avg_pool2d(squares, self._pool, self._pool)
         tokens = means.flatten(2).transpose(1, 2).flatten(0, 1)
-        return [self._tiles.kernels.linear(self._norm(tokens, self._tiles.kernels), self._projection)]
+        return [
+            self._tiles.kernels.linear(apply_norm(tokens, self._norm, self._tiles.kernels), self._projection)
+        ]
 
 
 def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Gemma3Tower:

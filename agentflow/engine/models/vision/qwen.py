@@ -20,13 +20,14 @@ from torch import Tensor
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.families.family import activation_of
-from agentflow.engine.models.forward.decoder import Norm
+from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Encoder, EncoderShape, Rows
 from agentflow.engine.models.vision.tower import Arrays, Part, Tower
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -65,7 +66,7 @@ class Merger:
     def __call__(self, hidden: Tensor, square: int, kernels: Kernels) -> Tensor:
         """[patches, hidden_size] to [tokens, hidden_size of the text model]."""
         size = square * hidden.shape[-1]
-        normed = self.norm(hidden.view(-1, size) if self.norms_squares else hidden, kernels)
+        normed = apply_norm(hidden.view(-1, size) if self.norms_squares else hidden, self.norm, kernels)
         inner = torch.nn.functional.gelu(kernels.linear(normed.view(-1, size), self.first))
         return kernels.linear(inner, self.second)
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.families.family import activation_of
-from agentflow.engine.models.forward.decoder import Norm
+from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.vision.encoder import Activation, Encoder, EncoderShape, Rows
 from agentflow.engine.models.vision.tower import Arrays, Part, Tower
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -103,11 +104,11 @@ class TileEncoder:
         if self.shape.has_class:
             hidden = torch.cat((hidden.new_zeros(len(hidden), 1, hidden.shape[-1]), hidden), dim=1)
         rows = (hidden + self.positions).flatten(0, 1)
-        return rows if self.first_norm is None else self.first_norm(rows, self.kernels)
+        return rows if self.first_norm is None else apply_norm(rows, self.first_norm, self.kernels)
 
     def patches_in(self, hidden: Tensor) -> Tensor:
         """Returns the rows of the patches, tile by tile: [n, grid * grid, hidden_size]."""
-        normed = hidden if self.last_norm is None else self.last_norm(hidden, self.kernels)
+        normed = hidden if self.last_norm is None else apply_norm(hidden, self.last_norm, self.kernels)
         tiles = normed.view(-1, self.shape.num_rows, normed.shape[-1])
         return tiles[:, 1:] if self.shape.has_class else tiles
 

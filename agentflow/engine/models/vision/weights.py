@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.forward.decoder import Norm
 from agentflow.engine.models.vision.encoder import EncoderLayer, EncoderShape
 from agentflow.engine.models.weights.checkpoint import TensorSource
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 

@@ -7,29 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig, read_folder
 from agentflow.engine.models.families.family import ExpertNames, WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
-from agentflow.engine.models.forward.decoder import Decoder, Experts, Layer, Mlp, Norm
-from agentflow.engine.models.forward.fused_decoder import LlamaModel, embedding_and_head_bytes
-from agentflow.engine.models.forward.latent_attention import LatentAttention
-from agentflow.engine.models.rope import inverse_frequencies
+from agentflow.engine.models.forward.decoder import Decoder
+from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.weights.checkpoint import Checkpoint, GgufCheckpoint, TensorSource
 from agentflow.engine.models.weights.packed.source import PackedCheckpoint
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadArgument
-from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
+from agentflow.kernels.decoder_weights import (
+    DecoderWeights,
+    Experts,
+    LatentWeights,
+    LayerWeights,
+    Mlp,
+    Norm,
+    Rope,
+    Routing,
+)
+from agentflow.kernels.inputs import BlockMatrix, LinearWeight
 from agentflow.kernels.ops import Kernels
 
 logger = logging.getLogger(__name__)
-
-CausalModel = LlamaModel | Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class WeightFormat:
 class LoadedModel:
     """A model with its weights."""
 
-    model: CausalModel
+    model: Decoder
     block_types: frozenset[str]  # of the matrices that are in blocks of quantised values
     origin: str  # of the values of these matrices, for people
 
@@ -77,7 +82,6 @@ def load_model(
     """
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
-        is_standard = names.are_standard
         if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, as embedding models
             names = names.without_head()
         if not has_head:
@@ -89,7 +93,7 @@ def load_model(
             )
             config = replace(config, tie_word_embeddings=False)
         loader = _Loader(checkpoint, config, names, kernels, weights, device)
-        model = loader.llama() if config.is_llama_shaped and is_standard else loader.decoder()
+        model = loader.decoder()
         loader.check_quantising(path)
         checkpoint.refuse_leftovers(
             *names.ignored,
@@ -170,23 +174,6 @@ class _Loader:
         self._num_unfit += not fits
         return fits
 
-    def llama(self) -> LlamaModel:
-        config, names = self._config, self._names
-        embedding, head = self._embedding()
-        final_norm = self._vector(f"{names.final_norm}.weight", config.hidden_size)
-        decoder = DecoderWeights(
-            embedding=embedding,
-            layers=[self._llama_layer(names.layers.format(i)) for i in range(config.num_layers)],
-            final_norm=final_norm,
-            frequencies=inverse_frequencies(config.rope, config.head_dim).to(final_norm.device),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm_eps=config.norm_eps,
-            frequency_axes=np.array(config.rope_axes, dtype=np.int64) if config.rope_axes else None,
-        )
-        return LlamaModel(config, self._kernels, decoder, head)
-
     def decoder(self) -> Decoder:
         config, names = self._config, self._names
         embedding, head = self._embedding()
@@ -194,20 +181,30 @@ class _Loader:
         if config.position_offset is not None:
             num_positions = config.max_context + config.position_offset
             positions = self._vector(f"{names.positions}.weight", num_positions, config.hidden_size)
-        layers = [self._layer(names.layers.format(i), i) for i in range(config.num_layers)]
-        final_norm = self._norm(names.final_norm, config.hidden_size)
-        nbytes = embedding_and_head_bytes(embedding, head) + sum(map(_layer_bytes, layers))
-        nbytes += positions.nbytes if positions is not None else 0
-        return Decoder(
-            config,
-            self._kernels,
+        scale = torch.tensor(config.embedding_scale, dtype=self._weights.dtype)
+        weights = DecoderWeights(
             embedding=embedding,
+            layers=[self._layer(names.layers.format(i), i) for i in range(config.num_layers)],
+            final_norm=self._norm(names.final_norm, config.hidden_size),
+            ropes=[self._rope(config.rope), *([self._rope(config.local_rope)] if config.local_rope else [])],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            embedding_scale=float(scale),
             positions=positions,
-            layers=layers,
-            final_norm=final_norm,
-            head=head,
-            nbytes=nbytes,
+            position_offset=config.position_offset or 0,
+            attention_scale=config.attention_scale or config.head_dim**-0.5,
+            attention_cap=config.attention_cap,
+            logit_cap=config.logit_cap,
+            activation=config.activation,
+            is_gated=config.is_gated,
         )
+        return Decoder(self._kernels, weights, head)
+
+    def _rope(self, rope: RopeConfig) -> Rope:
+        frequencies = inverse_frequencies(rope, self._config.rotated_dim).to(self._device)
+        axes = torch.tensor(self._config.rope_axes, device=self._device) if self._config.rope_axes else None
+        return Rope(frequencies, rope.amplitude, axes)
 
     def _embedding(self) -> tuple[LinearWeight, LinearWeight]:
         """Returns the embedding and the head, which share memory if they are tied and the kernels allow
@@ -264,29 +261,13 @@ class _Loader:
         self.block_types.update(block.type for block in blocks)
         return packed
 
-    def _llama_layer(self, prefix: str) -> LayerWeights:
-        config, names = self._config, self._names
-        hidden, inner = config.hidden_size, config.intermediate_size
-        has_qk_norm = config.qk_norm == "head"
-        return LayerWeights(
-            input_norm=self._vector(f"{prefix}{names.input_norm}.weight", hidden),
-            qkv=self._qkv(prefix),
-            q_norm=self._vector(f"{prefix}{names.q_norm}.weight", config.head_dim) if has_qk_norm else None,
-            k_norm=self._vector(f"{prefix}{names.k_norm}.weight", config.head_dim) if has_qk_norm else None,
-            output=self._output(prefix),
-            mlp_norm=self._vector(f"{prefix}{names.mlp_norm}.weight", hidden),
-            gate_up=self._linear(_below(prefix, names.gate_up, inner), hidden, is_gated=True),
-            down=self._linear({f"{prefix}{names.down}": hidden}, inner),
-        )
-
-    def _layer(self, prefix: str, index: int) -> Layer:
-        config, names = self._config, self._names
+    def _layer(self, prefix: str, index: int) -> LayerWeights:
+        config, names, shape = self._config, self._names, self._config.layer(index)
         hidden, head_dim = config.hidden_size, config.head_dim
         has_rows = config.qk_norm == "row"
         q_size = config.num_heads * head_dim if has_rows else head_dim
         k_size = config.num_kv_heads * head_dim if has_rows else head_dim
-        is_sparse = config.layer(index).is_sparse
-        return Layer(
+        return LayerWeights(
             input_norm=self._norm_if_named(prefix, names.input_norm, hidden),
             qkv=self._latent(prefix) if config.latent else self._qkv(prefix),
             q_norm=self._norm(f"{prefix}{names.q_norm}", q_size) if config.qk_norm else None,
@@ -295,8 +276,10 @@ class _Loader:
             output=self._output(prefix),
             attention_norm=self._norm_if_named(prefix, names.attention_norm, hidden),
             mlp_norm=self._norm_if_named(prefix, names.mlp_norm, hidden),
-            mlp=self._experts(prefix) if is_sparse else self._mlp(prefix),
+            mlp=self._experts(prefix) if shape.is_sparse else self._mlp(prefix),
             output_norm=self._norm_if_named(prefix, names.output_norm, hidden),
+            window=shape.window,
+            rope=None if shape.rope is None else ("global", "local").index(shape.rope),
         )
 
     def _qkv(self, prefix: str) -> LinearWeight:
@@ -306,7 +289,7 @@ class _Loader:
         parts = {f"{prefix}{name}": size for name, size in zip(self._names.qkv, sizes, strict=True)}
         return self._linear(parts, config.hidden_size)
 
-    def _latent(self, prefix: str) -> LatentAttention:
+    def _latent(self, prefix: str) -> LatentWeights:
         config, shape, names = self._config, self._config.latent, self._names.latent
         assert shape is not None
         assert names is not None
@@ -319,8 +302,9 @@ class _Loader:
         up_sizes = [shape.plain_dim, shape.value_dim]
         up = self._vector(f"{prefix}{names.kv_up}.weight", num_heads * sum(up_sizes), shape.kv_rank)
         key_up, value_up = torch.split(up.view(num_heads, -1, shape.kv_rank), up_sizes, dim=1)
-        return LatentAttention(
-            shape,
+        return LatentWeights(
+            shape.kv_rank,
+            shape.plain_dim,
             self._linear(queries | {f"{prefix}{names.kv_down}": shape.pool_dim}, config.hidden_size),
             q_norm,
             q_up,
@@ -341,44 +325,42 @@ class _Loader:
         hidden, inner = config.hidden_size, config.intermediate_size
         num_parts = 2 if config.is_gated else 1
         gate_up = _below(prefix, names.gate_up, inner * num_parts // len(names.gate_up))
-        is_fused = config.is_gated and config.activation == "silu"
         return Mlp(
-            self._linear(gate_up, hidden, is_gated=is_fused),
+            self._linear(gate_up, hidden, is_gated=config.is_gated),
             self._linear({f"{prefix}{names.down}": hidden}, inner),
-            is_fused,
         )
 
     def _experts(self, prefix: str) -> Experts:
         config, names = self._config, self._names.experts
         assert config.experts is not None
         assert names is not None
-        router = self._linear({f"{prefix}{names.router}": config.experts.num_experts}, config.hidden_size)
-        numbers = range(config.experts.num_experts)
+        shape = config.experts
+        router = self._linear({f"{prefix}{names.router}": shape.num_experts}, config.hidden_size)
+        routing = Routing(
+            shape.num_used, shape.normalises, shape.scale, shape.num_groups, shape.num_used_groups
+        )
         if names.is_stacked:
-            return Experts(router, self._stacked_experts(prefix, names))
-        hidden, inner = config.hidden_size, config.experts.intermediate_size
-        is_fused, shared = config.activation == "silu", None
-        if config.experts.num_shared:
-            gate, up, down = (f"{prefix}{name}" for name in names.shared)
-            size = inner * config.experts.num_shared
-            shared = Mlp(
-                self._linear({gate: size, up: size}, hidden, is_gated=is_fused),
-                self._linear({down: hidden}, size),
-                is_fused,
-            )
+            return Experts(router, routing, self._stacked_experts(prefix, names))
+        shared = None
+        if shape.num_shared:
+            shared = self._expert_mlp(prefix, names.shared, shape.intermediate_size * shape.num_shared)
         experts = [
-            Mlp(
-                self._linear(
-                    _below(prefix, (names.gate.format(i), names.up.format(i)), inner),
-                    hidden,
-                    is_gated=is_fused,
-                ),
-                self._linear({f"{prefix}{names.down.format(i)}": hidden}, inner),
-                is_fused,
+            self._expert_mlp(
+                prefix,
+                [name.format(i) for name in (names.gate, names.up, names.down)],
+                shape.intermediate_size,
             )
-            for i in numbers
+            for i in range(shape.num_experts)
         ]
-        return Experts(router, experts, shared)
+        return Experts(router, routing, experts, shared)
+
+    def _expert_mlp(self, prefix: str, names: Sequence[str], inner: int) -> Mlp:
+        """``names``: of gate, up and down."""
+        hidden, (gate, up, down) = self._config.hidden_size, names
+        return Mlp(
+            self._linear(_below(prefix, (gate, up), inner), hidden, is_gated=True),
+            self._linear({f"{prefix}{down}": hidden}, inner),
+        )
 
     def _stacked_experts(self, prefix: str, names: ExpertNames) -> list[Mlp]:
         config = self._config
@@ -386,11 +368,13 @@ class _Loader:
         hidden, inner = config.hidden_size, config.experts.intermediate_size
         # Interleaved gate and up become two halves.
         halves = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
-        gate_ups = self._stack(f"{prefix}{names.gate_up}", 2 * inner, hidden, halves)
+        gate_ups = self._stack(f"{prefix}{names.gate_up}", 2 * inner, hidden, halves, is_gated=True)
         downs = self._stack(f"{prefix}{names.down}", hidden, inner, torch.arange(hidden))
-        return [Mlp(*products, is_fused=False) for products in zip(gate_ups, downs, strict=True)]
+        return [Mlp(*products) for products in zip(gate_ups, downs, strict=True)]
 
-    def _stack(self, name: str, num_out: int, num_in: int, order: Tensor) -> list[LinearWeight]:
+    def _stack(
+        self, name: str, num_out: int, num_in: int, order: Tensor, *, is_gated: bool = False
+    ) -> list[LinearWeight]:
         """Returns the weights of all experts, from a stack of matrices stored as inputs by outputs.
         ``order``: of the outputs."""
         experts, checkpoint = self._config.experts, self._checkpoint
@@ -412,13 +396,15 @@ class _Loader:
             stack = checkpoint.take(name, count, num_in, num_out)
             matrices = [matrix.t().index_select(0, order) for matrix in stack]
         packed = [
-            self._expert(matrix, bias.index_select(0, order), quantise)
+            self._expert(matrix, bias.index_select(0, order), quantise, is_gated)
             for matrix, bias in zip(matrices, biases, strict=True)
         ]
         checkpoint.release_blocks([name])
         return packed
 
-    def _expert(self, matrix: BlockMatrix | Tensor, bias: Tensor, quantise: str | None) -> LinearWeight:
+    def _expert(
+        self, matrix: BlockMatrix | Tensor, bias: Tensor, quantise: str | None, is_gated: bool
+    ) -> LinearWeight:
         kernels = self._kernels
         if isinstance(matrix, Tensor) and quantise and kernels.BLOCK_TYPES:
             self.is_as_stored = False
@@ -426,9 +412,9 @@ class _Loader:
         elif isinstance(matrix, BlockMatrix):
             self._num_kept += 1
         if isinstance(matrix, Tensor):
-            return kernels.pack_linear(matrix, bias)
+            return kernels.pack_linear(matrix, bias, gated=is_gated)
         self.block_types.add(matrix.type)
-        packed = kernels.pack_blocks([matrix], bias, device=self._device)
+        packed = kernels.pack_blocks([matrix], bias, gated=is_gated, device=self._device)
         assert packed is not None  # kernels that accept blocks accept those of 5 and 8 bits
         return packed
 
@@ -472,11 +458,3 @@ class _Loader:
 
 def _below(prefix: str, names: Sequence[str], size: int) -> dict[str, int]:
     return {f"{prefix}{name}": size for name in names}
-
-
-def _layer_bytes(layer: Layer) -> int:
-    mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else [*layer.mlp.experts]
-    if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
-        mlps.append(layer.mlp.shared)
-    products = [layer.qkv, layer.output, *(part for mlp in mlps for part in (mlp.gate_up, mlp.down))]
-    return sum(product.nbytes for product in products)

@@ -1,0 +1,38 @@
+"""The activations of MLPs, in torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
+"""In the order of ``native/activation.h``."""
+
+CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
+"""The parameters of "clamped_swiglu"."""
+
+_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+}
+
+
+def activated(inner: Tensor, activation: Activation) -> Tensor:
+    """Returns the activation of an MLP without a gate."""
+    return _FUNCTIONS[activation](inner)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns the activation of the first half of each row times the second half. "clamped_swiglu" is that of
+    GPT-OSS (arXiv 2508.10925)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
+    return activated(gate, activation).mul_(up)

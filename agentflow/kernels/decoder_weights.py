@@ -1,0 +1,136 @@
+"""The weights and parameters of a decoder, layer by layer: one record, which the native kernels read as a
+whole, and the forward pass kernel by kernel step by step.
+
+``DecoderWeights`` contains ``LayerWeights``, which contain ``LinearWeight``s, ``Norm``s and an ``Mlp`` or
+``Experts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+from torch import Tensor
+
+from agentflow.kernels.activations import Activation
+from agentflow.kernels.inputs import LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm, or layer norm if there is a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    is_less_one: bool = False  # the weight is stored minus 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings of the first dimensions of each head, as many as there are cosines and sines."""
+
+    frequencies: Tensor  # [rotated dimensions / 2] float32: in radians per position
+    amplitude: float = 1.0  # the factor of cosines and sines
+    axes: Tensor | None = None  # [frequencies] int64: of the positions; None: there is one axis
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A dense MLP."""
+
+    gate_up: LinearWeight  # packed for ``Kernels.gated_linear``; only the first product if there is no gate
+    down: LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How the experts of a row are chosen by their scores."""
+
+    num_used: int  # for each row
+    normalises: bool = True  # the weights of a row's experts add up to 1
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1  # into which the experts are divided
+    num_used_groups: int = 1  # a row uses experts of only this many groups, the best ones
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts."""
+
+    router: LinearWeight  # computes the scores of the experts
+    routing: Routing
+    experts: Sequence[Mlp]
+    shared: Mlp | None = None  # computes every row
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of latent attention (``latent_attention``)."""
+
+    kv_rank: int  # of the latents of keys and values
+    plain_dim: int  # of the part of a query or key that does not rotate
+    # Computes the latents of the queries, or the queries themselves if they have no latents; the latent of
+    # keys and values; and the shared key.
+    down: LinearWeight
+    q_norm: Tensor | None  # of the queries' latents
+    q_up: LinearWeight | None  # from the queries' latents
+    kv_norm: Tensor  # of the latent of keys and values
+    key_up: Tensor  # [heads, plain_dim, kv_rank]
+    value_up: Tensor  # [heads, kv_rank, value_dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Norms are None where the family has none."""
+
+    input_norm: Norm | None
+    qkv: LinearWeight | LatentWeights  # queries, keys and values in one product
+    q_norm: Norm | None = None  # of a query head, or of all query heads together, by its size
+    k_norm: Norm | None = None
+    sinks: Tensor | None = None  # [heads]: scores without values (``masked_attention``)
+    output: LinearWeight  # of the attention
+    attention_norm: Norm | None = None  # of the attention's output
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    output_norm: Norm | None = None  # of the MLP's output
+    window: int = 0  # the number of tokens that a row sees; 0: all
+    rope: int | None = 0  # the index in ``DecoderWeights.ropes``; None: heads do not rotate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """A decoder without its head."""
+
+    embedding: LinearWeight  # [vocabulary, hidden_size], from ``Kernels.pack_embedding``
+    layers: Sequence[LayerWeights]
+    final_norm: Norm
+    ropes: Sequence[Rope]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    embedding_scale: float = 1.0  # factor of the embeddings, a value of the model's dtype
+    positions: Tensor | None = None  # [positions, hidden_size]: added to the embeddings
+    position_offset: int = 0  # the row of ``positions`` for position 0
+    attention_scale: float  # of the scores
+    attention_cap: float = 0.0  # of the scores; 0: none
+    logit_cap: float = 0.0  # 0: none
+    activation: Activation = "silu"  # of the MLPs
+    is_gated: bool = True  # the MLPs have a gate
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all weights, in bytes."""
+        return sum(_sizes(self))
+
+
+def _sizes(record: object) -> Iterator[int]:
+    """Yields the bytes of all weights in a record."""
+    if isinstance(record, Tensor | LinearWeight):
+        yield record.nbytes
+    elif isinstance(record, Sequence) and not isinstance(record, str):
+        for part in record:
+            yield from _sizes(part)
+    elif is_dataclass(record):
+        for field in fields(record):
+            yield from _sizes(getattr(record, field.name))
