@@ -50,7 +50,8 @@ class Gemma3Tower(TileTower):
         squares = patches.transpose(1, 2).reshape(len(patches), -1, grid, grid)
         means = torch.nn.functional.avg_pool2d(squares, self._pool, self._pool)
         tokens = means.flatten(2).transpose(1, 2).flatten(0, 1)
-        return [
+        normed = apply_norm(tokens, self._norm, self._tiles.kernels)
+        return [self._tiles.kernels.linear(normed, self._projection)]
             self._tiles.kernels.linear(apply_norm(tokens, self._norm, self._tiles.kernels), self._projection)
         ]
 
