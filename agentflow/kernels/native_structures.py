@@ -204,6 +204,7 @@ class NativeChoices(Structure):
         ("mask_places", c_void_p),
         ("mask_words", c_void_p),
         ("num_words", c_int64),
+        ("highest", c_void_p),
     )
 
 

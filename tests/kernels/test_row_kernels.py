@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
+from agentflow.kernels.activations import ACTIVATIONS, Activation, gated
 from agentflow.kernels.inputs import LinearWeight, LowRank, LowRankPart
 from agentflow.kernels.ops import Kernels
 
@@ -69,24 +70,34 @@ def test_add_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed:
 @QUICK_KERNELS
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True])
-@given(st.integers(1, 40), st.sampled_from([1, 16, 17, 40, 64]), SEEDS)
+@given(st.integers(1, 40), st.sampled_from([1, 16, 17, 40, 64]), st.sampled_from(ACTIVATIONS), SEEDS)
 def test_gated_linear(
-    kernels: Kernels, dtype: torch.dtype, has_bias: bool, num_rows: int, inner: int, seed: int
+    kernels: Kernels,
+    dtype: torch.dtype,
+    has_bias: bool,
+    num_rows: int,
+    inner: int,
+    activation: Activation,
+    seed: int,
 ) -> None:
     x, weight = (
         random(num_rows, 24, seed=seed, dtype=dtype),
         random(2 * inner, 24, seed=seed + 1, dtype=dtype),
     )
     bias = random(2 * inner, seed=seed + 2, dtype=dtype) if has_bias else None
-    expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, bias))
-    result = kernels.gated_linear(x, kernels.pack_linear(weight, bias, gated=True))
+    expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, bias), None, activation)
+    result = kernels.gated_linear(x, kernels.pack_linear(weight, bias, gated=True), None, activation)
     # A gate that rounds to its neighbour in bfloat16 moves the result by more than its own rounding.
     tolerance = {"rtol": 6 * TOLERANCE[dtype], "atol": 12 * TOLERANCE[dtype]}
     assert result.dtype == expected.dtype
     torch.testing.assert_close(result, expected, **tolerance)
     wide_bias = None if bias is None else bias.double()
-    gate, up = torch.nn.functional.linear(x.double(), weight.double(), wide_bias).chunk(2, dim=-1)
-    torch.testing.assert_close(expected.double(), gate * gate.sigmoid() * up, **tolerance)
+    wide = torch.nn.functional.linear(x.double(), weight.double(), wide_bias)
+    if activation == "silu":
+        gate, up = wide.chunk(2, dim=-1)
+        torch.testing.assert_close(expected.double(), gate * gate.sigmoid() * up, **tolerance)
+    else:
+        torch.testing.assert_close(expected.double(), gated(wide, activation), **tolerance)
 
 
 @DTYPES

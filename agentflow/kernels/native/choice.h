@@ -22,7 +22,10 @@ struct Choices {
     const int64_t* mask_places;  // [S]: the row of `mask_words`; -1: all tokens are allowed. Null: no masks
     const uint32_t* mask_words;  // [..][num_words]: the allowed tokens, as bits
     int64_t num_words;
+    const float* highest;  // [S][runs of RUN tokens]: the highest logit of each, infinity if one is NaN; or null
 };
+
+constexpr int64_t RUN = 32;
 
 class RowChoice {
   public:
@@ -30,6 +33,7 @@ class RowChoice {
         : c_(choices), row_(row), logits_(choices.logits + row * choices.vocab_size), num_(choices.vocab_size) {
         const int64_t place = c_.mask_places ? c_.mask_places[row] : -1;
         if (place >= 0) words_ = c_.mask_words + place * c_.num_words;
+        else if (c_.highest) highest_ = c_.highest + row * num_runs();
     }
 
     int64_t token() {
@@ -42,6 +46,8 @@ class RowChoice {
     }
 
   private:
+    int64_t num_runs() const { return (num_ + RUN - 1) / RUN; }
+
     static constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in no_choice.py
 
     // The sum of each block is kept, so that only one block is added up again to find the drawn token.
@@ -49,6 +55,7 @@ class RowChoice {
 
     // The likeliest token has the weight 2^35. All implementations of `ops.Kernels.choose` have these constants.
     static constexpr float WEIGHT_BITS = 35, HIGHEST_WEIGHT = 0x1p35f;
+    static constexpr float LEAST_EXPONENT = -37;  // of two, below which a weight is 0
     static constexpr float EXP2[] = {1.3264726e-3f, 9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f};
 
     // The logits of tokens first to first + 15; -inf if a token is not allowed or past the vocabulary.
@@ -63,6 +70,7 @@ class RowChoice {
 
     // The highest logit; infinity if one is NaN.
     float most() const {
+        if (highest_) return *std::max_element(highest_, highest_ + num_runs());
         const Vec lowest = broadcast(MINUS_INFINITY);
         Vec highest = lowest;
         uint32_t are_numbers = 0xFFFF;
@@ -75,7 +83,8 @@ class RowChoice {
     }
 
     int64_t first_of(float highest) const {
-        for (int64_t first = 0; first < num_; first += LANES) {
+        const int64_t begin = highest_ ? (std::find(highest_, highest_ + num_runs(), highest) - highest_) * RUN : 0;
+        for (int64_t first = begin; first < num_; first += LANES) {
             const uint32_t found = at_least(lanes(first), broadcast(highest));
             if (found) return first + __builtin_ctz(found);
         }
@@ -88,8 +97,12 @@ class RowChoice {
         const double factor = std::min(1.4426950408889634 / double(temperature), double(std::numeric_limits<float>::max()));
         const Vec top = broadcast(highest), log2_e = broadcast(float(factor));
         float* weight = weights().data();
+        const auto is_zero = [&](int64_t first) {  // of the weights of a run
+            return highest_ && (highest_[first / RUN] - highest) * float(factor) < LEAST_EXPONENT;
+        };
         for (int64_t first = 0; first < num_; first += LANES) {
-            store(weight + first, whole_weight(rounded_mul(sub(lanes(first), top), log2_e)));
+            if (is_zero(first)) store(weight + first, zero());
+            else store(weight + first, whole_weight(rounded_mul(sub(lanes(first), top), log2_e)));
         }
         std::fill(weights().begin() + round_up<int64_t>(num_, LANES), weights().end(), 0.0f);
         double total = add_up();
@@ -235,6 +248,7 @@ class RowChoice {
     const float* const logits_;
     const int64_t num_;
     const uint32_t* words_ = nullptr;
+    const float* highest_ = nullptr;  // unless the row has a mask
 };
 
 inline void choose(const Choices& choices, int64_t* tokens) {

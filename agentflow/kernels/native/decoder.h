@@ -16,6 +16,8 @@
 
 namespace agentflow {
 
+static_assert(RUN == PANEL);
+
 struct LayerWeights {
     Norm input_norm;
     Weight qkv;
@@ -87,7 +89,7 @@ struct Activations {
     std::vector<S> residual, qkv;
     std::vector<S> block;  // the output of a block before it is added to the residual
     std::vector<RowOf<S>> normed, attended;
-    std::vector<float> cos, sin, parts, logits;
+    std::vector<float> cos, sin, parts, logits, highest;
     LowRankMemory<S> low_rank;
     MlpMemory<S> mlp;
     int64_t hidden_stride = 0, attended_stride = 0;
@@ -159,13 +161,14 @@ class Forward {
         if (rows_.num_sampled == 0) return;
         prepare(w_.final_norm);
         grow(m_.logits, num_ * head.num_out);
+        grow(m_.highest, num_ * ((head.num_out + PANEL - 1) / PANEL));
         {
             const Timed timed(HEAD);
-            linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, m_.logits.data(), head.num_out);
+            head_linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, w_.logit_cap, m_.logits.data(), m_.highest.data());
         }
         const Timed timed(CHOICE);
-        if (w_.logit_cap != 0) cap_logits(num_ * head.num_out);
         choices.logits = m_.logits.data();
+        choices.highest = m_.highest.data();
         choose(choices, out);
     }
 
@@ -190,14 +193,6 @@ class Forward {
             }
         }
         return longest;
-    }
-
-    void cap_logits(int64_t num) {
-        team().loop((num + PANEL - 1) / PANEL, 64, [&](int64_t first, int64_t end, int) {
-            each_lanes(m_.logits.data() + first * PANEL, std::min(end * PANEL, num) - first * PANEL, [&](int64_t k, int lanes, Vec value) {
-                store_first(m_.logits.data() + first * PANEL + k, capped(value, 1, w_.logit_cap), lanes);
-            });
-        });
     }
 
     S* residual(int64_t t) { return m_.residual.data() + t * w_.hidden_size; }

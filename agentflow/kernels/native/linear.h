@@ -239,6 +239,27 @@ void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight
     });
 }
 
+// logits [num_rows][num_out] = rows W^T + b, capped unless `cap` is 0. Writes the highest logit of each panel to highest
+// [num_rows][panels], or infinity if one is NaN, so that a choice of tokens need not read all logits again.
+template <class S>
+void head_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, float cap, float* logits, float* highest) {
+    const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
+    multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
+        for (int64_t i = 0; i < num; i++) {
+            Vec most = broadcast(MINUS_INFINITY);
+            uint32_t are_numbers = 0xFFFF;
+            each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
+                if (cap != 0) value = capped(value, 1, cap);
+                store_first(logits + (row + i) * weight.num_out + column, value, width);
+                value = first_lanes(value, width, MINUS_INFINITY);
+                are_numbers &= at_least(value, broadcast(MINUS_INFINITY));
+                most = max(most, value);
+            });
+            highest[(row + i) * num_panels + panel] = are_numbers == 0xFFFF ? largest(most) : -MINUS_INFINITY;
+        }
+    });
+}
+
 // residual += rows W^T + b; the product and the sum are each rounded to S.
 template <class S>
 void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, S* residual,

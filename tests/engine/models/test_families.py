@@ -16,6 +16,7 @@ from support.engine.runner_driver import Driver
 from support.faults import has_param
 
 from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
@@ -64,12 +65,39 @@ def test_every_family_is_tested() -> None:
     assert {known[kind] for kind in kinds if kind in known} == set(FAMILIES).intersection(known.values())
 
 
-@pytest.mark.parametrize("name", COMPOSED | OTHERS)
+TEXT_LENGTHS = (130, 3, 90)
+
+
+@pytest.mark.parametrize("name", MODELS | COMPOSED | OTHERS)
 def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) -> None:
-    """Random texts in one batch, computed in random chunks; one of them begins with a cached prefix."""
+    """In one native call and kernel by kernel, which also agree with each other."""
     model = saved_model(name, tmp_path)
-    driver = Driver(TorchRunner(tmp_path, num_slots=600, device=DEVICE, dtype="float32"))
-    texts = [torch.randint(10, 320, (n,)).tolist() for n in (130, 3, 90)]
+    texts = [torch.randint(10, 320, (n,)).tolist() for n in TEXT_LENGTHS]
+    runners = [TorchRunner(tmp_path, num_slots=600, device=DEVICE, dtype="float32") for _ in range(2)]
+    by_kernel = runners[1]._model
+    if isinstance(by_kernel, Decoder) and by_kernel.whole_forward is not None:
+        by_kernel.whole_forward = None
+    else:
+        assert name in OTHERS or "deepseek" in name or not NATIVE
+        del runners[1]
+    with torch.inference_mode():
+        found = [logprobs_by(runner, texts) for runner in runners]
+    texts[2] = texts[0][:60] + texts[2]
+    for place, text in enumerate(texts):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text[:-1]])).logits[0]
+        exact = torch.log_softmax(logits, -1).gather(1, torch.tensor(text[1:]).unsqueeze(1)).squeeze(1)
+        atol = 1e-4 * float(logits.abs().max())
+        for logprobs in found:
+            ours = logprobs[place]
+            np.testing.assert_allclose(ours, exact[-len(ours) :], atol=atol, rtol=0)
+            np.testing.assert_allclose(ours, found[0][place], atol=atol, rtol=0)
+
+
+def logprobs_by(runner: TorchRunner, texts: list[list[int]]) -> list[list[float]]:
+    """Computes the texts in one batch, in random chunks; the last one begins with a cached prefix of the
+    first. Returns the log-probability of each token whose predecessor was computed with rows."""
+    driver = Driver(runner)
     first = driver.add(texts[0])
     driver.step([(first, 70)], rows=np.arange(0))
     late = driver.add(texts[0][:60] + texts[2], prefix_of=first, shared=60)
@@ -85,12 +113,7 @@ def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) 
         lengths = np.cumsum([end - begin for _, begin, end in ends])[:-1]
         for (walker, _, _), part in zip(ends, np.split(output.logprobs, lengths), strict=True):
             found[walkers.index(walker)] += part.tolist()
-    for walker, logprobs in zip(walkers, found, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([walker.tokens[:-1]])).logits[0]
-        exact = torch.log_softmax(logits, -1).gather(1, torch.tensor(walker.tokens[1:]).unsqueeze(1))
-        scale = float(logits.abs().max())
-        np.testing.assert_allclose(logprobs, exact.squeeze(1)[-len(logprobs) :], atol=1e-4 * scale, rtol=0)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["mamba", "bloom", "gptj", "llama4_text", "deepseek_v3", "t5"])

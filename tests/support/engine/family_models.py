@@ -63,7 +63,7 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-# What the fused forward pass of the Llama shape cannot run.
+# With features that the plain Llama shape lacks.
 COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_yarn": ("llama", {"rope_parameters": YARN}),
     "llama_yarn_exact": ("llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0}}),
