@@ -78,6 +78,7 @@ class LatentWeights:
     kv_norm: Tensor  # of the latent of keys and values
     key_up: Tensor  # [heads, plain_dim, kv_rank]
     value_up: Tensor  # [heads, kv_rank, value_dim]
+    eps: float = 1e-6  # of both norms; the config's value applies to the other norms only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ from agentflow.kernels.native_structures import (
     NativeAdapters,
     NativeChangedRows,
     NativeLayerAdapter,
+    PackedHeads,
     address,
     declare,
     native_adapter,
@@ -354,7 +355,8 @@ class NativeForward:
 
     def __init__(self, weights: DecoderWeights, head: LinearWeight) -> None:
         self._weights, self._head = weights, head  # kept alive: the structures point to them
-        self._decoder, self._native_head = native_decoder(weights), native_weight(head)
+        self._heads = [_packed_heads(layer.qkv) for layer in weights.layers]
+        self._decoder, self._native_head = native_decoder(weights, self._heads), native_weight(head)
         self._library = library()  # the library that packed the weights
         self.keeps_order = native_level() != "amx"
         self._dtype = weights.final_norm.weight.dtype
@@ -425,7 +427,14 @@ class NativeForward:
         return NativeAdapters(len(made), (NativeAdapterRows * len(made))(*made))
 
 
-def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward | None:
-    if any(isinstance(layer.qkv, LatentWeights) for layer in weights.layers):
+def _packed_heads(latent: LinearWeight | LatentWeights) -> PackedHeads | None:
+    if isinstance(latent, LinearWeight):
         return None
+    return PackedHeads(
+        [pack_linear(matrix.t(), None) for matrix in latent.key_up],
+        [pack_linear(matrix.t(), None) for matrix in latent.value_up],
+    )
+
+
+def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward:
     return NativeForward(weights, head)

@@ -7,7 +7,9 @@ A structure points to arrays and weights, which must outlive it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.activations import ACTIVATIONS
-from agentflow.kernels.decoder_weights import DecoderWeights, Experts, LayerWeights, Mlp, Norm
+from agentflow.kernels.decoder_weights import (
+    DecoderWeights,
+    Experts,
+    LatentWeights,
+    LayerWeights,
+    Mlp,
+    Norm,
+)
 from agentflow.kernels.inputs import (
     Adapter,
     AttentionBatch,
@@ -79,10 +88,27 @@ class NativeExperts(Structure):
     )
 
 
+class NativeLatent(Structure):
+    _fields_ = (
+        ("down", NativeWeight),
+        ("q_norm", NativeNorm),
+        ("q_up", NativeWeight),
+        ("kv_norm", NativeNorm),
+        ("key_up", POINTER(NativeWeight)),
+        ("value_up", POINTER(NativeWeight)),
+        ("num_heads", c_int64),
+        ("kv_rank", c_int64),
+        ("plain_dim", c_int64),
+        ("rotated_dim", c_int64),
+        ("value_dim", c_int64),
+    )
+
+
 class NativeLayer(Structure):
     _fields_ = (
         ("input_norm", NativeNorm),
         ("qkv", NativeWeight),
+        ("latent", POINTER(NativeLatent)),
         ("q_norm", NativeNorm),
         ("k_norm", NativeNorm),
         ("sinks", c_void_p),
@@ -319,11 +345,35 @@ def native_experts(given: Experts) -> NativeExperts:
     )
 
 
-def native_layer(layer: LayerWeights) -> NativeLayer:
-    assert isinstance(layer.qkv, LinearWeight)
+@dataclass(frozen=True)
+class PackedHeads:
+    """The matrices of a layer's latent attention, packed for each head."""
+
+    key_up: Sequence[LinearWeight]  # [kv_rank, plain_dim] each
+    value_up: Sequence[LinearWeight]  # [value_dim, kv_rank] each
+
+
+def native_latent(latent: LatentWeights, packed: PackedHeads, rotated_dim: int) -> NativeLatent:
+    q_norm = None if latent.q_norm is None else Norm(latent.q_norm, None, latent.eps)
+    return NativeLatent(
+        down=native_weight(latent.down),
+        q_norm=native_norm(q_norm),
+        q_up=NativeWeight() if latent.q_up is None else native_weight(latent.q_up),
+        kv_norm=native_norm(Norm(latent.kv_norm, None, latent.eps)),
+        key_up=(NativeWeight * len(packed.key_up))(*map(native_weight, packed.key_up)),
+        value_up=(NativeWeight * len(packed.value_up))(*map(native_weight, packed.value_up)),
+        num_heads=len(packed.key_up),
+        kv_rank=latent.kv_rank,
+        plain_dim=latent.plain_dim,
+        rotated_dim=rotated_dim,
+        value_dim=packed.value_up[0].shape[0],
+    )
+
+
+def native_layer(layer: LayerWeights, packed: PackedHeads | None, head_dim: int) -> NativeLayer:
     made = NativeLayer(
         input_norm=native_norm(layer.input_norm),
-        qkv=native_weight(layer.qkv),
+        qkv=native_weight(layer.qkv) if isinstance(layer.qkv, LinearWeight) else NativeWeight(),
         q_norm=native_norm(layer.q_norm),
         k_norm=native_norm(layer.k_norm),
         sinks=pointer(layer.sinks),
@@ -334,6 +384,10 @@ def native_layer(layer: LayerWeights) -> NativeLayer:
         window=layer.window,
         rope=-1 if layer.rope is None else layer.rope,
     )
+    if packed is not None:
+        assert isinstance(layer.qkv, LatentWeights)
+        latent = native_latent(layer.qkv, packed, head_dim - layer.qkv.kv_rank)
+        made.latent = ctypes.pointer(latent)
     if isinstance(layer.mlp, Mlp):
         made.mlp = native_mlp(layer.mlp)
     else:
@@ -341,9 +395,14 @@ def native_layer(layer: LayerWeights) -> NativeLayer:
     return made
 
 
-def native_decoder(weights: DecoderWeights) -> NativeDecoder:
-    """Returns a structure that points to the weights, which must outlive it."""
+def native_decoder(weights: DecoderWeights, heads: Sequence[PackedHeads | None]) -> NativeDecoder:
+    """Returns a structure that points to the weights, which must outlive it. ``heads``: of each layer; None
+    without latent attention."""
     vocab_size, hidden_size = weights.embedding.shape
+    layers = [
+        native_layer(layer, packed, weights.head_dim)
+        for layer, packed in zip(weights.layers, heads, strict=True)
+    ]
     made = NativeDecoder(
         vocab_size=vocab_size,
         num_layers=len(weights.layers),
@@ -363,7 +422,7 @@ def native_decoder(weights: DecoderWeights) -> NativeDecoder:
         logit_cap=weights.logit_cap,
         activation=ACTIVATIONS.index(weights.activation),
         is_gated=weights.is_gated,
-        layers=(NativeLayer * len(weights.layers))(*map(native_layer, weights.layers)),
+        layers=(NativeLayer * len(layers))(*layers),
     )
     for place, rope in enumerate(weights.ropes):
         made.ropes[place] = NativeRope(pointer(rope.frequencies), 2 * len(rope.frequencies), rope.amplitude)

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "choice.h"
 #include "experts.h"
+#include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "part_times.h"
@@ -21,6 +22,7 @@ static_assert(RUN == PANEL);
 struct LayerWeights {
     Norm input_norm;
     Weight qkv;
+    const Latent* latent;  // instead of `qkv`, or null
     Norm q_norm, k_norm;  // of single heads, or of all heads together, by their size
     const void* sinks;    // [heads] of type S, or null
     Weight output;
@@ -92,6 +94,7 @@ struct Activations {
     std::vector<float> cos, sin, parts, logits, highest;
     LowRankMemory<S> low_rank;
     MlpMemory<S> mlp;
+    LatentMemory<S> latent;
     int64_t hidden_stride = 0, attended_stride = 0;
 
     void fit(const DecoderWeights& w, int64_t num_rows) {
@@ -138,15 +141,16 @@ class Forward {
             const LayerWeights& layer = w_.layers[i];
             const bool is_last = i + 1 == w_.num_layers;
             prepare(layer.input_norm);
-            project(i);
+            if (layer.latent) project_latent(*layer.latent, layer.rope);
+            else project(i);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
             if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: only its KV is needed
             attend_layer(layer, static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
-            add_product(OUTPUT, m_.attended, m_.attended_stride, i, layer.output, &LayerAdapter::output, layer.attention_norm);
+            add_attention(i);
             prepare(layer.mlp_norm);
-            if (layer.experts) mix(layer);
-            else multilayer(i);
+            if (layer.experts) add_mixture(layer);
+            else add_mlp(i);
             if (i < rows_.num_deep) add_deep(static_cast<const S*>(rows_.deep) + i * rows_.num_given * w_.hidden_size);
         }
     }
@@ -225,7 +229,22 @@ class Forward {
         linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.qkv.data(), qkv_size_, change);
     }
 
-    void multilayer(int64_t i) {
+    void project_latent(const Latent& latent, int64_t rope) {
+        const Timed timed(QKV);
+        const auto angles_of = [&](int64_t t) { return std::pair(angles(m_.cos, rope, t), angles(m_.sin, rope, t)); };
+        latent_queries(m_.normed.data(), m_.hidden_stride, num_, latent, angles_of, m_.latent, m_.qkv.data());
+    }
+
+    void add_attention(int64_t i) {
+        const LayerWeights& layer = w_.layers[i];
+        if (!layer.latent) {
+            return add_product(OUTPUT, m_.attended, m_.attended_stride, i, layer.output, &LayerAdapter::output, layer.attention_norm);
+        }
+        const int64_t stride = latent_values(m_.attended.data(), m_.attended_stride, num_, *layer.latent, m_.latent);
+        add_product(OUTPUT, m_.latent.values, stride, i, layer.output, &LayerAdapter::output, layer.attention_norm);
+    }
+
+    void add_mlp(int64_t i) {
         const LayerWeights& layer = w_.layers[i];
         const int64_t stride = m_.mlp.fit(layer.mlp, num_);
         {
@@ -236,7 +255,7 @@ class Forward {
         add_product(DOWN, m_.mlp.inner, stride, i, layer.mlp.down, &LayerAdapter::down, layer.output_norm);
     }
 
-    void mix(const LayerWeights& layer) {
+    void add_mixture(const LayerWeights& layer) {
         {
             const Timed timed(GATE_UP);
             mixture(m_.normed.data(), m_.hidden_stride, num_, *layer.experts, w_.gating(), m_.mlp, m_.block.data());
@@ -321,7 +340,7 @@ class Forward {
             S* row = m_.qkv.data() + t * qkv_size_;
             normalize_parts(row, num_queries, layer.q_norm);
             normalize_parts(row + num_queries, num_keys, layer.k_norm);
-            if (layer.rope >= 0) {
+            if (layer.rope >= 0 && !layer.latent) {
                 const float *cos = angles(m_.cos, layer.rope, t), *sin = angles(m_.sin, layer.rope, t);
                 const int64_t half = w_.ropes[layer.rope].num_rotated / 2;
                 for (int64_t at = 0; at < num_queries + num_keys; at += dim) rotate(row + at, half, cos, sin);

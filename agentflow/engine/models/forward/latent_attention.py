@@ -14,8 +14,6 @@ from torch import Tensor
 from agentflow.kernels.decoder_weights import LatentWeights
 from agentflow.kernels.ops import Kernels
 
-_EPS = 1e-6  # of both norms; the config's value applies to the other norms only
-
 
 def project(
     weights: LatentWeights, x: Tensor, kernels: Kernels, angles: tuple[Tensor, Tensor]
@@ -27,12 +25,15 @@ def project(
     pool_dim = kv_rank + rotated_dim
     queries, latent, shared = torch.split(down, [down.shape[1] - pool_dim, kv_rank, rotated_dim], dim=1)
     if weights.q_norm is not None and weights.q_up is not None:
-        queries = kernels.linear(kernels.rms_norm(queries, weights.q_norm, _EPS), weights.q_up)
+        queries = kernels.linear(kernels.rms_norm(queries, weights.q_norm, weights.eps), weights.q_up)
     heads = queries.reshape(len(x), num_heads, -1)
     plain, rotated = heads[..., :plain_dim], heads[..., plain_dim:]
     in_latent = torch.bmm(plain.transpose(0, 1), weights.key_up).transpose(0, 1)
     entry = torch.cat(
-        (kernels.rms_norm(latent, weights.kv_norm, _EPS), _rotate(shared.unsqueeze(1), *angles).squeeze(1)),
+        (
+            kernels.rms_norm(latent, weights.kv_norm, weights.eps),
+            _rotate(shared.unsqueeze(1), *angles).squeeze(1),
+        ),
         dim=1,
     )
     kv = entry.view(len(x), 1, 1, pool_dim).expand(-1, 2, -1, -1)
