@@ -24,7 +24,7 @@ NAMES = {
     ),
     "models": (
         "engine.models",
-        "shapes of 1.5 and 7 billion weights against the machine's limits, adapters, a server's memory",
+        "shapes of models of every family against the machine's limits, adapters, a server's memory",
     ),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),

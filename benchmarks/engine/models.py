@@ -28,6 +28,7 @@ from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import run_batch
 from agentflow.engine.store.model_store import resolve_model
+from benchmarks.engine import families
 from benchmarks.report import Report, median_of
 from benchmarks.server.costs import fill_pool, free_port, start_server
 from benchmarks.step.limits import Limits, measure_byte_flops, measure_limits
@@ -57,8 +58,9 @@ SERVER_KV_TOKENS = 50_000
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """``only``: "7b", "1_5b", "lora", "server" or "" for all."""
+    """``only``: "7b", "1_5b", "lora", "server", "decode_" with a name of ``families.MODELS``, or ""."""
     torch.set_num_threads(NUM_THREADS)
+    families.run(report, console, only)
     for name in MODELS:
         if only in name:
             console.print(f"measuring {name} …")

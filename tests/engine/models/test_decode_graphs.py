@@ -99,8 +99,8 @@ def test_f42d_graphs_compute_any_decode_steps(monkeypatch: pytest.MonkeyPatch) -
     """Batches that grow and shrink, of which some rows are not wanted: padding rows write no slot."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     alone, graphed = Requests.on(torch_ops), Requests.on(triton_ops)
-    graphs = ReplayedGraphs(graphed.model._forward, triton_ops, CONFIG.num_heads, CONFIG.num_kv_heads)
-    graphed.model._graphs = graphs
+    monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
+    graphs = graphed.model._graphs = graphed.model.graphs()
     rng = np.random.default_rng(0)
     steps: list[tuple[list[int], list[int], list[int] | None]] = [
         ([0, 1, 2, 3, 4, 5], [3, 1, 6, 2, 1, 4], None),
@@ -131,9 +131,9 @@ def test_steps_run_without_graphs(
     """The plans of wide heads are not at fixed addresses, and a GPU may have no memory for graphs."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     alone, graphed = Requests.on(torch_ops, config), Requests.on(triton_ops, config)
-    graphs = ReplayedGraphs(graphed.model._forward, triton_ops, config.num_heads, config.num_kv_heads)
+    monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
+    graphs = graphed.model._graphs = graphed.model.graphs()
     graphs.has_memory = has_memory
-    graphed.model._graphs = graphs
     graphs.prepare(graphed.pool)
     rng = np.random.default_rng(0)
     for requests, counts in [([0, 1, 2], [3, 1, 6]), ([0, 1], [1, 1]), ([2, 0], [1, 1])]:

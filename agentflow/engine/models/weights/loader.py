@@ -107,6 +107,19 @@ def load_model(
     return LoadedModel(model, frozenset(loader.block_types), origin)
 
 
+def decoder_of(
+    tensors: TensorSource,
+    config: DecoderConfig,
+    names: WeightNames,
+    *,
+    weights: WeightFormat,
+    device: torch.device,
+    kernels: Kernels,
+) -> Decoder:
+    """Returns the model of other tensors than those of a folder. The arguments are as of ``load_model``."""
+    return _Loader(tensors, config, names, kernels, weights, device).decoder()
+
+
 def _has_other_head(checkpoint: TensorSource, names: WeightNames) -> bool:
     """Whether the files have a head that differs from the embedding, as some fine-tuned models have."""
     head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"

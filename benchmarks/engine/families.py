@@ -1,0 +1,190 @@
+"""One decoding stream of a model of each family, at the widths of a published model, with random weights of 4
+bits and as many layers as fit: in one native call, and kernel by kernel.
+
+The limit is reading the weights that a token uses once, and its KV. Of a mixture, these are the experts that
+are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from agentflow.engine.batch import Batch
+from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.forward.decoder import Decoder
+from agentflow.engine.models.kv_pool import KvPool
+from agentflow.engine.models.sampler import choice_rows
+from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.engine.models.weights.checkpoint import TensorSource
+from agentflow.engine.models.weights.loader import WeightFormat, decoder_of
+from agentflow.kernels.decoder_weights import Experts
+from agentflow.kernels.inputs import BlockMatrix
+from agentflow.kernels.ops import kernels_for
+from benchmarks.report import Report, median_of
+from benchmarks.step.limits import measure_limits
+from benchmarks.step.random_llama import random_blocks
+from benchmarks.step.work import Shape, batch_of, median_ms
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 2_048
+DECODE = Shape(1, 200)
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4_096,
+    }
+
+
+# The published widths. The layers of the larger ones are fewer.
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_270m": (
+        "Gemma3ForCausalLM",
+        _sizes(640, 2048, 18, 4, 1, 262_144) | {"head_dim": 256, "sliding_window": 512},
+    ),
+    "gemma2_2b": (
+        "Gemma2ForCausalLM",
+        _sizes(2304, 9216, 8, 8, 4, 256_000)
+        | {"sliding_window": 2_048, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "qwen3_600m": (
+        "Qwen3ForCausalLM",
+        _sizes(1024, 3072, 28, 16, 8, 151_936) | {"tie_word_embeddings": True},
+    ),
+    "phi3_mini": ("Phi3ForCausalLM", _sizes(3072, 8192, 8, 32, 32, 32_064)),
+    "olmo2_1b": ("Olmo2ForCausalLM", _sizes(2048, 8192, 8, 16, 16, 100_352)),
+    "mixtral": ("MixtralForCausalLM", _sizes(4096, 14_336, 2, 32, 8, 32_000) | {"num_local_experts": 8}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        _sizes(2048, 6144, 3, 32, 4, 151_936)
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        _sizes(2880, 2880, 2, 64, 8, 201_088)
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+    ),
+    "opt_1_3b": ("OPTForCausalLM", _sizes(2048, 8192, 8, 32, 32, 50_272) | {"ffn_dim": 8192}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50_257},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2ForCausalLM",
+        _sizes(2048, 10_944, 3, 16, 16, 102_400)
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+        | {"n_shared_experts": 2, "first_k_dense_replace": 1},
+    ),
+}
+GOALS = {"deepseek_v2_lite": ">= 0.6"}
+
+
+class RandomTensors(TensorSource):
+    """Matrices in random blocks of 4 bits, and random vectors, of whatever name and shape is asked for."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+        self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def names(self) -> Collection[str]:
+        return ()
+
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[Tensor]:
+        raise KeyError(name)
+        yield
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return (1 + 0.1 * torch.randn(shape, generator=self._generator)).bfloat16()
+
+    def take_blocks(self, name: str, *shape: int) -> BlockMatrix:
+        return random_blocks(self._rng, *shape)
+
+    def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix]:
+        count, num_in, num_out = shape
+        return [random_blocks(self._rng, num_out, num_in) for _ in range(count)]
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """``only``: a part of the figures' ids, or "" for all."""
+    for name in MODELS:
+        if only in f"decode_{name}":
+            console.print(f"measuring {name} …")
+            with torch.inference_mode():
+                measure(name, report)
+
+
+def measure(name: str, report: Report) -> None:
+    """Measures decode steps in turn: in one call, and kernel by kernel."""
+    architecture, raw = MODELS[name]
+    family, kernels = FAMILIES[architecture], kernels_for(CPU)
+    config = replace(family.read(raw | {"architectures": [architecture]}), architecture=architecture)
+    weights = WeightFormat(torch.bfloat16, keeps_blocks=True)
+    model = decoder_of(RandomTensors(), config, family.names, weights=weights, device=CPU, kernels=kernels)
+    pool = KvPool(
+        num_layers=config.num_layers,
+        num_slots=NUM_SLOTS,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    for layer in pool.layers:
+        layer.normal_()  # untouched pages all map to one page of zeros, and reading them costs nothing
+    batch = batch_of(DECODE, NUM_SLOTS, config.max_context)
+    whole = model.whole_forward
+    assert whole is not None
+    by_kernel = Decoder(kernels, model.weights, model._head)
+    by_kernel.whole_forward = None
+
+    def in_one_call(batch: Batch) -> object:
+        given = forward_input_of(batch, kernels, pool.layers)
+        return whole.start_tokens(given, choice_rows(batch.sampled))()
+
+    def step_by_step(batch: Batch) -> object:
+        hidden = by_kernel.forward(forward_input_of(batch, kernels, pool.layers))
+        return kernels.choose(by_kernel.logits(hidden), choice_rows(batch.sampled))
+
+    num_bytes = read_bytes(model) + DECODE.context * pool.bytes_per_token
+    shares, gains, best = [], [], [float("inf")] * 2
+    for _ in range(5 if report.scale == "full" else 2):
+        limits = measure_limits(3)
+        took = [median_ms(step, batch, 5) for step in (in_one_call, step_by_step)]
+        shares.append(1e3 * num_bytes / limits.bytes_s / took[0])
+        gains.append(took[1] / took[0])
+        best = [min(pair) for pair in zip(best, took, strict=True)]
+    note = (
+        f"{config.num_layers} layers; a token reads {num_bytes / 1e6:,.0f} MB; "
+        f"at best {best[0]:.1f} ms in one call, {best[1]:.1f} kernel by kernel"
+    )
+    goal = GOALS.get(name, ">= 0.75")
+    report.results.append(median_of(f"models.decode_{name}_of_limit", shares, "ratio", note=note, goal=goal))
+    report.results.append(median_of(f"models.decode_{name}_gain", gains, "ratio", note=note))
+
+
+def read_bytes(model: Decoder) -> int:
+    """Returns the bytes of the weights that one token reads."""
+    weights, unread = model.weights, 0
+    for layer in weights.layers:
+        if isinstance(layer.mlp, Experts):
+            experts = layer.mlp.experts
+            of_all = sum(expert.gate_up.nbytes + expert.down.nbytes for expert in experts)
+            unread += of_all * (len(experts) - layer.mlp.routing.num_used) // len(experts)
+    is_tied = weights.embedding is model._head
+    return model.nbytes - unread - (0 if is_tied else weights.embedding.nbytes)
