@@ -1,5 +1,6 @@
-"""Images in the requests of the HTTP APIs. Only models behind an API accept them, and the bytes go to the
-provider unread: the server decodes no image, and opens no URL."""
+"""Images in the requests of the HTTP APIs. Nothing is decoded and no URL is opened here: models behind an API
+get the file or the URL, and the reader of a model of the engine (``engine/media``) decodes and fetches them.
+"""
 
 from __future__ import annotations
 

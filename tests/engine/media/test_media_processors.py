@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm import processing_smolvlm
 
 from agentflow.engine.media.processors.pixels import Clip, Prepared, Processor
 from agentflow.engine.media.processors.registry import PROCESSORS
@@ -400,6 +402,32 @@ def test_frames_of_qwen3_stand_behind_their_seconds(count: int) -> None:
     for piece in prepared.pieces:
         ours += piece if isinstance(piece, str) else "<|video_pad|>" * len(piece.positions[0])
     assert ours == told
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_frames_of_smolvlm_stand_behind_their_times(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = _idefics3(do_image_splitting=False)
+    monkeypatch.setattr(processing_smolvlm, "num2words", {1: "one", 3: "three"}.__getitem__)
+    clip = _clip(count)
+    times = [70.0 * index for index in range(count)]
+    prepared = family.ours.prepare_video(replace(clip, times_s=times, duration_s=3_723.4))
+    pixels = prepared.arrays["pixels"]
+    metadata = SimpleNamespace(fps=1.0, timestamps=times, duration=3_723.4)
+    names = SimpleNamespace(
+        image_seq_len=4,
+        image_token="<image>",
+        fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+    )
+    inputs = {"pixel_values": pixels[None], "video_metadata": [metadata]}
+    told = processing_smolvlm.SmolVLMProcessor.replace_video_token(names, inputs, 0)
+    ours = ""
+    for piece in prepared.pieces:
+        ours += piece if isinstance(piece, str) else "<image>" * len(piece.positions[0])
+    assert ours == told
+    for seed in range(count):  # a frame is an image that is not split
+        theirs = _their_tiles(family.image_processor, _image((40, 60), seed))
+        np.testing.assert_array_equal(pixels[seed], theirs[0])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from support.apis.openai_answers import text_stream
 from support.server.api_models import served_apis
 from support.server.http_clients import only_asyncio
 
+from agentflow.errors import BadArgument
+from agentflow.server.compatible.field_errors import naming_field
+
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
 
@@ -87,6 +90,14 @@ async def test_a_request_with_a_wrong_image_is_refused(name: str) -> None:
         answer = await post(served.url, "/v1/chat/completions", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         assert not served.vendor.received
+
+
+@pytest.mark.parametrize("param", ["image", "video"])
+def test_an_error_of_a_reader_names_the_field(param: str) -> None:
+    error = BadArgument("image: it is damaged", param=param)
+    with pytest.raises(BadArgument) as raised, naming_field(Any, "messages"):
+        raise error
+    assert raised.value.param == "messages"
 
 
 async def test_the_turns_of_the_assistant_have_no_images() -> None:

@@ -1,17 +1,21 @@
-"""Idefics3 and SmolVLM: an image is cut into tiles, in front of the whole image in the size of a tile.
+"""Idefics3 and SmolVLM: an image is cut into tiles, in front of the whole image in the size of a tile. Each
+frame of a video is one tile, behind its time.
 
-Laurençon et al., "Building and better understanding vision-language models", 2024, section 3.2.
+Laurençon et al., "Building and better understanding vision-language models", 2024, section 3.2; Marafioti et
+al., "SmolVLM", 2025, section 2.
 """
 
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from agentflow.engine.media.processors.pixels import (
     LANCZOS,
+    Bytes,
     Clip,
     Options,
     Prepared,
@@ -39,15 +43,19 @@ class Idefics3Processor:
     it fits into one tile. All tiles have the same number of tokens."""
 
     image_token = "<image>"
-    video_token = ""
 
     def __init__(self, settings: MediaSettings) -> None:
+        self.video_token = "<video>" if settings.family == "smolvlm" else ""
         options = Options(settings.image)
         options.require("do_resize")
         self._longest = options.part("size", {"longest_edge": 4 * 364}).integer("longest_edge")
         self._side = options.part("max_image_size", {"longest_edge": 364}).integer("longest_edge")
         self._splits = options.switch("do_image_splitting", True)
         self._resample = options.integer("resample", LANCZOS)
+        video = Options(settings.video or settings.image, "video_preprocessor_config.json")
+        sampling = video.part("video_sampling", {"video_size": dict(video.settings.get("size") or {})})
+        frame_size = sampling.part("video_size", {})
+        self._longest_of_frames = frame_size.integer("longest_edge", self._longest)
         patch = vision_config(settings).integer("patch_size", 32)
         scale = Options(settings.model, "config.json").integer("scale_factor", 2)
         self._num_tokens = (self._side // patch) ** 2 // scale**2
@@ -59,7 +67,7 @@ class Idefics3Processor:
             )
 
     def prepare_image(self, image: Image) -> Prepared:
-        image = resize(image, self._fitting(image), self._resample)
+        image = resize(image, self._fitting(image, self._longest), self._resample)
         if not self._splits:
             return self._alone(resize(image, (self._side, self._side), self._resample))
         image = resize(image, self._in_tiles(image), self._resample)
@@ -78,7 +86,25 @@ class Idefics3Processor:
         return Prepared({"pixels": np.concatenate([tiles, whole[None]])}, tuple(pieces))
 
     def prepare_video(self, clip: Clip) -> Prepared:
-        raise NotSupported("video: models of this family read images, and no videos")
+        if not self.video_token:
+            raise NotSupported("video: models of this family read images, and no videos")
+        duration = timedelta(seconds=int(clip.duration_s))
+        pieces: list[str | MediaPiece] = []
+        before = (
+            f"You are provided the following series of {number_in_words(len(clip))} frames from a {duration} "
+            "[H:MM:SS] video.\n"
+        )
+        frames: list[Bytes] = []
+        for frame, seconds in zip(clip.frames, clip.times_s, strict=True):
+            fitting = resize(frame, self._fitting(frame, self._longest_of_frames), self._resample)
+            frames.append(channels_first(resize(fitting, (self._side, self._side), self._resample)))
+            minutes, rest = divmod(int(seconds), 60)
+            pieces += (
+                f"{before}\nFrame from {minutes:02d}:{rest:02d}:{_AROUND}{_WHOLE}",
+                self._piece(len(frames) - 1),
+            )
+            before = _AROUND
+        return Prepared({"pixels": np.stack(frames)}, (*pieces, f"{_AROUND}\n\n"))
 
     def _alone(self, image: Image) -> Prepared:
         pieces = f"{_AROUND}{_WHOLE}", self._piece(0), _AROUND
@@ -87,15 +113,15 @@ class Idefics3Processor:
     def _piece(self, tile: int) -> MediaPiece:
         return in_line(self._num_tokens, tile * self._num_tokens)
 
-    def _fitting(self, image: Image) -> Size:
-        """The size with the configured longest edge; the other edge is even."""
+    def _fitting(self, image: Image, longest: int) -> Size:
+        """The size whose longest edge is ``longest``; the other edge is even."""
         height, width, ratio = image.height, image.width, image.width / image.height
         if width >= height:
-            width = self._longest
+            width = longest
             height = int(width / ratio)
             height += height % 2
         else:
-            height = self._longest
+            height = longest
             width = int(height * ratio)
             width += width % 2
         height, width = max(height, 1), max(width, 1)
@@ -117,3 +143,24 @@ class Idefics3Processor:
 
     def _whole_tiles(self, length: int) -> int:
         return math.ceil(length / self._side) * self._side
+
+
+_ONES: Final = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+)
+_TENS: Final = "twenty thirty forty fifty sixty seventy eighty ninety"
+
+
+def number_in_words(number: int) -> str:
+    """A number below 1,000, as it was written for the model in training.
+
+    >>> number_in_words(8), number_in_words(64), number_in_words(120)
+    ('eight', 'sixty-four', 'one hundred and twenty')
+    """
+    if number >= 100:
+        rest = f" and {number_in_words(number % 100)}" if number % 100 else ""
+        return f"{number_in_words(number // 100)} hundred{rest}"
+    if number < 20:
+        return _ONES.split()[number]
+    return _TENS.split()[number // 10 - 2] + (f"-{number_in_words(number % 10)}" if number % 10 else "")
