@@ -130,7 +130,7 @@ class MediaWorkerHandle(ChildProcess):
                 raise EngineFailed("the process that reads images gave arrays that are too large")
             found = np.empty(shape, dtype)
             _read_into(self._file, found.reshape(-1).view(np.uint8).data, place.at)
-            found.flags.writeable = False
+            found.setflags(write=False)
             return found
 
         try:
