@@ -145,10 +145,13 @@ def _idefics3(**options: Any) -> Family:
     return Family(model, images, lambda i, t: TheirIdefics3(i, t, image_seq_len=4), "<image>")
 
 
-def _llava(image_processor: Any, vision: dict[str, Any], **options: Any) -> Family:
+def _llava(image_processor: Any, vision: dict[str, Any], *, old: bool = False, **options: Any) -> Family:
     strategy = options["vision_feature_select_strategy"]
     model = {"model_type": "llava", "vision_config": vision, "vision_feature_select_strategy": strategy}
-    return Family(model, image_processor, lambda i, t: TheirLlava(i, t, **options), "<image>")
+    family = Family(model, image_processor, lambda i, t: TheirLlava(i, t, **options), "<image>")
+    if old:
+        family.ours = PROCESSORS["llava"](MediaSettings(model, {"size": 28, "crop_size": 28}, {}, {}))
+    return family
 
 
 def _llava_next(model_type: str = "llava_next") -> Family:
@@ -201,6 +204,9 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "llava": lambda: _llava(CLIPImageProcessorPil(**CLIP_SQUARE), CLIP_VISION, **DEFAULT_CLIP),
     "llava with padding": lambda: _llava(
         LlavaImageProcessorPil(do_pad=True, **CLIP_SQUARE), CLIP_VISION, **DEFAULT_CLIP
+    ),
+    "llava with sizes of old files": lambda: _llava(
+        CLIPImageProcessorPil(size=28, crop_size=28), CLIP_VISION, old=True, **DEFAULT_CLIP
     ),
     "llava with a crop that is larger": lambda: _llava(
         CLIPImageProcessorPil(size={"shortest_edge": 23}, crop_size={"height": 28, "width": 28}),

@@ -22,7 +22,7 @@ from agentflow.engine.media.reader import MediaReader, media_reader
 from agentflow.engine.media.settings import PixelScaling, pixel_scaling
 from agentflow.engine.media.worker_handle import MediaWorkerHandle
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
-from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, Overloaded
+from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, NotSupported, Overloaded
 from agentflow.protocol.images import Image, image_file
 from agentflow.runtime.task_group import open_task_group
 from tests.support.media_files import bomb, encoded, noise, video
@@ -280,6 +280,17 @@ async def test_an_url_is_no_file(tmp_path: Path) -> None:
         with pytest.raises(BadArgument) as raised:
             await reader.read_image(Image("https://example.org/x.png"))
     assert raised.value.param == "image"
+
+
+async def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _reader(tmp_path) as reader:
+        package = tmp_path / "without" / "PIL"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise ModuleNotFoundError('none', name='PIL')")
+        monkeypatch.syspath_prepend(package.parent)
+        with pytest.raises(NotSupported) as raised:
+            await reader.read_image(_image())
+    assert "agentflow-lm[vision]" in str(raised.value)
 
 
 async def test_nothing_is_read_after_the_end(tmp_path: Path) -> None:

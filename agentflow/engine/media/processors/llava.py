@@ -37,7 +37,7 @@ class Squares:
         kind = str(options.settings.get("image_processor_type", ""))
         is_siglip = kind.startswith("Siglip")
         default = {"height": 224, "width": 224} if is_siglip else {"shortest_edge": 224}
-        size = options.part("size", default)
+        size = options.part("size", default, meaning=["shortest_edge"])
         self._size: Size | None = None
         self._edge = size.integer("shortest_edge", 0)
         if not self._edge:

@@ -60,7 +60,7 @@ class LlavaOnevisionProcessor:
         if not ratio.startswith(_ANY_RESOLUTION) or not most.isdecimal():
             raise NotSupported(f"config.json: vision_aspect_ratio must be anyres_max_N, not {ratio!r}")
         self._max_tiles = int(most)
-        frames = Options(settings.video, "video_preprocessor_config.json")
+        frames = Options(settings.video or settings.image, "video_preprocessor_config.json")
         self._frame_size = frames.size("size", {"height": self._side, "width": self._side})
         self._frame_resample = frames.integer("resample", BICUBIC)
         self.image_token = str(settings.prompt.get("image_token", "<image>"))

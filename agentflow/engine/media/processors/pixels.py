@@ -142,11 +142,14 @@ class Options:
         value = self.settings.get(name)
         return default if value is None else bool(value)
 
-    def part(self, name: str, default: Mapping[str, Any]) -> Options:
+    def part(
+        self, name: str, default: Mapping[str, Any], meaning: Sequence[str] = ("height", "width")
+    ) -> Options:
+        """``meaning``: the names of a number that stands alone, as in old files."""
         value = self.settings.get(name)
         value = default if value is None else value
         if isinstance(value, int) and not isinstance(value, bool):
-            value = {"height": value, "width": value}
+            value = dict.fromkeys(meaning, value)
         if not isinstance(value, dict):
             raise BadModelFolder(f"{self.file}: {name} must be an object, not {value!r}")
         return Options({key: number for key, number in value.items() if number is not None}, self.file)

@@ -51,7 +51,7 @@ class QwenVLProcessor:
         self._resample = options.integer("resample", BICUBIC)
         self._least, self._most = _pixel_limits(options, 56 * 56, 28 * 28 * 1_280)
         unit = 32 * 32 if self._is_third else 28 * 28
-        video = Options(settings.video, "video_preprocessor_config.json")
+        video = Options(settings.video or settings.image, "video_preprocessor_config.json")
         self._least_video, self._most_video = _pixel_limits(video, 128 * unit, 768 * unit)
 
     @property
