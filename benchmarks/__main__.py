@@ -26,6 +26,10 @@ NAMES = {
         "engine.models",
         "shapes of models of every family against the machine's limits, adapters, a server's memory",
     ),
+    "vision": (
+        "engine.vision",
+        "images: a tower against the machine's products, the first token against transformers",
+    ),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
     "programs": (
