@@ -6,21 +6,23 @@ images are made when the request has computed everything before them. Encodings 
 requests: several requests share one, and one that nobody waits for any more is continued by the next.
 
 Features stay within a budget of bytes. The least recently used ones go first, then unfinished encodings.
-Features that a running request needs next stay; so whoever has features can compute, and whatever the budget
-is, all requests end. Only a medium that exceeds the budget alone may exceed it.
+Features that a running request needs next stay, and so does an encoding that had a slice in the last
+``GRACE_STEPS`` steps, and its features until they are used, as long as a request wants them. Otherwise two
+requests might drop each other's encodings forever. Only a medium that exceeds the budget alone may exceed it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
 from agentflow.engine.media_run import MediaRun, PreparedMedium
 from agentflow.engine.request import Request
 from agentflow.engine.runner import MediaEncoding, MediaRunner
 
+GRACE_STEPS = 64
 MEMORY = 0.9
 """The part of the learned cost that remains after another encoding step."""
 
@@ -52,6 +54,9 @@ class MediaWork:
         self._features: OrderedDict[str, int] = OrderedDict()
         self._begun: dict[str, MediaEncoding] = {}
         self._used: set[str] = set()  # by the tokens of the step being planned
+        self._wanted: Counter[str] = Counter()  # how many unfinished requests have each medium
+        self._num_steps = 0
+        self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
         self._flops = self._seconds = 0.0  # of late slices
         self.planned: dict[str, int] = {}
         self.feature_bytes = 0
@@ -77,8 +82,20 @@ class MediaWork:
         if identity in self._begun:
             self._forget(identity)
 
+    def arrived(self, request: Request) -> None:
+        """A request with media waits for the first time."""
+        self._wanted.update({run.identity for run in request.media})
+
+    def left(self, request: Request) -> None:
+        """A request of ``arrived`` has ended."""
+        for identity in {run.identity for run in request.media}:
+            self._wanted[identity] -= 1
+            if not self._wanted[identity]:
+                del self._wanted[identity]
+
     def start_step(self) -> None:
         """A step is being planned."""
+        self._num_steps += 1
         self.planned.clear()
         self._used.clear()
 
@@ -104,6 +121,7 @@ class MediaWork:
         for run in request.media:
             if run.start < end and start < run.end:
                 self._used.add(run.identity)
+                self._fresh.pop(run.identity, None)
                 self._features.move_to_end(run.identity)
 
     def begin(self, identity: str, running: Iterable[Request]) -> bool:
@@ -134,6 +152,7 @@ class MediaWork:
     def plan(self, identity: str, count: int) -> None:
         """The step runs ``count`` more slices of the encoding."""
         self.planned[identity] = self.planned.get(identity, 0) + count
+        self._fresh[identity] = self._num_steps
 
     def run_planned(self) -> list[tuple[str, Exception]]:
         """Runs the planned slices. Returns the media whose encodings failed, which are forgotten."""
@@ -175,13 +194,18 @@ class MediaWork:
         unfinished = [one for one in self._features if one in self._begun]
         complete = [one for one in self._features if one not in self._begun]
         for identity in complete + unfinished:
-            if identity in needed:
+            if identity in needed or self._is_awaited(identity):
                 continue
             self._forget(identity)
             self.num_evicted += 1
             if self.feature_bytes + num_bytes <= self._most_bytes:
                 return True
         return not self._features
+
+    def _is_awaited(self, identity: str) -> bool:
+        """Whether the medium is being encoded for a request, or was and is not used yet."""
+        last = self._fresh.get(identity)
+        return last is not None and self._num_steps - last < GRACE_STEPS and self._wanted[identity] > 0
 
     def _needed_by(self, running: Iterable[Request]) -> set[str]:
         """The media that running requests need next."""
@@ -195,4 +219,5 @@ class MediaWork:
     def _forget(self, identity: str) -> None:
         self.feature_bytes -= self._features.pop(identity)
         self._begun.pop(identity, None)
+        self._fresh.pop(identity, None)
         self._runner.drop_medium(identity)

@@ -188,6 +188,8 @@ class Scheduler:
         request.arrival = next(self._arrivals)
         self.waiting.add(request)
         self._pace.waits(request)
+        if self.media is not None and request.media:
+            self.media.arrived(request)
         if request.origin.state:
             self._of_state.setdefault(request.origin.state, []).append(request)
             if not request.origin.is_ahead:
@@ -541,6 +543,13 @@ class Scheduler:
             self._pace.left(request)
             if not request.origin.is_ahead:
                 self.memory.liveness.left(request.origin.state)
+        if (
+            self.media is not None
+            and request.media
+            and request.status is not Status.FINISHED
+            and request.arrival >= 0
+        ):
+            self.media.left(request)
         request.status = Status.FINISHED
         state = request.origin.state
         if request in self._of_state.get(state, ()):

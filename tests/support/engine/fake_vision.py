@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 from support.small_tokenizers import byte_level
@@ -68,7 +69,12 @@ def vision_runner(**options) -> FakeRunner:
     )
 
 
-def answer_alone(token_ids: list[int], media: list[PreparedMedium], count: int) -> list[int]:
+def answer_alone(
+    token_ids: list[int],
+    media: list[PreparedMedium],
+    count: int,
+    next_token: Callable[[np.ndarray], int] = next_letter,
+) -> list[int]:
     """What the fake runner generates after a prompt, token by token, without cache or slots."""
     tokens = [*token_ids]
     runs: list[MediaRun] = []
@@ -91,5 +97,5 @@ def answer_alone(token_ids: list[int], media: list[PreparedMedium], count: int) 
             ropes = np.append(ropes[:-1], ropes[-1] + np.arange(len(tokens) - len(token_ids)))
             if (ropes != np.arange(len(tokens))).any():
                 seen = np.append(seen, ropes)
-        tokens.append(next_letter(seen))
+        tokens.append(next_token(seen))
     return tokens[len(token_ids) :]

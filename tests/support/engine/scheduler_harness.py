@@ -14,6 +14,7 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.policies import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
@@ -37,19 +38,27 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
 
 class Harness:
     """A scheduler and a fake runner, stepped by hand, with the invariants checked at every step.
-    ``batches``: all that were launched. ``ahead``: a batch is launched before the one before it is
+    ``feature_bytes``: images are encoded, and their features have this budget. ``batches``: all that were
+    launched. ``ahead``: a batch is launched before the one before it is
     collected, if there is one to launch."""
 
-    def __init__(self, num_slots: int = 256, *, ahead: bool = False, **config) -> None:
+    def __init__(
+        self, num_slots: int = 256, *, ahead: bool = False, feature_bytes: float | None = None, **config
+    ) -> None:
         self.runner = FakeRunner(
-            num_slots=num_slots, max_context=128, launches_ahead=ahead, needs_features=False
+            num_slots=num_slots,
+            max_context=128,
+            launches_ahead=ahead,
+            needs_features=feature_bytes is not None,
         )
         self.in_flight: deque[Batch] = deque()
+        self.media = None if feature_bytes is None else MediaWork(self.runner, feature_bytes)
         self.scheduler = Scheduler(
             num_slots=num_slots,
             max_context=128,
             config=SchedulerConfig(**config),
             policies=SIMULATED_POLICIES,
+            media=self.media,
         )
         self.requests: dict[int, Request] = {}
         self.batches: list[Batch] = []
@@ -69,10 +78,16 @@ class Harness:
         return [len(batch.token_ids) for batch in self.batches]
 
     def launch(self) -> bool:
-        """Launches the next batch, if there is one."""
-        batch = self.scheduler.schedule()
-        if batch is None:
+        """Launches the next batch, if there is one, after the slices of encodings that are planned."""
+        if self.in_flight and self.scheduler.wants_media:
             return False
+        batch = self.scheduler.schedule()
+        is_encoding = self.media is not None and bool(self.media.planned)
+        if is_encoding:
+            assert not self.in_flight
+            assert not self.media.run_planned()
+        if batch is None:
+            return is_encoding
         self.batches.append(batch)
         num_tokens = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
         assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_tokens
@@ -83,7 +98,7 @@ class Harness:
 
     def fail(self) -> list[Request]:
         """The oldest batch in flight fails, if there is one or one can be launched. Returns its requests."""
-        if not self.in_flight and not self.launch():
+        if not self.in_flight and not (self.launch() and self.in_flight):
             return []
         while self.in_flight:
             self.runner.collect(self.in_flight.popleft())
@@ -94,7 +109,7 @@ class Harness:
     def step(self) -> bool:
         is_new = self.launch()
         if not self.in_flight:
-            return False
+            return is_new
         if is_new and self.runner.info.launches_ahead and len(self.in_flight) == 1:
             return True
         for result in self.scheduler.complete(self.runner.collect(self.in_flight.popleft())):

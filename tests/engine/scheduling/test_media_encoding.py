@@ -1,0 +1,270 @@
+"""Encodings of images in the scheduler: every answer is the one that each request gets alone, whatever is
+shared, chunked, preempted, aborted or dropped for room."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.fake_vision import answer_alone, prepared
+from support.engine.scheduler_harness import Harness
+
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.media_run import MediaRun, PreparedMedium, pseudo_tokens
+from agentflow.engine.request import Status
+from agentflow.engine.scheduling.in_flight import divided
+from agentflow.engine.scheduling.media_work import MediaWork
+
+MEDIA = {
+    "cat": prepared(b"cat", num_rows=3),
+    "dog": prepared(b"dog", num_rows=4),
+    "owl": prepared(b"owl", num_rows=3, sees_all=True),
+    "elk": prepared(b"elk", num_rows=5, sees_all=True, num_bytes=6000),
+}
+
+
+def thousand(seen: np.ndarray) -> int:
+    return zlib.crc32(seen.tobytes()) % 1000
+
+
+@dataclass
+class Prompt:
+    """A prompt of texts (a number of equal tokens) and images, and its runs."""
+
+    parts: list[int | str]
+    ids: list[int] = field(default_factory=list)
+    runs: list[MediaRun] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if isinstance(part, int):
+                self.ids += [part] * part
+                continue
+            for piece in MEDIA[part].pieces:
+                if isinstance(piece, str):
+                    self.ids.append(500)
+                else:
+                    run = piece.at(MEDIA[part].identity, len(self.ids))
+                    self.runs.append(run)
+                    self.ids += pseudo_tokens(run).tolist()
+
+    @property
+    def media(self) -> list[PreparedMedium]:
+        return [MEDIA[part] for part in dict.fromkeys(self.parts) if isinstance(part, str)]
+
+    def alone(self, count: int) -> list[int]:
+        return answer_alone(self.ids, self.media, count, thousand)
+
+
+parts = st.lists(st.one_of(st.integers(1, 4), st.sampled_from([*MEDIA])), min_size=1, max_size=5)
+prompts = parts.map(Prompt)
+
+
+def harness_with(**options) -> Harness:
+    harness = Harness(**options)
+    for medium in MEDIA.values():
+        harness.media.keep(medium)
+    return harness
+
+
+@given(
+    work=st.lists(
+        st.tuples(prompts, st.integers(1, 10), st.sampled_from(["a", "b"])), min_size=1, max_size=6
+    ),
+    events=st.lists(st.sampled_from(["step", "step", "step", "abort", "fail", "preempt"]), max_size=30),
+    num_slots=st.integers(110, 200),
+    token_budget=st.integers(1, 40),
+    max_running=st.integers(1, 4),
+    feature_bytes=st.sampled_from([0, 60, 150, 10_000]),
+    ahead=st.booleans(),
+    policy=st.sampled_from(["fair-lpm", "lpm", "fcfs"]),
+)
+def test_answers_are_the_same_as_alone(
+    work, events, num_slots, token_budget, max_running, feature_bytes, ahead, policy
+) -> None:
+    harness = harness_with(
+        num_slots=num_slots,
+        ahead=ahead,
+        feature_bytes=feature_bytes,
+        token_budget=token_budget,
+        max_running=max_running,
+        policy=policy,
+    )
+    for number, (prompt, count, tenant) in enumerate(work):
+        harness.add(number, prompt.ids, count, media=prompt.runs, tenant=tenant)
+    gone: set[int] = set()
+    for event in events:
+        if event == "step":
+            harness.step()
+        elif event == "abort":
+            number = len(gone)
+            if number < len(work):
+                gone.add(number)
+                harness.scheduler.release(harness.requests[number])
+        elif event == "fail":
+            for request in harness.fail():
+                gone.add(request.id)
+                harness.scheduler.release(request)
+        elif not harness.in_flight:
+            running = [*harness.scheduler.running.values()]
+            if running:
+                harness.scheduler.preempt(running[-1])
+    harness.run()
+    harness.scheduler.check_idle()
+    for number, (prompt, count, _) in enumerate(work):
+        if number not in gone:
+            assert harness.output(number) == prompt.alone(count)
+    total = sum(
+        harness.runner.feature_bytes(encoding._medium) for encoding in harness.runner.encodings.values()
+    )
+    assert harness.media.feature_bytes == total
+
+
+@given(
+    work=st.lists(prompts, min_size=1, max_size=6),
+    token_budget=st.integers(1, 40),
+    num_slots=st.sampled_from([120, 4096]),
+)
+def test_hits_are_where_tokens_and_pixels_are_equal(work, token_budget, num_slots) -> None:
+    harness = harness_with(num_slots=num_slots, feature_bytes=10_000, token_budget=token_budget)
+    seen: list[list[int]] = []
+    for number, prompt in enumerate(work):
+        request = harness.add(number, prompt.ids, 3, media=prompt.runs)
+        harness.run()
+        assert harness.output(number) == prompt.alone(3)
+        reusable = request.whole_end(-1, len(prompt.ids) - 1)
+        common = [num_common(old, prompt.ids[:reusable]) for old in seen]
+        wanted = max(common, default=0)
+        # No prefix ends in a run that attends both ways, not even in one that eviction shortened.
+        assert request.whole_end(-1, request.num_cached) == request.num_cached
+        if num_slots == 4096:
+            assert request.num_cached == wanted
+        seen.append(request.tokens[: request.num_tokens - 1].tolist())
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def test_a_picture_is_encoded_once_while_warm_and_not_if_its_kv_is_cached() -> None:
+    harness = harness_with(feature_bytes=10_000, token_budget=64)
+    for number, part in enumerate([1, 2, 3]):  # different texts before it: its keys and values differ
+        prompt = Prompt([part, "cat", 1])
+        harness.add(number, prompt.ids, 1, media=prompt.runs)
+        harness.run()
+    assert harness.runner.num_encoded == 1
+    cold = harness_with(feature_bytes=10_000, token_budget=64)
+    prompt = Prompt(["cat", 4])
+    cold.add(0, prompt.ids, 1, media=prompt.runs)
+    cold.run()
+    cold.media.shrink([])
+    assert not cold.runner.encodings
+    longer = Prompt(["cat", 4, 3])
+    cold.add(1, longer.ids, 1, media=longer.runs)
+    cold.run()
+    assert cold.output(1) == longer.alone(1)
+    assert cold.runner.num_encoded == 1
+
+
+def test_a_waiting_picture_holds_no_slots() -> None:
+    harness = harness_with(feature_bytes=10_000, token_budget=64)
+    prompt = Prompt([4, "elk", 1])
+    request = harness.add(0, prompt.ids, 1, media=prompt.runs)
+    while harness.media.num_encoded == 0:
+        assert harness.step()
+        assert request.status is Status.WAITING
+        assert harness.scheduler.memory.num_in_use == 0
+    harness.run()
+    assert harness.output(0) == prompt.alone(1)
+
+
+def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
+    """With simulated time: a slice takes 2 ms, a step 10 ms and 0.1 ms for each token."""
+    now = 0.0
+    harness = Harness(feature_bytes=1e6, token_budget=64, max_running=4)
+
+    def on_slices(_: str, count: int) -> None:
+        nonlocal now
+        now += 2e-3 * count
+
+    harness.runner._on_slices = on_slices
+    media = harness.scheduler.media = harness.media = MediaWork(harness.runner, 1e6, clock=lambda: now)
+    floods = [prepared(b"flood %d" % number, num_bytes=100_000, num_rows=2) for number in range(6)]
+    for medium in floods:
+        media.keep(medium)
+    decoding = harness.add(0, [1] * 8, 100, tenant="reader")
+    durations: list[float] = []
+    answered: list[int] = []
+    for step in range(60):
+        if step == 20:
+            for number, medium in enumerate(floods):
+                runs = [
+                    piece.at(medium.identity, 1 + 3 * index)
+                    for index, piece in enumerate(medium.pieces[1::2])
+                ]
+                ids = [7, *pseudo_tokens(runs[0]).tolist(), 7, *pseudo_tokens(runs[1]).tolist(), 7]
+                harness.add(10 + number, ids, 1, media=runs, tenant="flood")
+        if step == 22:
+            harness.add(1, [2] * 30, 1, tenant="other")
+        before = now
+        assert harness.launch()
+        batch = harness.in_flight.popleft()
+        took_s = 0.01 + 1e-4 * len(batch.token_ids)
+        now += took_s
+        for row in harness.scheduler.complete(harness.runner.collect(batch), took_s):
+            if row.request.num_generated >= row.request.max_new_tokens:
+                answered.append(row.request.id)
+                harness.scheduler.release(row.request)
+        durations.append(now - before)
+        if 1 in answered and len(durations) > 45:
+            break
+    assert max(durations[21:]) <= 2.75 * 0.0102 + 2e-3
+    assert 1 in answered  # it did not wait for the pictures, which take 1.2 s
+    assert len(answered) <= 3
+    assert decoding.num_generated > 40
+
+
+def test_features_that_a_step_uses_stay() -> None:
+    harness = harness_with(feature_bytes=48 + 48, token_budget=64)
+    for number, part in enumerate(["cat", "owl"]):
+        prompt = Prompt([part, 1])
+        harness.add(number, prompt.ids, 1, media=prompt.runs)
+        harness.run()
+    both, other = Prompt([3, "cat", "owl", 1]), Prompt(["dog", 1])
+    harness.add(2, both.ids, 1, media=both.runs)
+    harness.add(3, other.ids, 1, media=other.runs)
+    harness.run()
+    assert harness.output(2) == both.alone(1)
+    assert harness.output(3) == other.alone(1)
+
+
+def test_features_that_a_running_request_needs_stay() -> None:
+    harness = harness_with(feature_bytes=64, token_budget=4)
+    for number, part in enumerate(["cat", "dog"]):
+        prompt = Prompt([part, 1])
+        harness.add(number, prompt.ids, 1, media=prompt.runs, tenant=part)
+    harness.run()
+    assert harness.runner.num_encoded == 2
+
+
+def test_a_batch_that_is_too_large_is_divided_between_runs() -> None:
+    prompt = Prompt([4, "elk", 3])
+    request = Harness().add(0, prompt.ids, 0, media=prompt.runs)
+    ends = np.cumsum([count for part in divided([(request, len(prompt.ids))], 2) for _, count in part])
+    assert ends[-1] == len(prompt.ids)
+    assert [end for end in ends if any(run.start < end < run.end for run in prompt.runs)] == []
+
+
+def test_eviction_takes_whole_runs() -> None:
+    prompt = Prompt([2, "elk", 1])
+    cache = RadixCache()
+    run = np.array(prompt.ids[:-1], dtype=np.int32).tobytes()
+    cache.extend(cache.match("", b""), "", run, np.arange(len(run) // 4, dtype=np.int32))
+    for end in (prompt.runs[1].start, prompt.runs[0].end, prompt.runs[0].start):
+        assert len(cache.evict(1)) > 0
+        assert cache.num_cached == cache.peek("", run) == end
