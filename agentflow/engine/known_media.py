@@ -7,6 +7,7 @@ to unfinished requests, and are known here until the last of these is gone.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +53,11 @@ class KnownMedia:
 
     def add(self, medium: PreparedMedium, tenant: str) -> tuple[PreparedMedium, bool]:
         """Returns the object that stands for the image, which the state must hold, and whether it is new.
+        Each tenant has its own, so that nobody learns from the time of a request what others have sent.
         ``Overloaded`` if the images of the tenant, or of all, take too much memory."""
+        if tenant:
+            identity = hashlib.sha256(f"{tenant}\0{medium.identity}".encode()).hexdigest()
+            medium = replace(medium, identity=identity)
         known = self._known.get(medium.identity)
         if known is not None and (same := known.medium()) is not None:
             return same, False

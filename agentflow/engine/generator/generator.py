@@ -232,7 +232,10 @@ class EngineGenerator:
         )
         template = self.template.with_values(template_values or {})
         check = partial(self.limits.check_texts, max_tokens=max_tokens)
-        return EngineContext(TokenState(self._client.tokenizer, template, check), origin, self.limits)
+        tokens = TokenState(self._client.tokenizer, template, check)
+        if self._reader is not None:
+            tokens.image_token = self._reader.image_token
+        return EngineContext(tokens, origin, self.limits)
 
     def fill(self, context: EngineContext, text: str) -> None:
         """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""

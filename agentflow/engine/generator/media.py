@@ -17,9 +17,12 @@ MOST_AT_ONCE = 4
 
 
 class ImageReader(Protocol):
-    """Prepares images for a model (``media.reader``)."""
+    """Prepares images for a model (``media.reader``). ``image_token``: the text that a chat template writes
+    for an image, and that the image's pieces replace."""
 
-    async def read_image(self, image: Image) -> PreparedMedium:
+    image_token: str
+
+    async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
         """Returns the image as the model reads it. ``BadArgument`` with the ``param`` ``image``."""
         ...
 
@@ -44,7 +47,7 @@ async def read_images(
 
     async def read(image: Image) -> None:
         async with turns:
-            tokens.prepared(image, client.add_medium(await reader.read_image(image), tenant))
+            tokens.prepared(image, client.add_medium(await reader.read_image(image, tenant=tenant), tenant))
 
     if len(images) == 1:
         await read(images[0])

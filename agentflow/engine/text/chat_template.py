@@ -309,12 +309,15 @@ class ChatTemplate:
 
         return self.has_template and not shows(text) and shows([{"type": "text", "text": text}])
 
-    def image_markup(self, special_places: Callable[[str], Sequence[tuple[int, int]]]) -> ImageMarkup | None:
-        """Returns how the template writes an image; None if it writes nothing, or no special token. Of
-        several special tokens the one in the middle stands for the image, between a begin and an end.
+    def image_markup(
+        self, special_places: Callable[[str], Sequence[tuple[int, int]]], token: str = ""
+    ) -> ImageMarkup | None:
+        """Returns how the template writes an image; None if it writes nothing, or no special token.
 
         Args:
             special_places: finds the special tokens in a text.
+            token: the text that stands for the image; empty: the special token in the middle, as between a
+                begin and an end.
         """
         texts = [{"type": "text", "text": secrets.token_hex(16)} for _ in range(2)]
         try:
@@ -327,6 +330,8 @@ class ChatTemplate:
         end = _num_equal(alone[start:][::-1], shown[start:][::-1])
         written = shown[start : len(shown) - end]
         places = special_places(written)
+        if token in written:
+            places = [(written.index(token), written.index(token) + len(token))] if token else places
         if not places:
             return None
         low, high = places[len(places) // 2]

@@ -356,7 +356,8 @@ class TokenState:
 
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
     turns; all ids from the first of these on are computed again. ``text_keys``: after ``attach_to``, the keys
-    of the encoded text at its places (``RenderedPrefixes.places``).
+    of the encoded text at its places (``RenderedPrefixes.places``). ``image_token``: the text that stands for
+    an image in what the template writes; empty: it is found.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -396,6 +397,7 @@ class TokenState:
         self._attached: Attached | None = None
         self.text_keys: list[bytes] = []
         self.num_rerendered_tokens = 0
+        self.image_token = ""
 
     def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
         """Lets the beginning of the text have the ids that ``known`` has for it. Call it for an empty state
@@ -589,6 +591,7 @@ class TokenState:
         child._images = dict(self._images)
         child._unread = dict(self._unread)
         child._image_markup = self._image_markup
+        child.image_token = self.image_token
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
@@ -722,7 +725,7 @@ class TokenState:
 
     def _image_markup_now(self) -> ImageMarkup | None:
         if self._image_markup is None and (self._images or self._unread) and self.template.has_template:
-            self._image_markup = self.template.image_markup(self._tokenizer.closed_places)
+            self._image_markup = self.template.image_markup(self._tokenizer.closed_places, self.image_token)
         return self._image_markup
 
     def _span_of(self, image: Image) -> Span:

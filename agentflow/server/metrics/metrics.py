@@ -46,6 +46,8 @@ _ENGINE_COUNTERS = (
     ("evicted_tokens", "Tokens evicted from the cache."),
     ("preemptions", "Running requests that were preempted because the KV pool was full."),
     ("steps", "Forward passes."),
+    ("media_encoded", "Images that were encoded."),
+    ("media_evicted", "Images whose features were dropped for room."),
 )
 
 
@@ -108,6 +110,11 @@ class MetricFamilies(Collector):
         yield slots
         resident = {name: stats.peak_resident_bytes or 0 for name, stats in last.items()}
         yield self._gauge("engine_peak_resident_bytes", "Largest memory of the engine's process.", resident)
+
+        features = {name: getattr(stats, "media_feature_bytes", 0) for name, stats in last.items()}
+        yield self._gauge("media_feature_bytes", "Memory of the features of images.", features)
+        pixels = {name: getattr(stats, "media_pixel_bytes", 0) for name, stats in last.items()}
+        yield self._gauge("media_pixel_bytes", "Memory of the pixels of images that states hold.", pixels)
 
     def _gauge(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
         family = GaugeMetricFamily(f"agentflow_{name}", text, labels=["model"])
@@ -279,6 +286,8 @@ COUNTERS = (
     "forced_tokens",
     "evicted_tokens",
     "preemptions",
+    "media_encoded",
+    "media_evicted",
 )
 
 
@@ -319,7 +328,7 @@ class EngineTotals:
 
     def count(self, name: str) -> int:
         """One of ``COUNTERS``."""
-        now: int = getattr(self.last, name)
+        now: int = getattr(self.last, name, 0)  # before an answer, there are no counters of images
         return self._before[name] + now
 
     def phases(self) -> Sequence[BucketCounts]:

@@ -46,11 +46,13 @@ def prepared(
 class FakeReader:
     """Prepares files of ``picture``. ``read``: the sources that it read."""
 
+    image_token = "<image>"
+
     def __init__(self, **options) -> None:
         self.options = options
         self.read: list[str] = []
 
-    async def read_image(self, image: Image) -> PreparedMedium:
+    async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
         self.read.append(image.source)
         if not image.data:
             raise BadArgument("image: a URL is not read", param="image")
