@@ -1,0 +1,112 @@
+"""Images in requests of each HTTP API, for a model of the engine that has vision."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+from support.direct_compiler import direct_compiler
+from support.engine.fake_vision import TEMPLATE, TOKENIZER, FakeReader, picture, vision_runner
+
+from agentflow.engine.client import running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.server.app import create_app
+from agentflow.server.models.models import one_model
+
+pytestmark = pytest.mark.anyio
+
+DATA = base64.b64encode(picture("cat").data).decode()
+URL = f"data:image/png;base64,{DATA}"
+TEXT = {"type": "text", "text": "What is it? "}
+CHAT = {"messages": [{"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": URL}}]}]}
+RESPONSE_PARTS = [{"type": "input_text", "text": TEXT["text"]}, {"type": "input_image", "image_url": URL}]
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+REQUESTS = {
+    "chat": ("/v1/chat/completions", {"max_tokens": 4} | CHAT),
+    "responses": (
+        "/v1/responses",
+        {"max_output_tokens": 16, "input": [{"role": "user", "content": RESPONSE_PARTS}]},
+    ),
+    "messages": ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": [TEXT, BLOCK]}]}),
+    "ollama": (
+        "/api/chat",
+        {
+            "stream": False,
+            "options": {"num_predict": 4},
+            "messages": [{"role": "user", "content": "What is it? ", "images": [DATA]}],
+        },
+    ),
+}
+
+
+@asynccontextmanager
+async def served(*, has_vision: bool = True) -> AsyncIterator[tuple[httpx2.AsyncClient, FakeRunner]]:
+    runner = vision_runner()
+
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[EngineGenerator]:
+        opening = running_engine(lambda: (runner, TOKENIZER, SchedulerConfig()))
+        async with opening as client, direct_compiler() as compiler:
+            reader = FakeReader() if has_vision else None
+            yield EngineGenerator(client, TEMPLATE, name="fake", compiler=compiler, reader=reader)
+
+    app = create_app(one_model(open_generator))
+    async with app.router.lifespan_context(app):
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield client, runner
+
+
+@pytest.mark.parametrize("api", REQUESTS)
+async def test_the_image_is_part_of_the_prompt(api: str) -> None:
+    path, body = REQUESTS[api]
+    async with served() as (client, runner):
+        first = await client.post(path, json={"model": "fake", **body})
+        assert first.status_code == 200, first.text
+        again = await client.post(path, json={"model": "fake", **body})
+        assert again.status_code == 200
+        assert runner.num_encoded == 1
+
+
+async def test_a_picture_counts_as_tokens_and_is_cached_with_them() -> None:
+    async with served() as (client, _):
+        body = {"model": "fake", "max_tokens": 4} | CHAT
+        first = (await client.post("/v1/chat/completions", json=body)).json()
+        again = (await client.post("/v1/chat/completions", json=body)).json()
+        assert again["choices"] == first["choices"]
+        num_prompt = first["usage"]["prompt_tokens"]
+        assert num_prompt > 12
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == num_prompt - 1
+        other = {"type": "image_url", "image_url": {"url": URL.replace(DATA, _encoded("dog"))}}
+        body["messages"] = [{"role": "user", "content": [TEXT, other]}]
+        third = (await client.post("/v1/chat/completions", json=body)).json()
+        assert third["usage"]["prompt_tokens_details"]["cached_tokens"] < num_prompt - 12
+
+
+def _encoded(name: str) -> str:
+    return base64.b64encode(picture(name).data).decode()
+
+
+async def test_what_the_reader_rejects_is_an_error_of_the_request() -> None:
+    body = {"model": "fake"} | CHAT
+    body["messages"] = [
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}],
+        }
+    ]
+    async with served() as (client, _):
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+
+
+async def test_a_model_without_vision_takes_no_images() -> None:
+    async with served(has_vision=False) as (client, _):
+        answer = await client.post("/v1/chat/completions", json={"model": "fake"} | CHAT)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages[0].content[1]"
