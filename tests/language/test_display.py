@@ -263,3 +263,23 @@ async def test_ipython_takes_the_html():
         assert data == {"text/html": s._repr_html_(), "text/plain": repr(s)}
         data, _ = formatter.format(flow.runs)
         assert data["image/svg+xml"].startswith("<svg")
+
+
+async def test_a_notebook_shows_small_images_up_to_a_limit():
+    small = [b"\x89PNG\r\n\x1a\n" + bytes([number]) + bytes(50_000) for number in range(8)]
+    large = b"\x89PNG\r\n\x1a\n" + bytes(100_000)
+    async with af.session(backend=af.Scripted("a")) as flow, flow.state() as s:
+        s += af.user(af.image(small[0]), " and ", af.image(large), af.image("https://example.org/x.png"))
+        await s
+        html = s._repr_html_()
+        Tags(html)
+        assert html.count("<img") == 1
+        assert af.image(small[0]).image.url in html
+        assert html.count("[image]") == 3  # one is the text in place of the picture
+        assert "example.org" not in html
+        assert str(s) == "[user]\n[image] and [image][image]"
+        s += af.user(*[af.image(data) for data in small])
+        await s
+        html = s._repr_html_()
+        assert 1 < html.count("<img") < 9
+        assert len(html) < 400_000

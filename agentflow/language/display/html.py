@@ -24,6 +24,8 @@ from agentflow.protocol.events import Usage
 
 MAX_CHARS: Final = 60_000
 """The characters of all texts of a state and its branches."""
+MAX_PICTURE_CHARS: Final = 300_000
+"""The characters of all pictures."""
 _STYLE: Final = """<style>
 .agentflow{font:13px/1.5 system-ui,sans-serif;max-width:72em}
 .agentflow .af-turn{display:flex;gap:.8em;padding:.25em 0}
@@ -41,6 +43,7 @@ _STYLE: Final = """<style>
   padding:.2em .7em}
 .agentflow .af-branch .af-turn{display:block}
 .agentflow .af-branch .af-role,.agentflow .af-head{display:block;text-align:left;font-size:11px;opacity:.6}
+.agentflow .af-picture{max-height:8em;max-width:100%;vertical-align:text-bottom;border-radius:3px}
 .agentflow .af-foot{font-size:11px;opacity:.75;margin-top:.4em}
 .agentflow .af-foot span{padding:0 .4em}
 </style>"""
@@ -56,6 +59,7 @@ def as_html(outline: StateOutline) -> str:
 class _Writer:
     def __init__(self) -> None:
         self._num_chars_left = MAX_CHARS
+        self._picture_chars_left = MAX_PICTURE_CHARS
         self._num_gens = 0
         self._usage = Usage()
 
@@ -107,6 +111,10 @@ class _Writer:
             yield f'<div class="af-note">→ {escape(call.name)}({escape(short(call.text))})</div>'
 
     def _piece(self, piece: Piece) -> Iterator[str]:
+        if piece.picture and len(piece.picture) <= self._picture_chars_left:
+            self._picture_chars_left -= len(piece.picture)
+            yield f'<img class="af-picture" alt="{escape(piece.text)}" src="{escape(piece.picture)}" />'
+            return
         before, num_omitted, after = elided(piece.text, min(MAX_PIECE_CHARS, self._num_chars_left))
         self._num_chars_left -= len(before) + len(after)
         omitted = f'<span class="af-note"> … {num_omitted:,} characters … </span>' if num_omitted else ""

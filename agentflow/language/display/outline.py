@@ -32,6 +32,7 @@ class Piece:
     finish_reason: str = ""
     usage: Usage | None = None  # of a complete variable
     cached_chars: int = 0
+    picture: str = ""  # the data URL of a small image
 
 
 @dataclass(slots=True)

@@ -28,6 +28,8 @@ from agentflow.protocol.transform import apply_transforms
 
 MAX_STATES: Final = 64
 MAX_BRANCHES: Final = 12
+MAX_PICTURE_BYTES: Final = 64_000
+"""Larger images are shown by a word only."""
 
 
 def outline_of(node: StateNode) -> StateOutline:
@@ -175,7 +177,8 @@ class _Walk:
     def _piece(self, content: Content) -> Piece:
         text = known_text(content)
         if isinstance(content, MediumExpression):
-            return Piece("image", text)
+            shows = text == "[image]" and 0 < len(content.file.data) <= MAX_PICTURE_BYTES
+            return Piece("image", text, picture=content.file.url if shows else "")
         if not isinstance(content, Reference):
             return Piece("text", text)
         variable, transforms, _ = target_of(content)
