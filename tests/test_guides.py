@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WINGS = (
     "server",
+    "cluster",
     "engine",
     "language",
     "protocol",

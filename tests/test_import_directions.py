@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "backends": _FRONTEND,
     "integrations": (*_FRONTEND, "integrations"),
     "engine": _ENGINE,
-    "server": (*_ENGINE, "server"),
-    "cli": (*_ENGINE, *_FRONTEND, "server", "cli"),
+    "cluster": (*_ENGINE, "cluster"),
+    "server": (*_ENGINE, "cluster", "server"),
+    "cli": (*_ENGINE, *_FRONTEND, "cluster", "server", "cli"),
 }
 # The rooms (modules and folders) of each wing from the ground up: a room imports only rooms before it.
 ROOMS = {
@@ -144,6 +145,7 @@ ROOMS = {
         "local_engine",
         "simulator",
     ),
+    "cluster": ("prefix_tree", "feed", "load", "router", "published", "simulation"),
     "server": (
         "log",
         "addresses",

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.console import Console
 
+from agentflow.cluster.published import LeastTokens
+from agentflow.cluster.simulation import simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Served, Simulated, simulate
@@ -34,7 +36,6 @@ from agentflow.engine.simulator.workload import (
 )
 from benchmarks.engine import program_policies
 from benchmarks.engine.real_programs import PROGRAMS, measure_real
-from benchmarks.engine.several_engines import simulate_several
 from benchmarks.report import Report, Result
 
 GPU = CostModel(base_s=5.1e-3, row_s=20.5e-6, logits_s=0.0, read_s=2.5e-8, pair_s=1.2e-9)
@@ -83,9 +84,10 @@ class Engines:
         )
         workload = Workload(name, arrivals, self.kv_tokens)
         if self.count > 1:
-            return simulate_several(
+            return simulate_cluster(
                 workload,
                 config,
+                LeastTokens(),
                 num_engines=self.count,
                 cost=GPU,
                 max_context=GPU_CONTEXT,

@@ -542,6 +542,21 @@ class RadixCache:
             on_blocks(BlocksRemoved(node.digests[num_blocks:]))
             del node.digests[num_blocks:]
 
+    def stored_blocks(self) -> Iterator[BlocksStored]:
+        """Reports all blocks that are cached, parents first: what a reader needs that missed reports."""
+        for extra_key, root in self._roots.items():
+            pending = [
+                (node, b"", blocks.root_digest(self._model, extra_key)) for node in root.children.values()
+            ]
+            while pending:
+                node, rest, parent = pending.pop()  # ``rest``: the tokens above it, after the last block
+                rest += node.run
+                if node.digests:
+                    size = len(node.digests) * blocks.BLOCK_TOKENS * TOKEN_BYTES
+                    yield BlocksStored(extra_key, parent, list(node.digests), rest[:size])
+                    rest, parent = rest[size:], node.digests[-1]
+                pending += [(child, rest, parent) for child in node.children.values()]
+
     def _requeue(self, node: Node) -> None:
         if node.is_evictable:
             node.account.leaves.push(node)

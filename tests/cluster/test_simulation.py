@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from agentflow.cluster.load import EngineShape
+from agentflow.cluster.published import LeastTokens
+from agentflow.cluster.router import Policy, Router
+from agentflow.cluster.simulation import MODEL, simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.workload import Workload, beside, chains, map_reduce, unshared
-from benchmarks.engine.several_engines import simulate_several
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)
 CONFIG = SchedulerConfig(max_running=4, token_budget=256)
@@ -27,10 +30,11 @@ def times(simulated: Simulated) -> list[tuple[float, float, float, int]]:
     return sorted((one.arrived_s, one.first_s, one.ended_s, one.num_cached) for one in simulated.served)
 
 
-def several(num_engines: int, *, knows_programs: bool = True) -> Simulated:
-    return simulate_several(
+def several(num_engines: int, *, policy: Policy | None = None, knows_programs: bool = True) -> Simulated:
+    return simulate_cluster(
         WORKLOAD,
         CONFIG,
+        policy or LeastTokens(),
         num_engines=num_engines,
         cost=COST,
         max_context=1000,

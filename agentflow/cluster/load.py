@@ -1,0 +1,332 @@
+"""What a request would cost on each replica, in seconds that it and others wait.
+
+The cost of a request of n tokens, of which a replica holds h, and of an expected output of o tokens:
+
+- *its own time*: the prompts that wait there, then n - h tokens, both stretched because prompts share the
+  steps with requests that decode (``share``), then o steps of the replica's present length. If the batch or
+  the memory is full, also the time until there is room.
+- *the time of others*: each request that decodes there waits for the n - h tokens, and its steps take longer
+  by one row and the KV that this row reads. A request of the objective ``throughput`` counts THROUGHPUT of
+  one whose reader waits.
+- *memory*: n - h tokens enter a cache. As far as it is full, other tokens leave it, and a part REUSE of them
+  is computed again.
+- *the capacity that is lost*: with a bound on the time per output token, a batch with a reader holds fewer
+  tokens (Lin et al., "Parrot", OSDI 2024, section 5.4: 2,000 instead of 64,000). The first request of the
+  objective ``latency`` on a replica stops the part of its batch that is above; a request for throughput on a
+  replica with readers waits if there is no room.
+- *tenants*: a replica is fair, so a tenant waits there at most as long as its own queue, once for each tenant
+  that waits.
+- *adapters*: the time to load an adapter where it is missing.
+
+The figures of a replica change when a request is placed, has its first token, or ends. All that does not
+depend on the request is computed then, for the one replica. A decision is arithmetic on a few arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.cluster.prefix_tree import Replica
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
+from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_STEP_S
+from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.submit import Objective
+
+Seconds = NDArray[np.float64]
+
+THROUGHPUT = 0.2
+REUSE = 0.5
+MIN_STRETCH = 1.1
+"""As in ``engine.scheduling.pace``."""
+FULL = 0.95
+"""Part of a pool that is in use when the next request has to wait."""
+LEARNED_PART = 0.02
+"""How much of the mean output length the latest request decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What the router knows of an engine before it runs."""
+
+    cost: CostModel
+    max_running: int  # requests in one batch
+    kv_tokens: int  # its pool
+    tpot_s: float = math.inf  # the bound of readers on the time per output token
+    latency_tokens: float = math.inf  # KV tokens of a batch that keeps this bound
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request, as the router sees it."""
+
+    id: int
+    key: Hashable  # of the tree of its tokens
+    run: TokenRun  # its prompt
+    output_tokens: int = 0  # expected; 0: unknown
+    objective: Objective = "latency"
+    tenant: str = ""
+    adapter: str = ""
+    task_group: Hashable = None  # siblings that one consumer waits for
+    program: Hashable = None
+    rank: int = 0  # requests of its program that run before it
+    # Set by a router:
+    replica: Replica = -1
+    num_hit: int = 0  # tokens that the replica was expected to hold
+    prompt_s: float = 0.0  # the time of the others
+    expected_tokens: int = 0  # of output
+    has_started: bool = False  # it has its first token
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.run) // TOKEN_BYTES
+
+
+class Terms(NamedTuple):
+    """Two parts of a cost, for each replica: the time of a request, and the time of the other requests."""
+
+    own: Seconds
+    others: Seconds
+
+
+@dataclass(slots=True)
+class _Load:
+    """The requests of one replica."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_latency: int = 0  # of both
+    queue_s: float = 0.0  # to compute the prompts of those that wait
+    since: float = 0.0  # the first of them began at this time at the latest
+    read_tokens: float = 0.0  # KV that a step reads
+    used_tokens: float = 0.0  # slots that only these requests need
+    throughput_tokens: float = 0.0
+    num_throughput: int = 0
+    cached_tokens: float = 0.0  # reported
+    queued_s: dict[str, float] = field(default_factory=dict)  # of ``queue_s``, by tenant
+
+
+class Loads:
+    """The loads of all replicas. ``shape``: of each engine."""
+
+    def __init__(self, shape: EngineShape) -> None:
+        self._shape = shape
+        self._loads: list[_Load] = []
+        self._output = 64.0  # the mean length
+        self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
+        self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
+        self._resize(8)
+
+    def _resize(self, size: int) -> None:
+        old = len(self._loads)
+        self._loads += [_Load() for _ in range(size - old)]
+
+        def grown(name: str, value: float) -> Seconds:
+            array = np.full(size, value)
+            array[:old] = getattr(self, name, ())
+            return array
+
+        self._absent = grown("_absent", math.inf)  # infinite for numbers that no replica has
+        self._ready = grown("_ready", 0.0)  # when its queue is done if it makes progress as expected
+        self._floor = grown("_floor", 0.0)  # the least that is left of it, whatever the time
+        self._token_s = grown("_token_s", 0.0)  # own time for each token to compute
+        self._step_s = grown("_step_s", 0.0)  # a step that decodes
+        self._others = grown("_others", 0.0)  # requests that decode, by their weight
+        self._fill = grown("_fill", 0.0)  # part of the pool in use
+        self._over = grown("_over", 0.0)  # 1: the next row breaks the bound on steps
+        self._stall = grown("_stall", 0.0)  # seconds of others for each second that a reader stays
+        self._closed = grown("_closed", 0.0)  # how long a request for throughput waits for readers
+        for adapter, seconds in self._missing.items():
+            self._missing[adapter] = np.pad(seconds, (0, size - old))
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The numbers of all replicas."""
+        return np.flatnonzero(self._absent == 0).tolist()
+
+    def add(self, replica: Replica) -> None:
+        """A replica without requests joins."""
+        if replica >= len(self._loads):
+            self._resize(max(replica + 1, 2 * len(self._loads)))
+        self._loads[replica] = _Load()
+        self._absent[replica] = 0.0
+        self._refresh(replica)
+
+    def remove(self, replica: Replica) -> None:
+        """A replica is gone. Its requests are removed by ``ended`` before."""
+        self._absent[replica] = math.inf
+
+    def set_adapter_s(self, adapter: str, replica: Replica, seconds: float) -> None:
+        """How long the replica would load an adapter; 0: it is loaded."""
+        if adapter not in self._missing:
+            self._missing[adapter] = np.zeros(len(self._loads))
+        self._missing[adapter][replica] = seconds
+
+    def cached(self, replica: Replica, num_tokens: float) -> None:
+        """The replica reports this many tokens in its cache."""
+        self._loads[replica].cached_tokens = num_tokens
+        self._fill[replica] = self._full_part(self._loads[replica])
+
+    # Decisions.
+
+    def terms(self, call: Call, hits: Mapping[Replica, int], now_s: float) -> Terms:
+        """The cost of a request on each replica, infinite where there is none.
+
+        Args:
+            call: The request.
+            hits: How many of its tokens each replica holds.
+            now_s: The time.
+        """
+        return self.group_terms(call, hits, now_s, 1, 0)
+
+    def group_terms(
+        self, call: Call, hits: Mapping[Replica, int], now_s: float, count: int, num_common: int
+    ) -> Terms:
+        """The same for ``count`` requests of this length that share their first ``num_common`` tokens and
+        run next to each other on one replica. ``own``: the time of the last; ``others``: all that they cost
+        others."""
+        cost, n, output = self._shape.cost, call.num_tokens, self.expected_output(call)
+        missing = np.full(len(self._absent), float(n))
+        if hits:
+            missing[list(hits)] -= list(hits.values())
+        if count > 1:
+            missing += (count - 1) * np.minimum(missing, n - num_common)
+        wait = np.maximum(self._ready - now_s, self._floor)
+        prompts = self._token_s * missing
+        if cost.pair_s:
+            prompts += cost.pair_s * missing * (n - missing / (2 * count))
+        row_s = cost.row_s + cost.logits_s + cost.read_s * n
+        is_latency = call.objective == "latency"
+        if len(self._num_tenants) > 1:
+            wait = np.minimum(wait, self._fair_wait(call.tenant, prompts))
+        own = wait + prompts + output * (self._step_s + count * row_s)
+        own += self._absent
+        others = self._others * (cost.row_s * missing + (count * output) * row_s)
+        others += self._fill * missing * (cost.row_s * REUSE)
+        if self._shape.tpot_s < math.inf:
+            others += (self._over * output) * (self._others + 1.0) * self._step_s
+        if self._shape.latency_tokens < math.inf:
+            if is_latency:
+                others += self._stall * output
+            else:
+                own += self._closed
+        if call.adapter in self._missing:
+            own += self._missing[call.adapter]
+        if not is_latency:
+            own *= THROUGHPUT
+        return Terms(own, others)
+
+    def expected_output(self, call: Call) -> int:
+        """The length of its output if it is not known: the mean of others."""
+        return call.output_tokens or round(self._output)
+
+    def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
+        """The longest wait of a tenant on each replica: its own queue, once for each tenant in the queue."""
+        queued = [(load.queued_s.get(tenant, 0.0), len(load.queued_s)) for load in self._loads]
+        table = np.array(queued)
+        has_own = [tenant in load.queued_s for load in self._loads]
+        num_tenants = table[:, 1] + ~np.array(has_own)
+        fair: Seconds = num_tenants * (table[:, 0] + prompts)
+        return fair
+
+    # Changes.
+
+    def placed(self, call: Call, replica: Replica, num_hit: int, now_s: float) -> None:
+        """The request is sent to the replica, which is expected to hold this many of its tokens."""
+        load, cost = self._loads[replica], self._shape.cost
+        missing = call.num_tokens - num_hit
+        call.replica, call.num_hit = replica, num_hit
+        call.expected_tokens, call.has_started = self.expected_output(call), False
+        call.prompt_s = cost.row_s * missing + cost.pair_s * missing * (num_hit + missing / 2)
+        if not load.num_waiting:
+            load.since = now_s
+        load.num_waiting += 1
+        load.queue_s += call.prompt_s
+        load.queued_s[call.tenant] = load.queued_s.get(call.tenant, 0.0) + call.prompt_s
+        self._num_tenants[call.tenant] = self._num_tenants.get(call.tenant, 0) + 1
+        load.used_tokens += missing + call.expected_tokens
+        if call.objective == "latency":
+            load.num_latency += 1
+        else:
+            load.num_throughput += 1
+            load.throughput_tokens += call.num_tokens + call.expected_tokens
+        self._refresh(replica)
+
+    def started(self, call: Call, now_s: float) -> None:
+        """The request has its first token."""
+        load = self._loads[call.replica]
+        call.has_started = True
+        self._left_queue(load, call, now_s)
+        load.num_running += 1
+        load.read_tokens += call.num_tokens + call.expected_tokens / 2
+        self._refresh(call.replica)
+
+    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+        """The request left its replica. ``num_output``: the tokens that it generated; 0: it did not end by
+        itself, and nothing is learned."""
+        load = self._loads[call.replica]
+        if call.has_started:
+            load.num_running -= 1
+            load.read_tokens -= call.num_tokens + call.expected_tokens / 2
+        else:
+            self._left_queue(load, call, now_s)
+        load.used_tokens -= call.num_tokens - call.num_hit + call.expected_tokens
+        if call.objective == "latency":
+            load.num_latency -= 1
+        else:
+            load.num_throughput -= 1
+            load.throughput_tokens -= call.num_tokens + call.expected_tokens
+        if num_output:
+            self._output += LEARNED_PART * (num_output - self._output)
+        self._refresh(call.replica)
+
+    def _left_queue(self, load: _Load, call: Call, now_s: float) -> None:
+        load.num_waiting -= 1
+        load.since = now_s
+        load.queue_s = load.queue_s - call.prompt_s if load.num_waiting else 0.0
+        load.queued_s[call.tenant] -= call.prompt_s
+        if load.queued_s[call.tenant] <= 1e-12:
+            del load.queued_s[call.tenant]
+        self._num_tenants[call.tenant] -= 1
+        if not self._num_tenants[call.tenant]:
+            del self._num_tenants[call.tenant]
+
+    def _refresh(self, replica: Replica) -> None:
+        """Computes the figures of one replica."""
+        load, shape, cost = self._loads[replica], self._shape, self._shape.cost
+        running = load.num_running
+        step_s = cost.base_s + (cost.row_s + cost.logits_s) * running + cost.read_s * load.read_tokens
+        share = 1.0
+        if running:
+            longest_s = max(min(max(MAX_STRETCH * step_s, MIN_STEP_S), shape.tpot_s), MIN_STRETCH * step_s)
+            share = 1 - step_s / longest_s
+        queue_s = load.queue_s / share
+        head_s = queue_s / load.num_waiting if load.num_waiting else 0.0
+        room_s = 0.0
+        excess = running + load.num_waiting + 1 - shape.max_running
+        used = load.used_tokens / (FULL * shape.kv_tokens)
+        if running and (excess > 0 or used > 1):
+            turns = max(excess, (running + load.num_waiting) * (1 - 1 / used) if used > 1 else 0.0)
+            room_s = turns * self._output * step_s / running
+        self._ready[replica] = load.since + queue_s + room_s
+        self._floor[replica] = queue_s - head_s + room_s
+        self._token_s[replica] = cost.row_s / share
+        self._step_s[replica] = step_s
+        latency = running * load.num_latency / max(1, load.num_latency + load.num_throughput)
+        self._others[replica] = latency + THROUGHPUT * (running - latency)
+        self._fill[replica] = self._full_part(load)
+        self._over[replica] = step_s + cost.row_s > shape.tpot_s
+        if shape.latency_tokens < math.inf:
+            above = 1 - shape.latency_tokens / max(load.throughput_tokens, shape.latency_tokens)
+            self._stall[replica] = 0.0 if load.num_latency else load.num_throughput * above * step_s
+            is_closed = load.num_latency and load.used_tokens > shape.latency_tokens
+            self._closed[replica] = self._output * step_s if is_closed else 0.0
+
+    def _full_part(self, load: _Load) -> float:
+        return min(1.0, max(load.cached_tokens, load.used_tokens) / self._shape.kv_tokens)

@@ -1,0 +1,321 @@
+"""Which tokens each replica holds: one token-level radix tree over all replicas.
+
+An edge is a run of token ids. For each replica that holds a part of it, the edge knows where this part ends.
+What a replica holds of a sequence is always a prefix, because its cache loses leaves first. Two kinds of
+holdings count:
+
+- *reported*: blocks that entered the replica's cache and did not leave (``engine.cache.blocks``). A block is
+  found by its digest, so a report of removed blocks needs no tokens.
+- *in progress*: prompts of unfinished requests that were sent to the replica. It computes and locks them, so
+  requests that share a prefix can follow them before any report comes.
+
+Costs: ``match``, ``begin`` and ``end`` touch one path, ``store`` and ``remove`` the blocks that they are
+called with and the edges that these blocks cover. An edge that is split or shortened costs its length and the
+replicas that hold it, at most. Nothing depends on the size of the tree.
+
+The tree is a guess: reports come late and can be lost. A wrong guess costs the time to compute a prefix again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeAlias
+
+from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored, root_digest
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
+
+Replica: TypeAlias = int
+
+
+class Edge:
+    """``run`` after ``start`` tokens, below ``parent``."""
+
+    __slots__ = ("below", "children", "digests", "held", "key", "parent", "run", "running", "start")
+
+    def __init__(self, run: TokenRun, start: int, parent: Edge | None) -> None:
+        self.run = run
+        self.start = start  # tokens above it
+        self.parent = parent  # None: a root
+        self.children: dict[TokenRun, Edge] = {}  # by their first token
+        self.digests: list[bytes] = []  # of the reported blocks that end in it
+        self.held: dict[Replica, int] = {}  # where each replica's reported part ends, counted from the root
+        self.below: dict[Replica, int] = {}  # how many children have a part that the replica reported
+        self.running: dict[Replica, int] = {}  # unfinished requests of which the prompt covers the edge
+        self.key: Hashable = None  # roots only
+
+    @property
+    def end(self) -> int:
+        """Tokens up to its end."""
+        return self.start + len(self.run) // TOKEN_BYTES
+
+
+class PrefixTree:
+    """The prefixes that the replicas of one model hold. ``model``: the identity in the digests of blocks."""
+
+    def __init__(self, model: str = "") -> None:
+        self._model = model
+        self._roots: dict[Hashable, tuple[Edge, bytes]] = {}  # with the digest that the first block follows
+        # Of each reported block an edge at or below the one in which it ends, and the tokens up to its end.
+        self._blocks: dict[bytes, tuple[Edge, int]] = {}
+        self._edges: dict[Replica, set[Edge]] = {}  # with a part that the replica reported
+
+    @property
+    def num_blocks(self) -> int:
+        """Reported blocks, each counted once."""
+        return len(self._blocks)
+
+    def match(self, key: Hashable, run: TokenRun) -> dict[Replica, int]:
+        """How many tokens of ``run`` each replica holds. Replicas that hold none are missing."""
+        hits: dict[Replica, int] = {}
+        found = self._roots.get(key)
+        if found is None:
+            return hits
+        edge, done, size = found[0], 0, len(run)
+        while done < size:
+            child = edge.children.get(run[done : done + TOKEN_BYTES])
+            if child is None:
+                break
+            piece = run[done : done + len(child.run)]
+            if piece != child.run:
+                end = done // TOKEN_BYTES + common_prefix_len(piece, child.run)
+                for replica, held in child.held.items():
+                    hits[replica] = min(held, end)
+                hits.update(dict.fromkeys(child.running, end))
+                break
+            done += len(piece)
+            hits.update(child.held)
+            if child.running:
+                hits.update(dict.fromkeys(child.running, done // TOKEN_BYTES))
+            edge = child
+        return hits
+
+    # Reports.
+
+    def store(self, replica: Replica, stored: BlocksStored) -> bool:
+        """Adds blocks. Returns False, and adds nothing, if the replica did not report the blocks before
+        them."""
+        root, first_digest = self._root(stored.extra_key)
+        edge, at = root, 0
+        if stored.parent != first_digest:
+            place = self._blocks.get(stored.parent)
+            if place is None:
+                return False
+            edge, at = _edge_with(*place), place[1]
+            if edge.held.get(replica, 0) < at:
+                return False
+        run, start = stored.run, at
+        done, size = 0, len(run)
+        while done < size:
+            offset = (at - edge.start) * TOKEN_BYTES
+            if offset < len(edge.run):
+                rest = edge.run[offset:] if offset else edge.run
+                piece = run[done : done + len(rest)]
+                common = common_prefix_len(piece, rest)
+                if common * TOKEN_BYTES < min(len(rest), size - done):
+                    edge = self._split(edge, at - edge.start + common)
+                done += common * TOKEN_BYTES
+                at += common
+                if edge.held.get(replica, 0) < at:
+                    self._hold(edge, replica, at)
+            else:
+                child = edge.children.get(run[done : done + TOKEN_BYTES])
+                edge = child if child is not None else self._add(edge, run[done:])
+        new: list[tuple[Edge, bytes, int]] = []
+        for index in range(len(stored.digests) - 1, -1, -1):
+            end = start + (index + 1) * BLOCK_TOKENS
+            while end <= edge.start:
+                assert edge.parent is not None
+                edge = edge.parent
+            if stored.digests[index] in self._blocks:
+                break  # the blocks before a reported block are reported too
+            new.append((edge, stored.digests[index], end))
+        for edge, digest, end in reversed(new):
+            edge.digests.append(digest)
+            self._blocks[digest] = (edge, end)
+        return True
+
+    def remove(self, replica: Replica, digests: Sequence[bytes]) -> bool:
+        """Removes blocks, the last first. Returns False if the replica had not reported one of them, or holds
+        blocks after it: the tree has then missed a report."""
+        is_consistent = True
+        for digest in reversed(digests):
+            place = self._blocks.get(digest)
+            if place is None:
+                is_consistent = False
+                continue
+            edge, end = _edge_with(*place), place[1]
+            if edge.held.get(replica) != end or edge.below.get(replica):
+                is_consistent = False
+                continue
+            self._release(edge, replica, end - BLOCK_TOKENS)
+        return is_consistent
+
+    def forget(self, replica: Replica) -> None:
+        """Removes all that the replica reported. Its requests in progress stay until they ``end``."""
+        edges = self._edges.pop(replica, set())
+        for edge in edges:
+            del edge.held[replica]
+            edge.below.pop(replica, None)
+            assert edge.parent is not None
+            edge.parent.below.pop(replica, None)
+        for edge in edges:
+            self._prune(edge)
+
+    # Requests in progress.
+
+    def begin(self, replica: Replica, key: Hashable, run: TokenRun) -> None:
+        """A request with this prompt was sent to the replica."""
+        edge, done, size = self._root(key)[0], 0, len(run)
+        while done < size:
+            child = edge.children.get(run[done : done + TOKEN_BYTES])
+            if child is None:
+                child = self._add(edge, run[done:])
+            else:
+                piece = run[done : done + len(child.run)]
+                if piece != child.run:
+                    child = self._split(child, common_prefix_len(piece, child.run))
+            child.running[replica] = child.running.get(replica, 0) + 1
+            done += len(child.run)
+            edge = child
+
+    def end(self, replica: Replica, key: Hashable, run: TokenRun) -> None:
+        """Undoes one ``begin``."""
+        edge, done, size = self._roots[key][0], 0, len(run)
+        while done < size:
+            edge = edge.children[run[done : done + TOKEN_BYTES]]
+            done += len(edge.run)
+            if edge.running[replica] == 1:
+                del edge.running[replica]
+            else:
+                edge.running[replica] -= 1
+        self._prune(edge)
+
+    # The tree.
+
+    def _root(self, key: Hashable) -> tuple[Edge, bytes]:
+        found = self._roots.get(key)
+        if found is None:
+            root = Edge(b"", 0, None)
+            root.key = key
+            found = self._roots[key] = root, root_digest(self._model, key)
+        return found
+
+    def _add(self, parent: Edge, run: TokenRun) -> Edge:
+        child = parent.children[run[:TOKEN_BYTES]] = Edge(run, parent.end, parent)
+        return child
+
+    def _hold(self, edge: Edge, replica: Replica, end: int) -> None:
+        """The replica holds the edge up to ``end``."""
+        if replica not in edge.held:
+            assert edge.parent is not None
+            edge.parent.below[replica] = edge.parent.below.get(replica, 0) + 1
+            self._edges.setdefault(replica, set()).add(edge)
+        edge.held[replica] = end
+
+    def _release(self, edge: Edge, replica: Replica, end: int) -> None:
+        """The replica holds the path to the edge up to ``end`` only, and what other paths need of it."""
+        last = edge
+        while edge.parent is not None and not edge.below.get(replica):
+            if end > edge.start:
+                edge.held[replica] = end
+                break
+            del edge.held[replica]
+            self._edges[replica].discard(edge)
+            edge = edge.parent
+            if edge.below[replica] == 1:
+                del edge.below[replica]
+            else:
+                edge.below[replica] -= 1
+        self._prune(last)
+
+    def _split(self, edge: Edge, length: int) -> Edge:
+        """Splits an edge after ``length`` tokens. Returns the upper part, which is new: ``_blocks`` may still
+        refer to the lower part for blocks that end in the upper one."""
+        assert edge.parent is not None
+        cut = edge.start + length
+        upper = Edge(edge.run[: length * TOKEN_BYTES], edge.start, edge.parent)
+        num_blocks = cut // BLOCK_TOKENS - edge.start // BLOCK_TOKENS
+        upper.digests, edge.digests = edge.digests[:num_blocks], edge.digests[num_blocks:]
+        upper.running = dict(edge.running)
+        for replica, end in edge.held.items():
+            upper.held[replica] = min(end, cut)
+            self._edges[replica].add(upper)
+            if end > cut:
+                upper.below[replica] = 1
+            else:
+                self._edges[replica].discard(edge)
+        edge.held = {replica: end for replica, end in edge.held.items() if end > cut}
+        edge.run, edge.start = edge.run[length * TOKEN_BYTES :], cut
+        edge.parent.children[upper.run[:TOKEN_BYTES]] = upper
+        edge.parent = upper
+        upper.children[edge.run[:TOKEN_BYTES]] = edge
+        return upper
+
+    def _prune(self, edge: Edge) -> None:
+        """Removes what no replica holds any more, from the end of the edge upwards."""
+        while edge.parent is not None:
+            longest = max(edge.held.values(), default=edge.start)
+            num_blocks = longest // BLOCK_TOKENS - edge.start // BLOCK_TOKENS
+            while len(edge.digests) > num_blocks:
+                del self._blocks[edge.digests.pop()]
+            if edge.children or edge.running:
+                return
+            if longest > edge.start:
+                edge.run = edge.run[: (longest - edge.start) * TOKEN_BYTES]
+                return
+            parent = edge.parent
+            if parent.children.get(edge.run[:TOKEN_BYTES]) is edge:
+                del parent.children[edge.run[:TOKEN_BYTES]]
+            edge = parent
+        if not edge.children:  # clients choose the keys: empty trees must not accumulate
+            self._roots.pop(edge.key, None)
+
+    def edges(self) -> Iterator[Edge]:
+        """All edges, parents first. Slow; for checks."""
+        pending = [root for root, _ in self._roots.values()]
+        while pending:
+            edge = pending.pop()
+            if edge.parent is not None:
+                yield edge
+            pending += edge.children.values()
+
+    def check(self) -> None:
+        """For tests. ``AssertionError`` if an invariant of the tree is broken."""
+        digests: list[bytes] = []
+        of_replica: dict[Replica, set[Edge]] = {}
+        for root, _ in self._roots.values():
+            assert root.children, "an empty tree"
+        for edge in self.edges():
+            assert edge.parent is not None
+            assert edge.run
+            assert edge.start == edge.parent.end
+            assert edge.parent.children[edge.run[:TOKEN_BYTES]] is edge
+            assert edge.held or edge.running or edge.children
+            for replica, end in edge.held.items():
+                of_replica.setdefault(replica, set()).add(edge)
+                assert edge.start < end <= edge.end
+                assert edge.parent.parent is None or edge.parent.held[replica] == edge.start
+                below = sum(replica in child.held for child in edge.children.values())
+                assert edge.below.get(replica, 0) == below
+                assert below or end % BLOCK_TOKENS == 0
+            longest = max(edge.held.values(), default=edge.start)
+            if not edge.children and not edge.running:
+                assert longest == edge.end
+            assert len(edge.digests) == longest // BLOCK_TOKENS - edge.start // BLOCK_TOKENS
+            for index, digest in enumerate(edge.digests):
+                found, end = self._blocks[digest]
+                assert _edge_with(found, end) is edge
+                assert end == (edge.start // BLOCK_TOKENS + index + 1) * BLOCK_TOKENS
+            digests += edge.digests
+            for replica, count in edge.running.items():
+                assert count >= sum(child.running.get(replica, 0) for child in edge.children.values())
+        assert len(digests) == len(self._blocks)
+        assert of_replica == {replica: edges for replica, edges in self._edges.items() if edges}
+
+
+def _edge_with(edge: Edge, end: int) -> Edge:
+    """The edge in which the block that ends after ``end`` tokens ends, from one at or below it."""
+    while end <= edge.start:
+        assert edge.parent is not None
+        edge = edge.parent
+    return edge

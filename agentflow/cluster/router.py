@@ -1,0 +1,197 @@
+"""Places requests on the replicas of one model.
+
+The order is that of Algorithm 1 of "Parrot" (Lin et al., OSDI 2024, section 5.4): requests in topological
+order; a task group is placed as a whole; a request follows those that share its prefix, in a queue or
+running, if that costs least; otherwise it goes alone. ``FindEngine`` of the paper is the replica with the
+least cost (``load``), which has the tokens that a hit saves, the queue, the batch and the memory of each
+replica in seconds. So a fork stays where its prefix is, and leaves when waiting there costs more than to
+compute the prefix again elsewhere.
+
+A task group is divided over replicas where its last member would end later on one: each part computes the
+prefix that they share. Unlike the paper's engines, a replica batches whatever it runs, so a group gains
+nothing else from one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from agentflow.cluster.feed import Follower, Update
+from agentflow.cluster.load import Call, EngineShape, Loads
+from agentflow.cluster.prefix_tree import PrefixTree, Replica
+from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
+from agentflow.engine.cache.radix_cache import common_prefix_len
+from agentflow.errors import Overloaded
+
+AFFINITY_S = 1e-3
+"""What the replica of a program's latest request is preferred by, and so the replica of a task group."""
+MAX_REMEMBERED = 65_536
+"""Programs and task groups whose replica is remembered."""
+
+
+class Policy(Protocol):
+    """Chooses replicas. Told of every request that it placed: ``started`` with its first token, ``ended``
+    when it left its replica."""
+
+    reads_feed: bool
+    """Whether it reads what the replicas report of their caches."""
+
+    def add(self, replica: Replica) -> None:
+        """A replica joins."""
+
+    def lose(self, replica: Replica) -> None:
+        """A replica is gone. Its requests ended before."""
+
+    def receive(self, update: Update) -> bool:
+        """Reads a report. Returns False if a snapshot is needed."""
+
+    def place(self, calls: Sequence[Call], now_s: float) -> None:
+        """Sets the ``replica`` of requests that came together."""
+
+    def started(self, call: Call, now_s: float) -> None:
+        """A request has its first token."""
+
+    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+        """A request left its replica, with this many generated tokens; 0: it did not end by itself."""
+
+
+class Router:
+    """Places requests by one cost.
+
+    Args:
+        shape: Of each engine.
+        model: The identity of the model.
+        divides_groups: Task groups may be divided; False: never, as in the paper.
+    """
+
+    reads_feed = True
+
+    def __init__(self, shape: EngineShape, model: str = "", *, divides_groups: bool = True) -> None:
+        self.tree = PrefixTree(model)
+        self.loads = Loads(shape)
+        self._divides_groups = divides_groups
+        self._followers: dict[Replica, Follower] = {}
+        self._num_cached: dict[Replica, int] = {}  # reported tokens
+        self._last_replica: dict[tuple[str, Hashable], Replica] = {}  # of programs and task groups
+
+    def add(self, replica: Replica) -> None:
+        """A replica joins, without requests. It may have been lost before."""
+        if replica not in self._followers:
+            self._followers[replica] = Follower(self.tree, replica)
+        self._num_cached[replica] = 0
+        self.loads.add(replica)
+
+    def lose(self, replica: Replica) -> None:
+        """A replica is gone, and what it held."""
+        self.loads.remove(replica)
+        self._followers[replica].lost()
+        self._num_cached[replica] = 0
+
+    def receive(self, update: Update) -> bool:
+        """Reads a report. Returns False if a snapshot is needed."""
+        follower = self._followers[update.replica]
+        is_right = follower.receive(update)
+        num_blocks = sum(
+            len(change.digests) if isinstance(change, BlocksStored) else -len(change.digests)
+            for change in update.changes
+        )
+        before = 0 if update.is_snapshot else self._num_cached[update.replica]
+        self._num_cached[update.replica] = max(0, before + BLOCK_TOKENS * num_blocks)
+        self.loads.cached(update.replica, self._num_cached[update.replica])
+        return is_right
+
+    def place(self, calls: Sequence[Call], now_s: float) -> None:
+        """Sets the ``replica`` of requests that came together. Raises ``Overloaded`` without replicas."""
+        if len(calls) == 1:
+            self._place_one(calls[0], now_s)
+            return
+        groups: dict[Hashable, list[Call]] = {}
+        for call in calls:
+            if call.task_group is not None:
+                groups.setdefault(call.task_group, []).append(call)
+        for call in sorted(calls, key=lambda call: call.rank):
+            if call.task_group is None:
+                self._place_one(call, now_s)
+            elif (members := groups.pop(call.task_group, None)) is not None:
+                self._place_group(members, now_s)
+
+    def started(self, call: Call, now_s: float) -> None:
+        """A request has its first token."""
+        self.loads.started(call, now_s)
+
+    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+        """A request left its replica, with this many generated tokens; 0: it did not end by itself."""
+        self.loads.ended(call, num_output, now_s)
+        self.tree.end(call.replica, call.key, call.run)
+
+    def _place_one(self, call: Call, now_s: float) -> None:
+        hits = self.tree.match(call.key, call.run)
+        own, others = self.loads.terms(call, hits, now_s)
+        own += others
+        for place in (("program", call.program), ("group", call.task_group)):
+            if place[1] is not None and (last := self._last_replica.get(place)) is not None:
+                own[last] -= AFFINITY_S
+        self._send(call, int(own.argmin()), float(own.min()), hits, now_s)
+
+    def _place_group(self, members: Sequence[Call], now_s: float) -> None:
+        """Places a task group on as many replicas, 1, 2, 4 and so on, as it ends on with the least cost."""
+        first, count = members[0], len(members)
+        if count == 1:
+            self._place_one(first, now_s)
+            return
+        hits = [self.tree.match(call.key, call.run) for call in members]
+        longest = max(members, key=lambda call: len(call.run))
+        num_common = min(common_prefix_len(first.run, call.run) for call in members[1:])
+        mean_hits = _mean(hits)
+        best: tuple[float, list[Replica]] | None = None
+        num_replicas = len(self.loads.replicas)
+        parts = 1
+        while parts <= min(count, num_replicas):
+            size = -(-count // parts)
+            own, others = self.loads.group_terms(longest, mean_hits, now_s, size, num_common)
+            total = count * own + others
+            chosen = np.argpartition(total, parts - 1)[:parts]
+            cost = count * float(own[chosen].max()) + float(others[chosen].sum())
+            if best is None or cost < best[0]:
+                best = cost, chosen[np.argsort(total[chosen], kind="stable")].tolist()
+            if not self._divides_groups:
+                break
+            parts *= 2
+        if best is None or best[0] == np.inf:
+            raise _no_replica()
+        size = -(-count // len(best[1]))
+        for number, (call, its_hits) in enumerate(zip(members, hits, strict=True)):
+            replica = best[1][number // size]
+            if number % size:
+                its_hits = {**its_hits, replica: max(its_hits.get(replica, 0), num_common)}
+            self._send(call, replica, 0.0, its_hits, now_s)
+
+    def _send(
+        self, call: Call, replica: Replica, cost: float, hits: Mapping[Replica, int], now_s: float
+    ) -> None:
+        if cost == np.inf:
+            raise _no_replica()
+        self.loads.placed(call, replica, hits.get(replica, 0), now_s)
+        self.tree.begin(replica, call.key, call.run)
+        for place in (("program", call.program), ("group", call.task_group)):
+            if place[1] is not None:
+                self._last_replica.pop(place, None)
+                self._last_replica[place] = replica
+                if len(self._last_replica) > MAX_REMEMBERED:
+                    del self._last_replica[next(iter(self._last_replica))]
+
+
+def _mean(hits: Sequence[Mapping[Replica, int]]) -> dict[Replica, int]:
+    """The mean hit of several requests on each replica."""
+    total: dict[Replica, int] = {}
+    for one in hits:
+        for replica, num_tokens in one.items():
+            total[replica] = total.get(replica, 0) + num_tokens
+    return {replica: num_tokens // len(hits) for replica, num_tokens in total.items()}
+
+
+def _no_replica() -> Overloaded:
+    return Overloaded("no replica serves this model now; try again when one has started")

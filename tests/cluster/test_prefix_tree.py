@@ -1,0 +1,160 @@
+"""The router's tree against brute force: a plain list of each replica's blocks and prompts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agentflow.cluster.prefix_tree import PrefixTree
+from agentflow.engine.cache.blocks import (
+    BLOCK_TOKENS,
+    BlocksRemoved,
+    BlocksStored,
+    chain,
+    root_digest,
+)
+from agentflow.engine.cache.radix_cache import RadixCache, common_prefix_len
+
+REPLICAS = range(3)
+KEYS = ("", "other tenant")
+
+# Runs of one token each, so that sequences diverge at all places within a block.
+sequences = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 10, 30, 63, 64, 65, 130])), min_size=1, max_size=4
+).map(lambda parts: np.repeat([t for t, _ in parts], [n for _, n in parts]).astype(np.int32).tobytes())
+
+
+class Holdings:
+    """The reference model of one replica: its blocks, each with all tokens up to its end, and its prompts."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, tuple[object, bytes]] = {}
+        self.prompts: Counter[tuple[object, bytes]] = Counter()
+
+    def apply(self, report: BlocksStored | BlocksRemoved) -> None:
+        if isinstance(report, BlocksRemoved):
+            for digest in report.digests:
+                del self.blocks[digest]
+            return
+        before = self.blocks[report.parent][1] if report.parent in self.blocks else b""
+        for number, digest in enumerate(report.digests, 1):
+            assert digest not in self.blocks
+            self.blocks[digest] = report.extra_key, before + report.run[: 4 * BLOCK_TOKENS * number]
+
+    def hit(self, key: object, run: bytes) -> int:
+        held = [*self.blocks.values(), *self.prompts.elements()]
+        return max((common_prefix_len(run, other) for its_key, other in held if its_key == key), default=0)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = PrefixTree("m")
+        self.holdings = [Holdings() for _ in REPLICAS]
+        self.caches = [self.new_cache(replica) for replica in REPLICAS]
+        self.slots = itertools.count()
+        self.seen: list[tuple[str, bytes]] = []
+
+    def new_cache(self, replica: int) -> RadixCache:
+        def on_blocks(report: BlocksStored | BlocksRemoved) -> None:
+            self.holdings[replica].apply(report)
+            if isinstance(report, BlocksStored):
+                assert self.tree.store(replica, report)
+            else:
+                assert self.tree.remove(replica, report.digests)
+
+        return RadixCache(model="m", on_blocks=on_blocks)
+
+    @rule(replica=st.sampled_from(REPLICAS), key=st.sampled_from(KEYS), run=sequences)
+    def computes(self, replica: int, key: str, run: bytes) -> None:
+        cache = self.caches[replica]
+        slots = np.array([next(self.slots) for _ in range(len(run) // 4)], dtype=np.int32)
+        cache.extend(cache.match(key, b""), key, run, slots)
+        self.seen.append((key, run))
+
+    @rule(replica=st.sampled_from(REPLICAS), count=st.integers(1, 200))
+    def evicts(self, replica: int, count: int) -> None:
+        self.caches[replica].evict(count)
+
+    @rule(replica=st.sampled_from(REPLICAS), key=st.sampled_from(KEYS), run=sequences)
+    def begins(self, replica: int, key: str, run: bytes) -> None:
+        self.tree.begin(replica, key, run)
+        self.holdings[replica].prompts[key, run] += 1
+        self.seen.append((key, run))
+
+    @rule(replica=st.sampled_from(REPLICAS), data=st.data())
+    def ends(self, replica: int, data: st.DataObject) -> None:
+        prompts = self.holdings[replica].prompts
+        if prompts:
+            key, run = data.draw(st.sampled_from(sorted(prompts)))
+            self.tree.end(replica, key, run)
+            prompts[key, run] -= 1
+            if not prompts[key, run]:
+                del prompts[key, run]
+
+    @rule(replica=st.sampled_from(REPLICAS))
+    def is_lost(self, replica: int) -> None:
+        self.tree.forget(replica)
+        self.holdings[replica].blocks.clear()
+        self.caches[replica] = self.new_cache(replica)
+
+    @rule(key=st.sampled_from(KEYS), run=sequences)
+    def matches(self, key: str, run: bytes) -> None:
+        self.expect(key, run)
+
+    def expect(self, key: str, run: bytes) -> None:
+        hits = {replica: self.holdings[replica].hit(key, run) for replica in REPLICAS}
+        assert self.tree.match(key, run) == {replica: hit for replica, hit in hits.items() if hit}
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.tree.check()
+        assert self.tree.num_blocks == len({digest for one in self.holdings for digest in one.blocks})
+        for key, run in self.seen[-4:]:
+            self.expect(key, run)
+
+
+TestTree = TreeMachine.TestCase
+
+
+def blocks_of(run: bytes, parent: bytes = root_digest("m", "")) -> BlocksStored:
+    return BlocksStored("", parent, chain(parent, run), run)
+
+
+def tokens(*values: int) -> bytes:
+    """A block of each value."""
+    return np.repeat(values, BLOCK_TOKENS).astype(np.int32).tobytes()
+
+
+def test_blocks_after_a_report_that_was_missed_are_not_added() -> None:
+    tree, stored = PrefixTree("m"), blocks_of(tokens(1, 2, 3))
+    later = BlocksStored("", stored.digests[0], stored.digests[1:], tokens(2, 3))
+    assert not tree.store(0, later)
+    tree.store(1, stored)
+    assert not tree.store(0, later)
+    assert tree.match("", tokens(1, 2, 3)) == {1: 3 * BLOCK_TOKENS}
+    tree.check()
+
+
+def test_removed_blocks_that_were_not_reported_are_found() -> None:
+    tree, stored = PrefixTree("m"), blocks_of(tokens(1, 2, 3))
+    tree.store(0, stored)
+    assert not tree.remove(1, stored.digests[2:])
+    assert not tree.remove(0, stored.digests[:1])  # the blocks after it are still there
+    assert tree.match("", tokens(1, 2, 3)) == {0: 3 * BLOCK_TOKENS}
+    assert tree.remove(0, stored.digests)
+    assert not tree.remove(0, stored.digests)
+    assert list(tree.edges()) == []
+
+
+def test_blocks_that_are_reported_again_count_once() -> None:
+    tree, stored = PrefixTree("m"), blocks_of(tokens(1, 2))
+    assert tree.store(0, stored)
+    assert tree.store(0, stored)
+    assert tree.num_blocks == 2
+    assert tree.remove(0, stored.digests)
+    assert tree.num_blocks == 0
