@@ -6,9 +6,9 @@ errors are in ``af.errors``.
 Reading order of the packages: ``protocol`` is the vocabulary of all others, ``runtime`` runs ops on a
 generator, ``language`` has states, variables and forks, ``backends`` runs a session's ops, and ``recording``
 keeps them on disk. ``engine`` serves one model, on the arithmetic of ``kernels``, ``cluster`` chooses among
-several engines, and ``server`` offers engines to clients. ``cli`` has the commands, and ``integrations`` the interface for adapters of other
-frameworks. ``errors`` is the tree of errors and ``version`` the version number; ``__main__`` is for
-``python -m agentflow``.
+several engines, and ``server`` offers engines to clients. ``cli`` has the commands, and ``integrations`` the
+interface for adapters of other frameworks. ``errors`` is the tree of errors and ``version`` the version
+number; ``__main__`` is for ``python -m agentflow``.
 """
 
 import logging

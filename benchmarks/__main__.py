@@ -36,6 +36,10 @@ NAMES = {
         "engine.programs",
         "chains, map-reduce, agents and mixes with and without knowledge of programs, simulated and real",
     ),
+    "cluster": (
+        "cluster.suite",
+        "many replicas behind a router, simulated: scaling, hit rate, goodput, and the cost of a decision",
+    ),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),
     "frontend": ("server.frontend", "the cost of a client: CPU per op and token, round trips, stalls"),
     "schema_suite": (

@@ -25,7 +25,7 @@ class Update:
     - ``epoch``: of its engine process.
     - ``number``: counts the updates of the epoch from 1.
     - ``changes``: the blocks.
-    - ``is_snapshot``: ``changes`` are all cached blocks after the update of this number (0: before the first).
+    - ``is_snapshot``: ``changes`` are all blocks that are cached after the update of this number.
     """
 
     replica: Replica

@@ -8,9 +8,12 @@ The cost of a request of n tokens, of which a replica holds h, and of an expecte
 - *the time of others*: each request that decodes there waits for the n - h tokens, and its steps take longer
   by one row and the KV that this row reads. A request of the objective ``throughput`` counts THROUGHPUT of
   one whose reader waits.
+- *capacity*: computing takes the time of all requests that come later, which wait longer the busier the
+  replicas are: COMPUTED times the n - h tokens, for each request that runs on the average replica. A prefix
+  that other requests in progress share does not count, because its next copy will be used again.
 - *memory*: n - h tokens enter a cache. As far as it is full, other tokens leave it, and a part REUSE of them
   is computed again.
-- *the capacity that is lost*: with a bound on the time per output token, a batch with a reader holds fewer
+- *a mixed batch*: with a bound on the time per output token, a batch with a reader holds fewer
   tokens (Lin et al., "Parrot", OSDI 2024, section 5.4: 2,000 instead of 64,000). The first request of the
   objective ``latency`` on a replica stops the part of its batch that is above; a request for throughput on a
   replica with readers waits if there is no room.
@@ -42,8 +45,8 @@ Seconds = NDArray[np.float64]
 
 THROUGHPUT = 0.2
 REUSE = 0.5
-MIN_STRETCH = 1.1
-"""As in ``engine.scheduling.pace``."""
+COMPUTED = 2.0
+MIN_STRETCH = 1.1  # as in ``engine.scheduling.pace``
 FULL = 0.95
 """Part of a pool that is in use when the next request has to wait."""
 LEARNED_PART = 0.02
@@ -118,7 +121,9 @@ class Loads:
     def __init__(self, shape: EngineShape) -> None:
         self._shape = shape
         self._loads: list[_Load] = []
-        self._output = 64.0  # the mean length
+        self._present: set[Replica] = set()
+        self._output, self._mean_output = 64.0, 64  # the mean length
+        self._sum_others = 0.0  # of all replicas
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
         self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
         self._resize(8)
@@ -132,35 +137,38 @@ class Loads:
             array[:old] = getattr(self, name, ())
             return array
 
-        self._absent = grown("_absent", math.inf)  # infinite for numbers that no replica has
-        self._ready = grown("_ready", 0.0)  # when its queue is done if it makes progress as expected
+        # When its queue is done if it makes progress as expected; infinite for numbers that no replica has.
+        self._ready = grown("_ready", math.inf)
+        self._zeros = np.zeros(size)
         self._floor = grown("_floor", 0.0)  # the least that is left of it, whatever the time
         self._token_s = grown("_token_s", 0.0)  # own time for each token to compute
+        self._others_token_s = grown("_others_token_s", 0.0)  # the time of others for it
         self._step_s = grown("_step_s", 0.0)  # a step that decodes
         self._others = grown("_others", 0.0)  # requests that decode, by their weight
-        self._fill = grown("_fill", 0.0)  # part of the pool in use
-        self._over = grown("_over", 0.0)  # 1: the next row breaks the bound on steps
-        self._stall = grown("_stall", 0.0)  # seconds of others for each second that a reader stays
-        self._closed = grown("_closed", 0.0)  # how long a request for throughput waits for readers
+        self._over_s = grown("_over_s", 0.0)  # the time of others for each token, above the bound on steps
+        self._stall = grown("_stall", 0.0)  # the same for a reader beside work for throughput
+        self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
         for adapter, seconds in self._missing.items():
             self._missing[adapter] = np.pad(seconds, (0, size - old))
 
     @property
     def replicas(self) -> list[Replica]:
         """The numbers of all replicas."""
-        return np.flatnonzero(self._absent == 0).tolist()
+        return sorted(self._present)
 
     def add(self, replica: Replica) -> None:
         """A replica without requests joins."""
         if replica >= len(self._loads):
             self._resize(max(replica + 1, 2 * len(self._loads)))
         self._loads[replica] = _Load()
-        self._absent[replica] = 0.0
+        self._present.add(replica)
         self._refresh(replica)
 
     def remove(self, replica: Replica) -> None:
         """A replica is gone. Its requests are removed by ``ended`` before."""
-        self._absent[replica] = math.inf
+        self._present.remove(replica)
+        self._sum_others -= self._others[replica]
+        self._ready[replica], self._others[replica] = math.inf, 0.0
 
     def set_adapter_s(self, adapter: str, replica: Replica, seconds: float) -> None:
         """How long the replica would load an adapter; 0: it is loaded."""
@@ -171,60 +179,68 @@ class Loads:
     def cached(self, replica: Replica, num_tokens: float) -> None:
         """The replica reports this many tokens in its cache."""
         self._loads[replica].cached_tokens = num_tokens
-        self._fill[replica] = self._full_part(self._loads[replica])
+        self._refresh(replica)
 
     # Decisions.
 
-    def terms(self, call: Call, hits: Mapping[Replica, int], now_s: float) -> Terms:
-        """The cost of a request on each replica, infinite where there is none.
+    def terms(
+        self,
+        call: Call,
+        hits: Mapping[Replica, int],
+        now_s: float,
+        *,
+        num_popular: int = 0,
+        count: int = 1,
+        num_common: int = 0,
+    ) -> Terms:
+        """The cost of a request on each replica, infinite where there is none. With ``count``: of this many
+        requests of its length that share their first ``num_common`` tokens and run next to each other on one
+        replica; ``own`` is then the time of the last.
 
         Args:
             call: The request.
             hits: How many of its tokens each replica holds.
             now_s: The time.
+            num_popular: How many of its tokens others share now.
+            count: The requests.
+            num_common: The tokens that all of them share.
         """
-        return self.group_terms(call, hits, now_s, 1, 0)
-
-    def group_terms(
-        self, call: Call, hits: Mapping[Replica, int], now_s: float, count: int, num_common: int
-    ) -> Terms:
-        """The same for ``count`` requests of this length that share their first ``num_common`` tokens and
-        run next to each other on one replica. ``own``: the time of the last; ``others``: all that they cost
-        others."""
         cost, n, output = self._shape.cost, call.num_tokens, self.expected_output(call)
-        missing = np.full(len(self._absent), float(n))
+        missing = self._zeros + n
         if hits:
             missing[list(hits)] -= list(hits.values())
+        lasting = np.minimum(missing, n - num_popular)
         if count > 1:
             missing += (count - 1) * np.minimum(missing, n - num_common)
-        wait = np.maximum(self._ready - now_s, self._floor)
-        prompts = self._token_s * missing
+        prompts = (self._token_s + cost.pair_s * n) * missing
         if cost.pair_s:
-            prompts += cost.pair_s * missing * (n - missing / (2 * count))
-        row_s = cost.row_s + cost.logits_s + cost.read_s * n
-        is_latency = call.objective == "latency"
+            prompts -= missing * missing * (cost.pair_s / (2 * count))
+        wait = np.maximum(self._ready - now_s, self._floor)
         if len(self._num_tenants) > 1:
             wait = np.minimum(wait, self._fair_wait(call.tenant, prompts))
-        own = wait + prompts + output * (self._step_s + count * row_s)
-        own += self._absent
-        others = self._others * (cost.row_s * missing + (count * output) * row_s)
-        others += self._fill * missing * (cost.row_s * REUSE)
+        row_s = cost.row_s + cost.logits_s + cost.read_s * n
+        own = wait + prompts
+        own += output * self._step_s + output * count * row_s
+        mean_others = self._sum_others / max(1, len(self._present))
+        others = self._others_token_s * missing
+        others += lasting * (count * cost.row_s * (1.0 + mean_others) * COMPUTED)
+        others += (output * count * row_s) * self._others
         if self._shape.tpot_s < math.inf:
-            others += (self._over * output) * (self._others + 1.0) * self._step_s
+            others += output * self._over_s
+        if call.objective == "throughput":
+            own *= THROUGHPUT
         if self._shape.latency_tokens < math.inf:
-            if is_latency:
+            if call.objective == "latency":
                 others += self._stall * output
             else:
-                own += self._closed
+                own += self._closed_s
         if call.adapter in self._missing:
             own += self._missing[call.adapter]
-        if not is_latency:
-            own *= THROUGHPUT
         return Terms(own, others)
 
     def expected_output(self, call: Call) -> int:
         """The length of its output if it is not known: the mean of others."""
-        return call.output_tokens or round(self._output)
+        return call.output_tokens or self._mean_output
 
     def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
         """The longest wait of a tenant on each replica: its own queue, once for each tenant in the queue."""
@@ -284,6 +300,7 @@ class Loads:
             load.throughput_tokens -= call.num_tokens + call.expected_tokens
         if num_output:
             self._output += LEARNED_PART * (num_output - self._output)
+            self._mean_output = round(self._output)
         self._refresh(call.replica)
 
     def _left_queue(self, load: _Load, call: Call, now_s: float) -> None:
@@ -299,6 +316,8 @@ class Loads:
 
     def _refresh(self, replica: Replica) -> None:
         """Computes the figures of one replica."""
+        if replica not in self._present:
+            return  # a late report
         load, shape, cost = self._loads[replica], self._shape, self._shape.cost
         running = load.num_running
         step_s = cost.base_s + (cost.row_s + cost.logits_s) * running + cost.read_s * load.read_tokens
@@ -319,14 +338,15 @@ class Loads:
         self._token_s[replica] = cost.row_s / share
         self._step_s[replica] = step_s
         latency = running * load.num_latency / max(1, load.num_latency + load.num_throughput)
-        self._others[replica] = latency + THROUGHPUT * (running - latency)
-        self._fill[replica] = self._full_part(load)
-        self._over[replica] = step_s + cost.row_s > shape.tpot_s
+        before, others = self._others[replica], latency + THROUGHPUT * (running - latency)
+        self._sum_others += float(others - before)
+        self._others[replica] = others
+        fill = min(1.0, max(load.cached_tokens, load.used_tokens) / shape.kv_tokens)
+        self._others_token_s[replica] = cost.row_s * (others + REUSE * fill)
+        is_over = step_s + cost.row_s > shape.tpot_s
+        self._over_s[replica] = (others + 1) * step_s if is_over else 0.0
         if shape.latency_tokens < math.inf:
             above = 1 - shape.latency_tokens / max(load.throughput_tokens, shape.latency_tokens)
             self._stall[replica] = 0.0 if load.num_latency else load.num_throughput * above * step_s
             is_closed = load.num_latency and load.used_tokens > shape.latency_tokens
-            self._closed[replica] = self._output * step_s if is_closed else 0.0
-
-    def _full_part(self, load: _Load) -> float:
-        return min(1.0, max(load.cached_tokens, load.used_tokens) / self._shape.kv_tokens)
+            self._closed_s[replica] = self._output * step_s if is_closed else 0.0

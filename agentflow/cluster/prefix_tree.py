@@ -13,18 +13,32 @@ Costs: ``match``, ``begin`` and ``end`` touch one path, ``store`` and ``remove``
 called with and the edges that these blocks cover. An edge that is split or shortened costs its length and the
 replicas that hold it, at most. Nothing depends on the size of the tree.
 
-The tree is a guess: reports come late and can be lost. A wrong guess costs the time to compute a prefix again.
+The tree is a guess: reports come late and can be lost. A wrong guess costs the time to compute a prefix
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored, root_digest
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
 
 Replica: TypeAlias = int
+POPULAR = 2
+
+
+class Match(NamedTuple):
+    """Which tokens of a prompt the replicas hold.
+
+    - ``hits``: how many each replica holds. Replicas that hold none are missing.
+    - ``num_popular``: tokens that at least ``POPULAR`` requests in progress share. A replica that computes
+      them again will need them again.
+    """
+
+    hits: dict[Replica, int]
+    num_popular: int
 
 
 class Edge:
@@ -64,12 +78,13 @@ class PrefixTree:
         """Reported blocks, each counted once."""
         return len(self._blocks)
 
-    def match(self, key: Hashable, run: TokenRun) -> dict[Replica, int]:
-        """How many tokens of ``run`` each replica holds. Replicas that hold none are missing."""
+    def match(self, key: Hashable, run: TokenRun) -> Match:
+        """Which tokens of ``run`` the replicas hold."""
         hits: dict[Replica, int] = {}
+        num_popular = 0
         found = self._roots.get(key)
         if found is None:
-            return hits
+            return Match(hits, 0)
         edge, done, size = found[0], 0, len(run)
         while done < size:
             child = edge.children.get(run[done : done + TOKEN_BYTES])
@@ -80,14 +95,19 @@ class PrefixTree:
                 end = done // TOKEN_BYTES + common_prefix_len(piece, child.run)
                 for replica, held in child.held.items():
                     hits[replica] = min(held, end)
-                hits.update(dict.fromkeys(child.running, end))
+                if child.running:
+                    hits.update(dict.fromkeys(child.running, end))
+                    if sum(child.running.values()) >= POPULAR:
+                        num_popular = end
                 break
             done += len(piece)
             hits.update(child.held)
             if child.running:
                 hits.update(dict.fromkeys(child.running, done // TOKEN_BYTES))
+                if sum(child.running.values()) >= POPULAR:
+                    num_popular = done // TOKEN_BYTES
             edge = child
-        return hits
+        return Match(hits, num_popular)
 
     # Reports.
 

@@ -128,13 +128,14 @@ class Router:
         self.tree.end(call.replica, call.key, call.run)
 
     def _place_one(self, call: Call, now_s: float) -> None:
-        hits = self.tree.match(call.key, call.run)
-        own, others = self.loads.terms(call, hits, now_s)
+        hits, num_popular = self.tree.match(call.key, call.run)
+        own, others = self.loads.terms(call, hits, now_s, num_popular=num_popular)
         own += others
         for place in (("program", call.program), ("group", call.task_group)):
             if place[1] is not None and (last := self._last_replica.get(place)) is not None:
                 own[last] -= AFFINITY_S
-        self._send(call, int(own.argmin()), float(own.min()), hits, now_s)
+        replica = int(own.argmin())
+        self._send(call, replica, float(own[replica]), hits, now_s)
 
     def _place_group(self, members: Sequence[Call], now_s: float) -> None:
         """Places a task group on as many replicas, 1, 2, 4 and so on, as it ends on with the least cost."""
@@ -142,7 +143,9 @@ class Router:
         if count == 1:
             self._place_one(first, now_s)
             return
-        hits = [self.tree.match(call.key, call.run) for call in members]
+        matches = [self.tree.match(call.key, call.run) for call in members]
+        hits = [match.hits for match in matches]
+        num_popular = min([match.num_popular for match in matches])
         longest = max(members, key=lambda call: len(call.run))
         num_common = min(common_prefix_len(first.run, call.run) for call in members[1:])
         mean_hits = _mean(hits)
@@ -151,7 +154,9 @@ class Router:
         parts = 1
         while parts <= min(count, num_replicas):
             size = -(-count // parts)
-            own, others = self.loads.group_terms(longest, mean_hits, now_s, size, num_common)
+            own, others = self.loads.terms(
+                longest, mean_hits, now_s, num_popular=num_popular, count=size, num_common=num_common
+            )
             total = count * own + others
             chosen = np.argpartition(total, parts - 1)[:parts]
             cost = count * float(own[chosen].max()) + float(others[chosen].sum())

@@ -48,7 +48,8 @@ MakePrompt = Callable[[int, Mapping[int, Sequence[int]]], TokenArray]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A replica is lost. ``dies``: its engine is replaced by an empty one; otherwise it goes on, unreachable."""
+    """A replica is lost. ``dies``: its engine is replaced by an empty one; otherwise it goes on, out of
+    reach."""
 
     at_s: float
     replica: Replica
@@ -132,7 +133,7 @@ class SimulatedCluster:
         self.outputs: dict[int, list[int]] = {}
         """With a model: the output of each request, by its index."""
         self.deciding_s = 0.0
-        """The real time that the policy took."""
+        """The processor time that the policy took, in seconds."""
         self.counters = Counters()
         self.num_moved = 0
         """Requests that were sent to another replica, because theirs was lost."""
@@ -258,9 +259,9 @@ class SimulatedCluster:
             )
             if not self.policy.reads_feed:
                 live.call.output_tokens = len(arrival.output)
-        start = time.perf_counter()
+        start = time.thread_time()
         self.policy.place([live.call for live in lives if live.call is not None], self.now_s)
-        self.deciding_s += time.perf_counter() - start
+        self.deciding_s += time.thread_time() - start
         for live in lives:
             self._submit(live)
 
@@ -305,9 +306,9 @@ class SimulatedCluster:
             live.served.first_s = self.now_s
         if not call.has_started:
             call.has_started = True
-            start = time.perf_counter()
+            start = time.thread_time()
             self.policy.started(call, self.now_s)
-            self.deciding_s += time.perf_counter() - start
+            self.deciding_s += time.thread_time() - start
         if number + 1 < len(arrival.output):
             return
         live.served.num_cached, live.served.ended_s = request.num_cached, self.now_s
@@ -317,9 +318,9 @@ class SimulatedCluster:
     def _end(self, live: _Live) -> None:
         del self._live[live.attempt]
         assert live.call is not None
-        start = time.perf_counter()
+        start = time.thread_time()
         self.policy.ended(live.call, len(live.output), self.now_s)
-        self.deciding_s += time.perf_counter() - start
+        self.deciding_s += time.thread_time() - start
         arrival = live.served.arrival
         if self._new_runner is not None:
             self.outputs[live.index] = live.output
@@ -385,9 +386,9 @@ class SimulatedCluster:
             self._report(update)
 
     def _report(self, update: Update) -> None:
-        start = time.perf_counter()
+        start = time.thread_time()
         is_right = self.policy.receive(update)
-        self.deciding_s += time.perf_counter() - start
+        self.deciding_s += time.thread_time() - start
         if not is_right:
             self._push(self.now_s + self._network.delay_s, _ASK, update.replica)
 

@@ -82,7 +82,7 @@ def test_the_tree_becomes_right_whatever_happens_to_messages(data: st.DataObject
         for stored in replica.cache.stored_blocks():
             assert alone.store(number, stored)
         for run in [tokens(stem, own, 200) for stem in (10, 64, 100, 200) for own in (1, 2, 3, 9)]:
-            assert tree.match("", run).get(number, 0) == alone.match("", run).get(number, 0)
+            assert tree.match("", run).hits.get(number, 0) == alone.match("", run).hits.get(number, 0)
     tree.check()
 
 
@@ -95,11 +95,11 @@ def test_a_gap_is_found_and_closed_by_a_snapshot() -> None:
     update = replica.feed.flush()
     assert update is not None
     assert not follower.receive(update)
-    assert tree.match("", tokens(0, 2, 128)) == {}
+    assert tree.match("", tokens(0, 2, 128)).hits == {}
     assert follower.receive(replica.snapshot())
-    assert tree.match("", tokens(0, 1, 128)) == tree.match("", tokens(0, 2, 128)) == {0: 128}
+    assert tree.match("", tokens(0, 1, 128)).hits == tree.match("", tokens(0, 2, 128)).hits == {0: 128}
     assert follower.receive(update)  # it came before the snapshot was made
-    assert tree.match("", tokens(0, 2, 128)) == {0: 128}
+    assert tree.match("", tokens(0, 2, 128)).hits == {0: 128}
 
 
 def test_messages_of_a_process_that_is_gone_are_ignored() -> None:
@@ -112,5 +112,5 @@ def test_messages_of_a_process_that_is_gone_are_ignored() -> None:
     assert of_new is not None
     assert follower.receive(of_new)
     assert follower.receive(of_old)
-    assert tree.match("", tokens(0, 1, 128)) == {}
-    assert tree.match("", tokens(0, 2, 128)) == {0: 128}
+    assert tree.match("", tokens(0, 1, 128)).hits == {}
+    assert tree.match("", tokens(0, 2, 128)).hits == {0: 128}

@@ -108,7 +108,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def expect(self, key: str, run: bytes) -> None:
         hits = {replica: self.holdings[replica].hit(key, run) for replica in REPLICAS}
-        assert self.tree.match(key, run) == {replica: hit for replica, hit in hits.items() if hit}
+        assert self.tree.match(key, run).hits == {replica: hit for replica, hit in hits.items() if hit}
 
     @invariant()
     def is_sound(self) -> None:
@@ -136,7 +136,7 @@ def test_blocks_after_a_report_that_was_missed_are_not_added() -> None:
     assert not tree.store(0, later)
     tree.store(1, stored)
     assert not tree.store(0, later)
-    assert tree.match("", tokens(1, 2, 3)) == {1: 3 * BLOCK_TOKENS}
+    assert tree.match("", tokens(1, 2, 3)).hits == {1: 3 * BLOCK_TOKENS}
     tree.check()
 
 
@@ -145,7 +145,7 @@ def test_removed_blocks_that_were_not_reported_are_found() -> None:
     tree.store(0, stored)
     assert not tree.remove(1, stored.digests[2:])
     assert not tree.remove(0, stored.digests[:1])  # the blocks after it are still there
-    assert tree.match("", tokens(1, 2, 3)) == {0: 3 * BLOCK_TOKENS}
+    assert tree.match("", tokens(1, 2, 3)).hits == {0: 3 * BLOCK_TOKENS}
     assert tree.remove(0, stored.digests)
     assert not tree.remove(0, stored.digests)
     assert list(tree.edges()) == []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentflow.cluster.load import EngineShape
 from agentflow.cluster.published import LeastTokens
-from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, simulate_cluster
+from agentflow.cluster.router import Policy
+from agentflow.cluster.simulation import simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate

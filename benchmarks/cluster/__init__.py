@@ -1,0 +1,1 @@
+"""Several replicas behind a router, simulated: ``python -m benchmarks cluster``."""

@@ -1,0 +1,187 @@
+"""Workloads of many replicas: the programs of papers, and agent sessions, as many as the replicas serve.
+
+What a workload shares (examples, system messages,
+applications' prompts) grows with the replicas, as the users of a larger service do, except the prompts of
+``applications``, which are four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agentflow.cluster.load import EngineShape
+from agentflow.cluster.published import RoundRobin
+from agentflow.cluster.router import Policy, Router
+from agentflow.cluster.simulation import MODEL, SimulatedCluster
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.simulation import Simulated
+from agentflow.engine.simulator.workload import (
+    Arrival,
+    Workload,
+    agent_sessions,
+    beside,
+    chat,
+    few_shot,
+    map_reduce,
+    multi_agent,
+    tree_of_thought,
+)
+from benchmarks.engine.programs import GPU, applications, conversations
+
+TPOT_S = 0.05
+TTFT_S = 1.0
+LOAD = 0.8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload of any number of replicas.
+
+    Args:
+        name: Of its figures.
+        note: What it is.
+        make: Makes the programs of a number of replicas, at a rate of programs in a second; 0: all at the
+            start.
+        burst: Programs that keep one replica busy, to measure how many it serves.
+        kv_tokens: The pool of a replica.
+        max_running: The batch of a replica.
+        max_context: The longest sequence.
+    """
+
+    name: str
+    note: str
+    make: Callable[[int, int, float], list[Arrival]]
+    burst: int
+    kv_tokens: int = 100_000
+    max_running: int = 64
+    max_context: int = 16_384
+
+    def workload(self, num_replicas: int, per_s: float, seconds: float) -> Workload:
+        """The programs of ``seconds`` seconds for a number of replicas, ``per_s`` for each."""
+        count = max(2, round(per_s * seconds * num_replicas))
+        return Workload(self.name, self.make(num_replicas, count, per_s * num_replicas), self.kv_tokens)
+
+    def config(self, scale: int = 1) -> SchedulerConfig:
+        """Of a replica, or of one engine that is ``scale`` times as large."""
+        return SchedulerConfig(max_running=self.max_running * scale, token_budget=2048 * scale)
+
+    def router(self) -> Router:
+        """The router."""
+        return Router(EngineShape(GPU, self.max_running, self.kv_tokens, TPOT_S), MODEL)
+
+    def run(
+        self, workload: Workload, num_replicas: int, policy: Policy
+    ) -> tuple[Simulated, SimulatedCluster]:
+        """Simulates a workload."""
+        cluster = SimulatedCluster(
+            workload,
+            self.config(),
+            policy,
+            num_engines=num_replicas,
+            cost=GPU,
+            max_context=self.max_context,
+        )
+        return cluster.run(), cluster
+
+    def run_one_large(self, workload: Workload, scale: int) -> Simulated:
+        """Simulates one engine with ``scale`` times the pool, the batch and the speed."""
+        cost = replace(
+            GPU,
+            row_s=GPU.row_s / scale,
+            logits_s=GPU.logits_s / scale,
+            read_s=GPU.read_s / scale,
+            pair_s=GPU.pair_s / scale,
+        )
+        return SimulatedCluster(
+            Workload(workload.name, workload.arrivals, workload.kv_tokens * scale),
+            self.config(scale),
+            RoundRobin(),
+            num_engines=1,
+            cost=cost,
+            max_context=self.max_context,
+        ).run()
+
+    def programs_per_s(self, num_replicas: int = 1, policy: Policy | None = None) -> float:
+        """How many programs replicas serve in a second, if clients and tools take no time, and without the
+        time in which the batches fill and empty."""
+        programs = self.make(num_replicas, self.burst * num_replicas, 0.0)
+        arrivals = [replace(arrival, at_s=0.0) for arrival in programs]
+        workload = Workload(self.name, arrivals, self.kv_tokens)
+        simulated, _ = self.run(workload, num_replicas, policy or RoundRobin())
+        ended = sorted(one.ended_s for one in simulated.served)
+        first, last = len(ended) // 5, 4 * len(ended) // 5
+        num_programs = sum(arrival.after is None for arrival in arrivals)
+        return (last - first) / (ended[last] - ended[first]) * num_programs / len(ended)
+
+
+def goodput(simulated: Simulated) -> float:
+    """The part of the requests with a first token within TTFT_S and further ones every TPOT_S."""
+    return float(np.mean([one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in simulated.served]))
+
+
+def _mix(num_replicas: int, count: int, per_s: float) -> list[Arrival]:
+    """Half of the programs are chats, and a tenth of the others map-reduce."""
+    documents = max(1, count // 40)
+    return beside(
+        conversations(count - documents, per_s * (count - documents) / count),
+        map_reduce(num_programs=documents, per_s=per_s * documents / count, width=20, chunk=1024, seed=4),
+    )
+
+
+def _agents(num_replicas: int, count: int, per_s: float) -> Sequence[Arrival]:
+    return agent_sessions(
+        num_sessions=count, per_s=per_s, turns=15, first=4000, last=30_000, output=450, most_gap_s=4.0
+    )
+
+
+CASES = [
+    Case(
+        "few_shot",
+        "SGLang: questions after the examples of one of 8 tasks for each replica",
+        lambda n, count, per_s: few_shot(
+            num_requests=count, per_s=per_s, num_tasks=8 * n, examples=2000, output=32
+        ),
+        burst=300,
+        kv_tokens=50_000,
+    ),
+    Case(
+        "tree_of_thought",
+        "SGLang: programs of 40 thoughts",
+        lambda n, count, per_s: tree_of_thought(num_programs=count, per_s=per_s, question=1500),
+        burst=16,
+        kv_tokens=50_000,
+    ),
+    Case(
+        "chat",
+        "SGLang: conversations of 6 turns under one system message",
+        lambda n, count, per_s: chat(
+            num_chats=count, per_s=per_s, turns=6, system=400, message=200, reply=150, pause_s=4.0
+        ),
+        burst=150,
+    ),
+    Case(
+        "applications",
+        "Parrot, figure 17: four applications",
+        lambda n, count, per_s: applications(count, per_s),
+        burst=200,
+    ),
+    Case("mix", "Parrot, figure 19: chats and map-reduce", _mix, burst=200),
+    Case(
+        "multi_agent",
+        "Parrot, figure 18: coders and reviewers in three rounds",
+        lambda n, count, per_s: multi_agent(num_programs=count, per_s=per_s),
+        burst=16,
+    ),
+    Case(
+        "agents",
+        "sessions of 15 turns up to 30,000 tokens, tools of 1 to 4 s",
+        lambda n, count, per_s: list(_agents(n, count, per_s)),
+        burst=24,
+        kv_tokens=200_000,
+        max_running=16,
+        max_context=65_536,
+    ),
+]
