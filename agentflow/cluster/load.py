@@ -49,6 +49,7 @@ COMPUTED = 2.0
 MIN_STRETCH = 1.1  # as in ``engine.scheduling.pace``
 FULL = 0.95
 """Part of a pool that is in use when the next request has to wait."""
+_NOBODY = (0, 0.0)
 LEARNED_PART = 0.02
 """How much of the mean output length the latest request decides."""
 
@@ -112,7 +113,8 @@ class _Load:
     throughput_tokens: float = 0.0
     num_throughput: int = 0
     cached_tokens: float = 0.0  # reported
-    queued_s: dict[str, float] = field(default_factory=dict)  # of ``queue_s``, by tenant
+    # By tenant: the requests that wait, and their part of ``queue_s``.
+    queued: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 class Loads:
@@ -212,6 +214,7 @@ class Loads:
         lasting = np.minimum(missing, n - num_popular)
         if count > 1:
             missing += (count - 1) * np.minimum(missing, n - num_common)
+            lasting += (count - 1) * np.minimum(lasting, n - max(num_common, num_popular))
         prompts = (self._token_s + cost.pair_s * n) * missing
         if cost.pair_s:
             prompts -= missing * missing * (cost.pair_s / (2 * count))
@@ -223,7 +226,7 @@ class Loads:
         own += output * self._step_s + output * count * row_s
         mean_others = self._sum_others / max(1, len(self._present))
         others = self._others_token_s * missing
-        others += lasting * (count * cost.row_s * (1.0 + mean_others) * COMPUTED)
+        others += lasting * (cost.row_s * (1.0 + mean_others) * COMPUTED)
         others += (output * count * row_s) * self._others
         if self._shape.tpot_s < math.inf:
             others += output * self._over_s
@@ -244,11 +247,9 @@ class Loads:
 
     def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
         """The longest wait of a tenant on each replica: its own queue, once for each tenant in the queue."""
-        queued = [(load.queued_s.get(tenant, 0.0), len(load.queued_s)) for load in self._loads]
-        table = np.array(queued)
-        has_own = [tenant in load.queued_s for load in self._loads]
-        num_tenants = table[:, 1] + ~np.array(has_own)
-        fair: Seconds = num_tenants * (table[:, 0] + prompts)
+        own_s = np.array([load.queued.get(tenant, _NOBODY)[1] for load in self._loads])
+        num_tenants = np.array([len(load.queued) + (tenant not in load.queued) for load in self._loads])
+        fair: Seconds = num_tenants * (own_s + prompts)
         return fair
 
     # Changes.
@@ -264,7 +265,8 @@ class Loads:
             load.since = now_s
         load.num_waiting += 1
         load.queue_s += call.prompt_s
-        load.queued_s[call.tenant] = load.queued_s.get(call.tenant, 0.0) + call.prompt_s
+        count, seconds = load.queued.get(call.tenant, (0, 0.0))
+        load.queued[call.tenant] = count + 1, seconds + call.prompt_s
         self._num_tenants[call.tenant] = self._num_tenants.get(call.tenant, 0) + 1
         load.used_tokens += missing + call.expected_tokens
         if call.objective == "latency":
@@ -307,9 +309,11 @@ class Loads:
         load.num_waiting -= 1
         load.since = now_s
         load.queue_s = load.queue_s - call.prompt_s if load.num_waiting else 0.0
-        load.queued_s[call.tenant] -= call.prompt_s
-        if load.queued_s[call.tenant] <= 1e-12:
-            del load.queued_s[call.tenant]
+        count, seconds = load.queued[call.tenant]
+        if count > 1:
+            load.queued[call.tenant] = count - 1, seconds - call.prompt_s
+        else:
+            del load.queued[call.tenant]
         self._num_tenants[call.tenant] -= 1
         if not self._num_tenants[call.tenant]:
             del self._num_tenants[call.tenant]

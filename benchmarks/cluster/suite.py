@@ -23,9 +23,12 @@ from benchmarks.cluster.workloads import CASES, LOAD, Case, goodput
 from benchmarks.report import Report, Result, median_of
 
 RAY = "ray"
-SECONDS = {"small": 4.0, "full": 20.0}
+SECONDS = {"small": 4.0, "full": 10.0}
 """The arrivals of a workload."""
-REPLICAS = {"small": 8, "full": 64}
+COMPARED = {"small": 4, "full": 16}
+"""Replicas on which all routers run."""
+REPLICAS = {"small": 4, "full": 64}
+"""Replicas of the scaling and of the hit rate."""
 MANY = {"small": (100, 5_000), "full": (100, 100_000)}
 """Replicas and requests of ``cluster.simulated``."""
 
@@ -65,7 +68,7 @@ def _decisions(report: Report) -> None:
 
 def _measure(case: Case, report: Report, console: Console) -> Mapping[str, float]:
     """Adds the figures of one workload, and returns those of the summary."""
-    count, seconds = REPLICAS[report.scale], SECONDS[report.scale]
+    count, seconds = COMPARED[report.scale], SECONDS[report.scale]
     per_s = LOAD * case.programs_per_s()
     workload = case.workload(count, per_s, seconds)
     console.print(
@@ -80,17 +83,22 @@ def _measure(case: Case, report: Report, console: Console) -> Mapping[str, float
         parts[name], hits[name] = goodput(simulated), simulated.hit_rate
         ttft = float(np.percentile([one.ttft_s for one in simulated.served], 99))
         waits.append(f"{name} {parts[name]:.3f} (hits {hits[name]:.3f}, first token p99 {1e3 * ttft:.0f} ms)")
-    large = case.run_one_large(workload, count)
-    gap = 100 * (large.hit_rate - hits["ours"])
-    alone = [_served_per_s(case, 1), _served_per_s(case, count)]
-    scaling = alone[1] / alone[0] / count
     note = f"{case.note}; {count} replicas, {len(workload.arrivals):,} requests: {'; '.join(waits)}"
     add = report.results.append
     add(Result(f"cluster.goodput_{case.name}", round(parts["ours"], 4), "of the requests", [], note=note))
     add(_ratio(f"goodput_gain_{case.name}", parts["ours"] / max(parts[RAY], 1e-3), "against Ray's router"))
-    text = f"points; one engine {count} times as large has {large.hit_rate:.4f}, ours {hits['ours']:.4f}"
+    many = REPLICAS[report.scale]
+    hit_rate = hits["ours"]
+    if many != count:
+        workload = case.workload(many, per_s, seconds / 2)
+        console.print(f"{case.name}: {len(workload.arrivals):,} on {many} replicas, simulated", style="dim")
+        hit_rate = case.run(workload, many, case.router())[0].hit_rate
+    large = case.run_one_large(workload, many).hit_rate
+    gap = 100 * (large - hit_rate)
+    text = f"{many} replicas {hit_rate:.4f}, one engine {many} times as large {large:.4f}"
     add(Result(f"cluster.hit_rate_gap_{case.name}", round(gap, 2), "points", [], note=text))
-    text = f"programs in a second of {count} replicas without a pause, by {count} times that of one"
+    scaling = _served_per_s(case, many) / _served_per_s(case, 1) / many
+    text = f"programs in a second of {many} replicas without a pause, by {many} times that of one"
     add(_ratio(f"scaling_{case.name}", scaling, text))
     return {"goodput": parts["ours"], "ray": parts[RAY], "gap": gap, "scaling": scaling, **parts}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentflow.cluster.published import LeastTokens
-from agentflow.cluster.router import Policy
-from agentflow.cluster.simulation import simulate_cluster
+from agentflow.cluster.load import EngineShape
+from agentflow.cluster.published import PUBLISHED_ROUTERS, LeastTokens
+from agentflow.cluster.router import Policy, Router
+from agentflow.cluster.simulation import MODEL, simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate
@@ -56,3 +57,20 @@ def test_more_engines_serve_the_same_requests_sooner() -> None:
     assert len(three.served) == len(one.served) == len(WORKLOAD.arrivals)
     assert three.elapsed_s < one.elapsed_s
     assert three.counters.prompt_tokens == one.counters.prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["router", *PUBLISHED_ROUTERS])
+def test_every_router_serves_all_requests(name: str) -> None:
+    shape = EngineShape(COST, CONFIG.max_running, WORKLOAD.kv_tokens)
+    policy = Router(shape, MODEL) if name == "router" else PUBLISHED_ROUTERS[name]()
+    simulated = several(3, policy=policy)
+    assert len(simulated.served) == len(WORKLOAD.arrivals)
+    assert simulated.counters.generated_tokens == sum(len(one.output) for one in WORKLOAD.arrivals)
+
+
+def test_the_router_finds_more_of_the_chains_in_caches_than_round_robin() -> None:
+    shape = EngineShape(COST, CONFIG.max_running, WORKLOAD.kv_tokens)
+    rates = [
+        several(3, policy=one).hit_rate for one in (Router(shape, MODEL), PUBLISHED_ROUTERS["round-robin"]())
+    ]
+    assert rates[0] > rates[1]
