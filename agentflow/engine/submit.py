@@ -29,6 +29,8 @@ MAX_PRIORITY = 10
 """Priorities of requests are -MAX_PRIORITY to MAX_PRIORITY."""
 
 
+AWAITED_GROUPS = 2**61
+"""Task groups from this number on, below ``PATIENT_GROUPS``, have a consumer that counts by its latency."""
 PATIENT_GROUPS = 2**62
 """Task groups from this number on have a consumer that counts by its throughput."""
 

@@ -25,7 +25,7 @@ import msgspec
 from agentflow.engine.generator.prompt_changes import Outline, outline
 from agentflow.engine.messages import Finished
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.submit import PATIENT_GROUPS, Origin
+from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import Thinking, reasoning_marks, shown_reasoning, thinking_after
 from agentflow.engine.text.token_state import TokenState
@@ -284,7 +284,7 @@ def group_of_place(place: Place) -> int:
     """Returns the task group of a place, or 0. No other group has the number."""
     if not place.group:
         return 0
-    return (2**61 if place.group_objective == "latency" else PATIENT_GROUPS) + place.group
+    return (AWAITED_GROUPS if place.group_objective == "latency" else PATIENT_GROUPS) + place.group
 
 
 def fill_conversation(

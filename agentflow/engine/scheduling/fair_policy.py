@@ -25,10 +25,11 @@ been overtaken as far as the bound below allows; then requests of the highest pr
 all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
 the request whose patience ended first; then siblings in the task group that was admitted last, or in an
 earlier one of which some still wait (if the group's consumer counts by its throughput, they go behind all
-requests with the objective ``latency``); then the objective ``latency`` before ``throughput``, programs of a
-lower level, short requests before long ones, and the longest match. A request is *short* if it has at most
-SHORT_BATCHES * token_budget tokens to compute. Requests that compute ahead (``Origin.is_ahead``) have no
-siblings, and the objective that goes last.
+requests with the objective ``latency``); then the objective ``latency`` before ``throughput``, where a group
+whose consumer counts by its latency counts as ``latency``, too: it takes its turn among them, as the consumer
+waits for the last of the group. Then come programs of a lower level, short requests before long ones, and the
+longest match. A request is *short* if it has at most SHORT_BATCHES * token_budget tokens to compute. Requests
+that compute ahead (``Origin.is_ahead``) have no siblings, and the objective that goes last.
 
 **Paused programs.** The requests of a paused program (``program_pauses``) wait aside, where they count as
 departed. When it is resumed, they count as preempted. A tenant all of whose requests wait aside is idle.
@@ -107,7 +108,7 @@ from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.policies import Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
-from agentflow.engine.submit import PATIENT_GROUPS, Origin
+from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 
 OVERTAKEN_BATCHES = 32
 OVERTAKEN_FRACTION = 0.35
@@ -609,8 +610,9 @@ class TenantQueue:
             to_compute -= self.match_of(request)
         elif not request.num_generated:  # a long prompt counts as long until it is computed
             to_compute += request.num_computed - request.num_shared
-        priority, objective = _objective_rank(request)
-        return priority, request.deadline, objective, to_compute > self._short_tokens
+        origin = request.origin
+        objective = 2 if origin.is_ahead else int(origin.objective != "latency")
+        return -origin.priority, request.deadline, objective, to_compute > self._short_tokens
 
     def _is_short(self, request: Request, match: int) -> bool:
         return request.num_tokens + request.num_nodes - match <= self._short_tokens
@@ -627,9 +629,12 @@ def _charge_key(tenant: TenantQueue) -> tuple[float, int]:
 
 
 def _objective_rank(request: Request) -> tuple[int, int]:
-    """The priority and the objective. Lower goes first."""
+    """The priority and the objective of a waiting request. Lower goes first."""
     origin = request.origin
-    return -origin.priority, 2 if origin.is_ahead else int(origin.objective != "latency")
+    if origin.is_ahead:
+        return -origin.priority, 2
+    is_awaited = AWAITED_GROUPS <= origin.task_group < PATIENT_GROUPS
+    return -origin.priority, int(origin.objective != "latency" and not is_awaited)
 
 
 class _Place(NamedTuple):

@@ -1,12 +1,17 @@
 """Capacity by objective: how long a step may take beside requests that somebody reads, and which work fits
 into it.
 
-The time per output token (TPOT) of a request is the time of a step. Each request of the objective ``latency``
-has a *bound* on it: the engine's target (``SchedulerConfig.tpot_target_ms``) or its reader's
-(``Origin.tpot_s``), whichever is less. A step that decodes such requests, the *urgent* ones, is planned to
-take PLANNED_PART of the lowest bound among them, by the learned cost of steps. Without urgent requests or
-bounds, nothing of this applies.
+The time per output token (TPOT) of a request is the mean time of the steps that decode it. Each request of
+the objective ``latency`` has a *bound* on it: the engine's target (``SchedulerConfig.tpot_target_ms``) or its
+reader's (``Origin.tpot_s``), whichever is less. A step that decodes such requests, the *urgent* ones, is
+planned by the learned cost of steps, to take a part of the lowest bound among them. Without urgent requests
+or bounds, nothing of this applies.
 
+- *Balance*: a request's balance is MEAN_PART of its bound for each token that it has generated, less the time
+  that these tokens took. A step may take MEAN_PART of the bound plus the lowest balance of all urgent
+  requests. So errors of the learned costs are corrected in the next steps, and time that every urgent request
+  has saved goes to other work. The step stays between PLANNED_PART and MOST_PART of the bound, so that nobody
+  sees a pause.
 - *Decoding* takes at most DECODE_PART of the step beyond its constant cost: all urgent requests, then as
   many others as fit. The others take turns: those that were left out of a step come first in the next one,
   and a step has at least one.
@@ -30,6 +35,15 @@ when the requests that ran at that moment have ended.
 Proof. While r is held back, an urgent request runs. From that moment on no request starts before r, so the
 set of running requests only shrinks. When no urgent one is left in it, Pace holds nothing back. ∎
 
+**Mean time.** Let a request with bound b decode one token in each of n steps. Let each step take at most e
+longer than planned, e <= (MEAN_PART - PLANNED_PART) * b, and let the limits above lengthen none. Then its n
+tokens take at most MEAN_PART * n * b + e.
+
+Proof. The balance is at least -e: if it is x >= 0, the next step is planned to take at most MEAN_PART * b +
+x, which leaves 0. If -e <= x < 0, it is planned to take at most PLANNED_PART * b, which leaves x + e or more,
+or MEAN_PART * b + x, which leaves 0. In each case the error takes at most e. ∎ If a step is planned while
+another is in flight, whose time is not known yet, the sum may be larger by that of one step.
+
 Of k others that decode, each is in at least one of k steps in a row.
 """
 
@@ -41,8 +55,10 @@ from collections.abc import Iterable, Sequence
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.step_limits import StepCost
 
+MEAN_PART = 0.97
+"""The rest of a bound is for the work between steps."""
 PLANNED_PART = 0.9
-"""The rest of a bound is for errors of the learned costs and for the work between steps."""
+MOST_PART = 1.25
 DECODE_PART = 0.75
 MIN_STRETCH = 1.1
 LEAST_STRETCH = 2.0
@@ -65,6 +81,9 @@ class Pace:
         self._target_s = math.inf if target_s is None else target_s
         self._passed_tokens = PASSED_BATCHES * token_budget
         self._left_out: Sequence[Request] = ()  # of the last step, in the order of their turns
+        self._time_s = 0.0  # of all steps
+        # Where the balances of urgent requests that decode start, by id: the time and the generated tokens.
+        self._since: dict[int, tuple[float, int]] = {}
         self._urgent_waiting: set[int] = set()  # the ids of waiting requests of the objective ``latency``
         # Of the step that is being planned:
         self._num_tried = 0
@@ -93,7 +112,25 @@ class Pace:
         if not urgent or not self._cost.is_known:
             return math.inf
         num_read = sum([request.num_computed for request in urgent])
-        return self._bound_s(reader_s, self._cost.decode_s(len(urgent), len(urgent), num_read))
+        urgent_s = self._cost.decode_s(len(urgent), len(urgent), num_read)
+        return self._bound_s(reader_s, urgent_s, self._lowest_balance_s(urgent))
+
+    def ran(self, took_s: float) -> None:
+        """A step has run, in ``took_s`` seconds."""
+        self._time_s += took_s
+
+    def _lowest_balance_s(self, urgent: Sequence[Request]) -> float:
+        """The lowest balance of the urgent requests, in seconds. Those that are new have none."""
+        now = self._time_s
+        known = self._since
+        self._since = {request.id: known.get(request.id, (now, request.num_generated)) for request in urgent}
+        lowest_s = math.inf
+        for request, (since_s, first) in zip(urgent, self._since.values(), strict=True):
+            bound_s = min(self._target_s, _reader_s(request))
+            if bound_s < math.inf:
+                allowed_s = MEAN_PART * bound_s * (request.num_generated - first)
+                lowest_s = min(lowest_s, allowed_s - (now - since_s))
+        return lowest_s
 
     def in_turn(
         self, ready: Sequence[Request], bound_s: float
@@ -180,10 +217,14 @@ class Pace:
             return False
         return not is_urgent(request) and _will_decode(request) and not request.was_admitted
 
-    def _bound_s(self, reader_s: float, urgent_s: float) -> float:
-        """The longest step for urgent requests whose decoding alone takes ``urgent_s``."""
+    def _bound_s(self, reader_s: float, urgent_s: float, balance_s: float = -math.inf) -> float:
+        """The longest step for urgent requests whose decoding alone takes ``urgent_s``, and whose lowest
+        balance is ``balance_s``."""
         bound_s = min(self._target_s, max(reader_s, LEAST_STRETCH * urgent_s))
-        return math.inf if bound_s == math.inf else max(PLANNED_PART * bound_s, MIN_STRETCH * urgent_s)
+        if bound_s == math.inf:
+            return math.inf
+        planned_s = min(max(MEAN_PART * bound_s + balance_s, PLANNED_PART * bound_s), MOST_PART * bound_s)
+        return max(planned_s, MIN_STRETCH * urgent_s)
 
     def _decode_limit_s(self, bound_s: float) -> float:
         """How long decoding may take in a step of at most ``bound_s``."""

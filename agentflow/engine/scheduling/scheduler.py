@@ -452,6 +452,7 @@ class Scheduler:
         unknown). If this raises, the batch did not count: ``discard`` it."""
         if took_s > 0:
             self.cost.observe(self._in_flight.features, took_s)
+            self._pace.ran(took_s)
         results = self._in_flight.complete(output)
         self._pass_size.fits()
         self._counters.steps += 1

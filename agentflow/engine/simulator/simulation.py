@@ -24,8 +24,8 @@ from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.published import PUBLISHED_ORDERS, ProgramOrder, Rules
-from agentflow.engine.simulator.workload import Arrival, Workload
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.simulator.workload import Arrival, Workload, awaited_groups
+from agentflow.engine.submit import AWAITED_GROUPS, Origin, Submit
 from agentflow.errors import PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
@@ -103,6 +103,7 @@ class _Run:
         self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
         self._numbers: dict[str, int] = {}
+        self._awaited_groups = awaited_groups(workload.arrivals)
         self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
         for index, arrival in enumerate(workload.arrivals):
             self._of_program.setdefault(arrival.program, []).append(index)
@@ -142,12 +143,16 @@ class _Run:
         """The number that stands for the name of a state or task group; 0 for none."""
         return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
 
+    def _group(self, name: str) -> int:
+        """The number of a task group, as a program's graph gives it; 0 for none."""
+        return self._number(name) + (AWAITED_GROUPS if name in self._awaited_groups else 0)
+
     def _is_known(self, arrival: Arrival) -> bool:
         return self._knows_programs and bool(arrival.program)
 
     def _tell_return(self, arrival: Arrival, returns_s: float) -> None:
         program = self._number(f"program {arrival.program}") if self._is_known(arrival) else 0
-        group = self._number(arrival.task_group)
+        group = self._group(arrival.task_group)
         state = self._number(arrival.state)
         self.scheduler.place(state, program, group, arrival.objective, None, returns_s)
 
@@ -163,7 +168,7 @@ class _Run:
             steps[index] = 1 + max([steps[one] for one in before if one in steps], default=0)
             if arrival.state and arrival.state not in told:
                 told.add(arrival.state)
-                state, group = self._number(arrival.state), self._number(arrival.task_group)
+                state, group = self._number(arrival.state), self._group(arrival.task_group)
                 known = self._number(f"program {program}") if self._is_known(arrival) else 0
                 self.scheduler.place(state, known, group, arrival.objective, steps[index])
 
@@ -175,7 +180,7 @@ class _Run:
             tenant=arrival.tenant,
             cache_salt=arrival.salt,
             objective=arrival.objective,
-            task_group=self._number(arrival.task_group),
+            task_group=self._group(arrival.task_group),
             state=self._number(arrival.state),
             label=arrival.label,
             program=self._number(f"program {arrival.program}") if self._is_known(arrival) else 0,

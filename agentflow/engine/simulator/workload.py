@@ -71,6 +71,19 @@ class Workload:
     is_truncated: bool = False  # the file ends in the middle of a line, as if the server was killed
 
 
+def awaited_groups(arrivals: Sequence[Arrival]) -> frozenset[str]:
+    """Returns the task groups that a request with the objective ``latency`` waits for."""
+    return frozenset(
+        [
+            arrivals[before].task_group
+            for arrival in arrivals
+            if arrival.after is not None and arrival.objective == "latency"
+            for before in {arrival.after, *arrival.joins}
+            if arrivals[before].task_group not in ("", arrival.task_group)
+        ]
+    )
+
+
 class _Header(msgspec.Struct):
     agentflow_workload: int
     name: str = ""

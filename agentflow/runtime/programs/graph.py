@@ -297,7 +297,8 @@ class ProgramGraph:
         group = state.group
         group_objective: Objective = "throughput" if group else "latency"
         if (stage := node.stage) is not None and len(stage.members) > 1:
-            group, group_objective = stage.number, node.gate
+            group = stage.number
+            group_objective = "throughput" if node.explicit == "throughput" else node.gate
         return Place(
             state.program,
             group,

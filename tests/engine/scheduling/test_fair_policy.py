@@ -280,7 +280,7 @@ def test_priorities_that_are_all_equal_change_nothing(plan, priority):
 
 @given(plan=waiting_requests)
 def test_within_a_priority_the_order_is_that_of_requests_which_wait_alone(plan):
-    plan = [(*rest, None, deadline) for *rest, _, deadline in plan]  # groups follow what was admitted before
+    plan = [(*rest, 0, deadline) for *rest, _, deadline in plan]  # groups follow what was admitted before
     priorities = [priority for _, _, priority, *_ in plan]
     order = order_of(policy_with(plan, priorities))
     for priority in set(priorities):

@@ -12,12 +12,12 @@ from support.engine.requests import request_of
 from support.examples import examples
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.submit import PATIENT_GROUPS
+from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
 
 TOKEN_BUDGET = 256
 LEVEL_TOKENS = fair_policy.LEVEL_BATCHES * TOKEN_BUDGET
@@ -140,6 +140,25 @@ def test_a_group_whose_consumer_is_patient_goes_on_after_latency_work():
     assert order_of(queue) == [4, 1, 2, 3]
 
 
+def test_a_group_that_a_latency_request_waits_for_takes_its_turn_among_latency_work():
+    queue = policy()
+    for number in (1, 2):
+        queue.add(request(number, objective="throughput", task_group=AWAITED_GROUPS + 1))
+    queue.add(request(3))
+    queue.add(request(4, objective="throughput", task_group=5))
+    assert order_of(queue) == [1, 2, 3, 4]
+
+
+def test_the_prompts_of_an_awaited_group_go_after_those_of_latency_requests():
+    queue = policy()
+    sibling, chat = request(1, objective="throughput", task_group=AWAITED_GROUPS + 1), request(2)
+    for made in (sibling, chat):
+        queue.add(made)
+        queue.admit(made)
+        made.status = Status.RUNNING
+    assert queue.next([sibling, chat], None) is chat
+
+
 def test_a_waiting_request_gets_another_place():
     queue = policy()
     begin(queue, request(0, program=1))
@@ -192,7 +211,8 @@ class Reference:
         known = self.programs.setdefault(number, Known(made.arrival)) if number else Known(made.arrival)
         levels = [LEVEL_TOKENS * fair_policy.LEVEL_FACTOR**n for n in range(fair_policy.MAX_LEVEL)]
         level = sum(known.num_tokens >= limit for limit in levels)
-        self.places[made.id] = (made.origin.objective != "latency", level), known.arrival, made.id
+        is_late = made.origin.objective != "latency" and made.origin.task_group < AWAITED_GROUPS
+        self.places[made.id] = (is_late, level), known.arrival, made.id
         if known.has_begun:
             self.continuing.add(made.id)
 
@@ -220,12 +240,13 @@ class Reference:
             self.programs[number].num_tokens += num_tokens
 
 
+groups = st.sampled_from([0, 1, 2, AWAITED_GROUPS + 1])
 events = st.lists(
     st.one_of(
         st.tuples(
             st.just("arrive"),
             st.integers(0, 3),
-            st.integers(0, 2),
+            groups,
             st.sampled_from(["latency", "latency", "throughput"]),
         ),
         st.tuples(st.just("admit"), st.sampled_from([1, LEVEL_TOKENS // 2, 5 * LEVEL_TOKENS])),
@@ -233,7 +254,7 @@ events = st.lists(
             st.just("place"),
             st.integers(0, 30),
             st.integers(0, 3),
-            st.integers(0, 2),
+            groups,
             st.sampled_from(["latency", "throughput"]),
         ),
     ),

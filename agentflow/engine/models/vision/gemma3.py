@@ -52,8 +52,6 @@ class Gemma3Tower(TileTower):
         tokens = means.flatten(2).transpose(1, 2).flatten(0, 1)
         normed = apply_norm(tokens, self._norm, self._tiles.kernels)
         return [self._tiles.kernels.linear(normed, self._projection)]
-            self._tiles.kernels.linear(apply_norm(tokens, self._norm, self._tiles.kernels), self._projection)
-        ]
 
 
 def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Gemma3Tower:
