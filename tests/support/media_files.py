@@ -49,7 +49,7 @@ def animation(kind: str = "GIF") -> bytes:
 def video(
     num_frames: int, kind: str = "mp4", size: tuple[int, int] = (48, 64), fps: int = 10, max_b_frames: int = 0
 ) -> bytes:
-    """A video whose frame ``n`` has about the gray ``4 * n``."""
+    """A video whose frame ``n`` has about the gray ``4 * n``, and half of it on the right."""
     import av
 
     height, width = size
@@ -62,6 +62,15 @@ def video(
             stream.codec_context.max_b_frames = max_b_frames
         for index in range(num_frames):
             picture = np.full((height, width, 3), 4 * index % 256, dtype=np.uint8)
+            picture[:, width // 2 :] //= 2
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
     return buffer.getvalue()
+
+
+def turned_right(mp4: bytes) -> bytes:
+    """The video with the note that its frames are to be turned by a quarter to the right."""
+    matrix = mp4.index(b"tkhd") + 44
+    one = 1 << 16
+    turn = struct.pack(">9i", 0, one, 0, -one, 0, 0, 0, 0, 1 << 30)
+    return mp4[:matrix] + turn + mp4[matrix + len(turn) :]

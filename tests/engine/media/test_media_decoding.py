@@ -12,7 +12,7 @@ from PIL import Image
 
 from agentflow.engine.media.decoding import decode_image, decode_video
 from agentflow.errors import BadArgument
-from tests.support.media_files import animation, bomb, encoded, noise, video
+from tests.support.media_files import animation, bomb, encoded, noise, turned_right, video
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -172,6 +172,14 @@ def test_frames_of_a_video_are_sampled_at_equal_distances(
     assert len(frames) == count
     for frame, index in zip(frames, wanted, strict=True):
         np.testing.assert_array_equal(frame, everything[index])
+
+
+def test_frames_are_turned_as_the_video_says() -> None:
+    upright = video(3)
+    turned = decode_video(turned_right(upright), 3)
+    assert turned.size == (64, 48)
+    for before, after in zip(decode_video(upright, 3).frames, turned.frames, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), np.rot90(np.asarray(before), -1))
 
 
 VIDEOS = {kind: video(30, kind) for kind in ("mp4", "avi", "webm")}
