@@ -121,7 +121,6 @@ ROOMS = {
         "media_run",
         "text",
         "submit",
-        "media",
         "token_tree",
         "request",
         "batch",

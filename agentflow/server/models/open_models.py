@@ -17,7 +17,7 @@ from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, const
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
 from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
-from agentflow.engine.media.reader import FetchImage, media_reader
+from agentflow.engine.media.reader import FetchImage, MediaReader, media_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -26,7 +26,7 @@ from agentflow.engine.simulator.workload import open_sink, workload_name
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
+from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed, NotSupported
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
 from agentflow.server.image_fetcher import ImageFetcher
@@ -132,10 +132,7 @@ async def _open_engines(
         embedding = None
         if options.task == "embed":
             embedding = await anyio.to_thread.run_sync(read_embedding_folder, folders[name])
-        reader = await anyio.to_thread.run_sync(partial(media_reader, folders[name], fetch=fetch))
-        if reader is not None:
-            stack.push_async_callback(reader.aclose)
-            await reader.warm_up()
+        reader = await _open_reader(stack, folders[name], fetch)
         opened[name] = EngineModel(
             name,
             client,
@@ -148,6 +145,22 @@ async def _open_engines(
             aliases=aliases.get(name, ()),
         )
     return compiler
+
+
+async def _open_reader(stack: AsyncExitStack, folder: Path, fetch: FetchImage) -> MediaReader | None:
+    """Opens the reader of a model's images. A model whose images cannot be read is served for text."""
+    try:
+        reader = await anyio.to_thread.run_sync(partial(media_reader, folder, fetch=fetch))
+    except NotSupported as error:
+        logger.warning("%s reads no images: %s", folder.name, error)
+        return None
+    if reader is not None:
+        stack.push_async_callback(reader.aclose)
+        try:
+            await reader.warm_up()
+        except AgentflowError as error:  # requests with images get it, too
+            logger.warning("%s: %s", folder.name, error)
+    return reader
 
 
 def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path], dict[str, ChatTemplate]]:
