@@ -291,6 +291,30 @@ def test_the_bytes_are_those_of_transformers(family: Family, size: tuple[int, in
     np.testing.assert_array_equal(pixels, theirs)
 
 
+def test_scaled_bytes_are_the_values_of_transformers(family: Family) -> None:
+    image = _image((30, 50))
+    bytes_alone = _their_tiles(family.image_processor, image)
+    theirs = family.image_processor(image)["pixel_values"]
+    scaling = family.settings.scaling
+    mean, std = (np.array(values, dtype=np.float32) for values in (scaling.mean, scaling.std))
+    if family.settings.family.startswith("qwen"):
+        channels = (bytes_alone.shape[0], 3, -1)
+        bytes_alone, theirs = bytes_alone.reshape(channels), np.asarray(theirs).reshape(channels)
+        shape: tuple[int, ...] = (1, 3, 1)
+    else:
+        shape = (1, 3, 1, 1)
+    ours = (bytes_alone.astype(np.float32) * scaling.factor - mean.reshape(shape)) / std.reshape(shape)
+    np.testing.assert_allclose(ours, np.asarray(theirs).reshape(ours.shape), rtol=1e-5, atol=1e-6)
+
+
+def test_scaling_has_the_defaults_of_transformers(family: Family) -> None:
+    defaults = type(family.image_processor)()
+    kind = {"image_processor_type": type(defaults).__name__.removesuffix("Pil")}
+    scaling = MediaSettings(family.settings.model, kind, {}, {}).scaling
+    assert scaling.factor == defaults.rescale_factor
+    assert (list(scaling.mean), list(scaling.std)) == (list(defaults.image_mean), list(defaults.image_std))
+
+
 @settings(deadline=None, max_examples=25)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=3), glue=st.sampled_from(["", "a", "\n", " b\n"]))
 def test_the_ids_of_a_prompt_are_those_of_transformers(
