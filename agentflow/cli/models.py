@@ -23,10 +23,10 @@ from agentflow.cli.server_query import API_KEY_VARIABLE, http_url, query_server
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, ProtocolError
 
 MODELS_PATH = "/v1/models"
-LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "tools", "licence")
+LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "tools", "images", "licence")
 SERVER_COLUMNS = ("model", "owner", "context", "loaded")
 NUMBERS = ("size", "memory", "fits", "context")
-DISPENSABLE = ("tools", "chat")
+DISPENSABLE = ("images", "tools", "chat")
 """Columns that a narrow terminal does not show, in this order."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -55,7 +55,7 @@ def local_models() -> list[tuple[str, ...]]:
             2 * model.parameters + work_bytes(model.vocabulary), 2 * model.kv_numbers_per_token, model.context
         )
         licence = f"{model.licence} (gated)" if model.is_gated else model.licence
-        rows.append((name, "no", _size(model.disk_bytes), *needs, "-", "-", licence))
+        rows.append((name, "no", _size(model.disk_bytes), *needs, "-", "-", "-", licence))
     for name, path in cached.items():
         described = describe_model(path, room)
         if "damaged" not in described:  # or no language model: the cache has models of any kind
@@ -108,11 +108,12 @@ class _Room:
 
 
 def describe_model(path: Path, room: _Room) -> tuple[str, ...]:
-    """Size, memory, fit, context, chat template and tool support of a model folder or GGUF file, as shown."""
+    """Size, memory, fit, context, chat template, and support of tools and images of a model folder or GGUF
+    file, as shown."""
     try:
         return _described(path, room)
     except (BadModelFolder, OSError, ValueError):
-        return (_size(_file_bytes(path)), "damaged", "-", "-", "-", "-")
+        return (_size(_file_bytes(path)), "damaged", "-", "-", "-", "-", "-")
 
 
 def _file_bytes(path: Path) -> int:
@@ -123,10 +124,12 @@ def _file_bytes(path: Path) -> int:
 def _described(path: Path, room: _Room) -> tuple[str, ...]:
     from agentflow.engine.models.memory_need import memory_need, read_shape
     from agentflow.engine.models.text_config import text_config
+    from agentflow.engine.store.native_architectures import IMAGE_ARCHITECTURES
     from agentflow.engine.text.tokenizer_files import chat_template_source
 
     need = memory_need("", path, "auto", None, on_gpu=room.is_on_gpu)
     config = text_config(read_shape(path)[0])
+    architectures = config.get("architectures") or ()
     context = config.get("max_position_embeddings") or config.get("n_positions") or 2_048
     template = chat_template_source(path)
     return (
@@ -134,6 +137,7 @@ def _described(path: Path, room: _Room) -> tuple[str, ...]:
         *room.describe(need.fixed_bytes, need.kv_bytes_per_token, int(context)),
         _yes(template is not None),
         _yes(template is not None and names_tools(template)),
+        _yes(not IMAGE_ARCHITECTURES.isdisjoint(architectures)),
     )
 
 

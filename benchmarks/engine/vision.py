@@ -82,7 +82,8 @@ def make_model(folder: Path) -> Any:
         "smolvlm", text_config=TEXT, vision_config=VISION, scale_factor=4, image_token_id=IMAGE_TOKEN
     )
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+    kind: Any = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(folder)
     settings = {"size": {"longest_edge": 4 * TILE}, "max_image_size": {"longest_edge": TILE}}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
@@ -131,7 +132,7 @@ def measure_first_answer(runner: TorchRunner, theirs: Any, report: Report) -> No
     rng = np.random.default_rng(1)
     image = Image.fromarray(rng.integers(0, 256, (512, 512, 3), dtype=np.uint8))
     longest = (4 if report.scale == "full" else 2) * TILE
-    processor = Idefics3ImageProcessorPil(
+    processor: Any = Idefics3ImageProcessorPil(
         size={"longest_edge": longest}, max_image_size={"longest_edge": TILE}
     )
     plain = processor(images=[[image]], do_rescale=False, do_normalize=False)["pixel_values"]

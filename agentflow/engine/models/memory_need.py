@@ -56,6 +56,12 @@ _GPU_ITEM_BYTES = {
     **dict.fromkeys(("Q5_1", "Q5_K", "Q6_K"), 36 / 32),
 }
 """The same in the kernels for GPUs. Other quantised types take as much as int8."""
+_TOWER_PARTS = tuple(
+    f"{before}{part}"
+    for before in ("", "model.")
+    for part in ("vision_tower.", "vision_model.", "visual.", "connector.", "multi_modal_projector.")
+)
+"""The beginnings of the names of a vision tower's tensors."""
 _DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -99,7 +105,9 @@ def memory_need(
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
     if quantize is not None:
-        weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
+        in_towers = _vision_parameters(folder)  # their matrices stay dense
+        weight_bytes = int((num_parameters - in_towers) * _QUANTIZED_ITEM_BYTES[quantize])
+        weight_bytes += in_towers * item_bytes
     if dtype == "auto" and (not on_gpu or find_spec("triton")):
         panels = _panel_bytes(folder, config, quantize, _GPU_ITEM_BYTES if on_gpu else _PANEL_ITEM_BYTES)
         weight_bytes = min(weight_bytes, panels or weight_bytes)
@@ -257,9 +265,17 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
     )
 
 
-def _num_parameters(folder: Path, scheme: Scheme | None) -> int:
+def _vision_parameters(folder: Path) -> int:
+    """The parameters of the vision tower in a model folder; 0 if there is none, as in GGUF files."""
+    config = json_object(folder / "config.json") if folder.is_dir() else None
+    if config is None or "vision_config" not in config:
+        return 0
+    return _num_parameters(folder, None, _TOWER_PARTS)
+
+
+def _num_parameters(folder: Path, scheme: Scheme | None, beginnings: tuple[str, ...] = ("",)) -> int:
     """Counted in the headers of the safetensors files: 8 bytes of length, then JSON. ``scheme``: how they are
-    quantised."""
+    quantised. ``beginnings``: of the names of the tensors that count."""
     total = 0
     for file in (folder / name for name in weight_files(folder)):
         with file.open("rb") as stream:
@@ -272,7 +288,7 @@ def _num_parameters(folder: Path, scheme: Scheme | None) -> int:
             total += sum(
                 math.prod(entry["shape"]) * _values_in_each(name, scheme)
                 for name, entry in header.items()
-                if name != "__metadata__"
+                if name != "__metadata__" and name.startswith(beginnings)
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise BadModelFolder(

@@ -34,3 +34,18 @@ NATIVE_ARCHITECTURES: Final = frozenset(
     }
 )
 """The keys of ``families/registry.FAMILIES``."""
+
+IMAGE_ARCHITECTURES: Final = frozenset(
+    {
+        "Gemma3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextVideoForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+    }
+)
+"""Those of them that read images: the keys of ``vision/loading.TOWERS``."""

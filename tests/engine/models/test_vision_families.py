@@ -25,8 +25,11 @@ from support.engine.vision_models import (
 )
 
 from agentflow.engine.media_run import PreparedMedium
+from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.models.vision.loading import TOWERS
+from agentflow.engine.store.native_architectures import IMAGE_ARCHITECTURES
 from agentflow.errors import BadArgument
 
 pytestmark = pytest.mark.gpu
@@ -204,6 +207,19 @@ def test_memory_counts_the_tower(case: Case) -> None:
     assert media is not None
     assert media.tower.nbytes > 0
     assert case.runner.info.weight_bytes <= 1.5 * need.weight_bytes
+
+
+def test_a_tower_stays_dense_beside_quantised_text(case: Case) -> None:
+    """As ``memory_need`` counts it."""
+    media = case.runner.media
+    assert media is not None
+    dense, int8 = (memory_need("", case.folder, "bfloat16", None, quantize) for quantize in (None, "int8"))
+    assert dense.weight_bytes > int8.weight_bytes > media.tower.nbytes / 2  # in bfloat16
+
+
+def test_models_that_read_images_are_known_without_torch() -> None:
+    assert TOWERS.keys() == IMAGE_ARCHITECTURES
+    assert FAMILIES.keys() >= IMAGE_ARCHITECTURES
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5, 5), (2, 2), None])
