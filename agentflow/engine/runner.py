@@ -102,9 +102,9 @@ class MediaEncoding(Protocol):
     """The work of a vision tower on one medium, in slices: a layer over some rows.
 
     ``num_slices``: the slices that are left, each of about equal work. ``flops_per_slice``: the work of one.
-    ``run`` computes the next ``count`` slices; unless the runner launches ahead, all batches are collected
-    before. Raises ``AcceleratorFault`` or ``OutOfMemory`` where these
-    apply; any other exception blames the medium.
+    ``run`` computes the next ``count`` slices and returns when they are computed, so that its time is their
+    time; no batch is in flight meanwhile. Raises ``AcceleratorFault`` or ``OutOfMemory`` where these apply;
+    any other exception blames the medium.
     """
 
     @property

@@ -18,13 +18,18 @@ from support.engine.fake_vision import (
     prepared,
     vision_runner,
 )
+from support.fake_engine import FakeEngine
 from support.faults import has_param
 
+import agentflow as af
+from agentflow.backends.local import interpreted
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.token_state import image_mark
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
+from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply
 from agentflow.protocol.images import Image, PlacedImage
 from agentflow.protocol.sampling import GenParams
@@ -207,3 +212,36 @@ async def test_an_aborted_encoding_leaves_nothing() -> None:
         assert stats.waiting == stats.running == 0
         assert stats.media_pixel_bytes == 0
         assert not runner.encodings
+
+
+class VisionEngine(FakeEngine):
+    """A backend with vision."""
+
+    def __init__(self, **config) -> None:
+        super().__init__(runner=vision_runner(), tokenizer=TOKENIZER, template=TEMPLATE, **config)
+        self.reader = FakeReader()
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with self.open_client() as client:
+            generator = EngineGenerator(client, self.template, reader=self.reader)
+            async with interpreted(generator, deliver) as connection:
+                yield connection
+
+
+async def test_programs_fork_over_a_picture() -> None:
+    engine = VisionEngine()
+    async with af.session(backend=engine) as flow:
+        state = flow.state()
+        state += af.user("Look: ", af.image(picture("cat").data))
+        forks = state.fork(3)
+        for number, fork in enumerate(forks):
+            fork += af.user(f"Question {number}?")
+            fork += af.assistant(af.gen("answer", max_tokens=3, ignore_eos=True))
+        answers = [await fork["answer"] for fork in forks]
+        assert len(answers) == 3
+        [usage] = {fork["answer"].usage.cached_tokens > 12 for fork in forks[1:]}
+        assert usage
+        assert f"Look: {image_mark(picture('cat').source)}" in await state.text()
+        assert (len(engine.reader.read), engine.runner.num_encoded) == (1, 1)
+        await engine.assert_idle()
