@@ -7,6 +7,7 @@ that contain it are freed.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator
 from weakref import finalize
 
@@ -30,7 +31,8 @@ class _Upload:
 
     def __init__(self, op: ops.Upload, memory: MemoryBudget) -> None:
         self.size = op.size
-        self.data = bytearray()
+        # Its value is the buffer, which grows in place: a copy of a video would hold the event loop.
+        self.data = io.BytesIO()
         self.digest = hashlib.sha256()
         self.reservation = Reservation(memory, op.size)
 
@@ -67,20 +69,21 @@ class ImageStore:
                 raise BadArgument(f"upload: {_MAX_PARTIAL} images are uploaded in part: complete one first")
             self._partial[op.source] = _Upload(op, self._memory)
         upload = self._partial.get(op.source)
-        if upload is None or len(upload.data) != op.at or upload.size != op.size:
+        if upload is None or upload.data.tell() != op.at or upload.size != op.size:
             raise BadArgument("upload: the parts of an image must come in order")
         for first in range(0, len(op.data), _SLICE):
             upload.digest.update(memoryview(op.data)[first : first + _SLICE])
             yield
         is_whole = len(op.data) == op.size
-        if not is_whole:
-            upload.data += op.data
+        for first in range(0, 0 if is_whole else len(op.data), _SLICE):
+            upload.data.write(memoryview(op.data)[first : first + _SLICE])
+            yield
         if op.at + len(op.data) < op.size:
             return
         del self._partial[op.source]
         if DIGEST + upload.digest.hexdigest() != op.source:
             raise BadArgument("upload: the bytes of the image have another digest")
-        data = op.data if is_whole else bytes(upload.data)
+        data = op.data if is_whole else upload.data.getvalue()
         media_type = video_type_of(data) if op.kind == "video" else media_type_of(data)
         image = Image(op.source, media_type, data)
         finalize(image, _forget, upload.reservation)
