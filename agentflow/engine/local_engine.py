@@ -192,7 +192,7 @@ def _read_texts(options: EngineOptions, folder: Path) -> tuple[Tokenizer, ChatTe
 
 def _has_no_order(folder: Path) -> BadArgument:
     return BadArgument(
-        "deterministic needs a model of the Llama family and the native kernels, which run on x86-64 CPUs "
+        "deterministic needs a model of a native family and the native kernels, which run on x86-64 CPUs "
         f"with Linux: the sums of {folder.name} depend on the batch here",
         param="deterministic",
     )

@@ -48,7 +48,17 @@ async def answers(client: EngineClient) -> list[list[int]]:
     return found
 
 
-async def test_f36d_neither_company_nor_cache_nor_chunks_change_an_answer(model_folder: Path) -> None:
+def write_family(name: str, folder: Path) -> None:
+    saved_model(name, folder)
+    write_folder(folder, byte_level(("<s>", "</s>"), vocab_size=300), {"eos_token": "</s>"}, CHATML)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+async def test_f36d_neither_company_nor_cache_nor_chunks_change_an_answer(
+    family: str, model_folder: Path, tmp_path: Path
+) -> None:
+    if family != "llama":
+        write_family(family, model_folder := tmp_path)
     async with open_engine(options(model_folder)) as client:
         cold = [
             (await client.generate(prompt, PARAMS, seed=index)).token_ids
@@ -67,8 +77,7 @@ async def test_f36e_deterministic_is_rejected_where_sums_depend_on_the_batch(
     if kernels == "torch":
         write_random_model(tmp_path)
     else:
-        saved_model("gemma3", tmp_path)
-        write_folder(tmp_path, byte_level(("<s>", "</s>"), vocab_size=300), {"eos_token": "</s>"}, CHATML)
+        write_family("gpt_neox", tmp_path)  # runs through transformers
     with pytest.raises(BadArgument, check=has_param("deterministic")):
         async with open_engine(options(tmp_path)):
             pass

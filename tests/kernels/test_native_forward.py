@@ -26,6 +26,7 @@ from agentflow.kernels.activations import Activation
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
     Experts,
+    LatentWeights,
     LayerWeights,
     Mlp,
     Norm,
@@ -65,6 +66,8 @@ class Sizes:
     routing: Routing | None = None
     num_experts: int = 0
     has_shared: bool = False
+    # Of latent attention: q_rank, kv_rank, plain_dim, value_dim. ``head_dim`` is that of the pool.
+    latent: tuple[int, int, int, int] | None = None
 
 
 ALL_NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
@@ -92,7 +95,7 @@ SIZES = (
         has_bias=True,
         norm="layer",
         ropes=(None,),
-        num_positions=300,
+        num_positions=1000,
         activation="gelu",
         is_gated=False,
     ),
@@ -114,6 +117,8 @@ SIZES = (
         num_experts=12,
         has_shared=True,
     ),
+    Sizes(64, 96, 4, 1, 40, latent=(0, 24, 20, 12)),
+    Sizes(48, 96, 2, 1, 48, latent=(40, 32, 16, 8)),
 )
 VOCAB = 50
 NUM_LAYERS = 3
@@ -145,6 +150,20 @@ class _Maker:
         gate_up = self.linear(2 * inner if is_gated else inner, hidden, gated=is_gated)
         return Mlp(gate_up, self.linear(hidden, inner))
 
+    def latent(self, q_rank: int, kv_rank: int, plain_dim: int, value_dim: int) -> LatentWeights:
+        sizes, hidden = self._sizes, self._sizes.hidden
+        queries = sizes.num_heads * (plain_dim + sizes.head_dim - kv_rank)
+        return LatentWeights(
+            kv_rank,
+            plain_dim,
+            self.linear((q_rank or queries) + sizes.head_dim, hidden),
+            1 + self.random(q_rank) if q_rank else None,
+            self.linear(queries, q_rank) if q_rank else None,
+            1 + self.random(kv_rank),
+            self.random(sizes.num_heads, plain_dim, kv_rank),
+            self.random(sizes.num_heads, kv_rank, value_dim),
+        )
+
     def layer(self, index: int) -> LayerWeights:
         sizes = self._sizes
         queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -162,9 +181,9 @@ class _Maker:
         norms = {name: self.norm(sizes.hidden) if name in sizes.norms else None for name in ALL_NORMS}
         norms |= dict(zip(("q_norm", "k_norm"), map(self.norm, normed), strict=False))
         return LayerWeights(
-            qkv=self.linear(queries + 2 * keys, sizes.hidden),
+            qkv=self.latent(*sizes.latent) if sizes.latent else self.linear(queries + 2 * keys, sizes.hidden),
             sinks=self.random(sizes.num_heads, scale=1.0) if sizes.has_sinks else None,
-            output=self.linear(sizes.hidden, queries),
+            output=self.linear(sizes.hidden, sizes.num_heads * sizes.latent[-1] if sizes.latent else queries),
             mlp=mlp,
             window=sizes.windows[index % len(sizes.windows)],
             rope=sizes.ropes[index % len(sizes.ropes)],
@@ -172,8 +191,7 @@ class _Maker:
         )
 
 
-def rope_of(config: RopeConfig, sizes: Sizes) -> Rope:
-    frequencies = inverse_frequencies(config, sizes.head_dim)
+def rope_of(frequencies: torch.Tensor, sizes: Sizes) -> Rope:
     return Rope(frequencies, sizes.amplitude, torch.arange(len(frequencies)) % 3)
 
 
@@ -182,10 +200,9 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
     maker = _Maker(sizes, kernels, dtype, seed)
     embedding = maker.random(VOCAB, sizes.hidden, scale=1.0)
     head = kernels.pack_linear(embedding, None, exact_output=True)
+    turned = sizes.head_dim - (sizes.latent[1] if sizes.latent else 0)
     ropes = [
-        rope_of(
-            inverse_frequencies(RopeConfig("default", theta, fraction=part), sizes.head_dim), sizes.amplitude
-        )
+        rope_of(inverse_frequencies(RopeConfig("default", theta, fraction=part), turned), sizes)
         for part, theta in zip(sizes.rotated, (10000.0, 1000.0), strict=False)
     ]
     has_positions = sizes.num_positions > 0
@@ -397,8 +414,10 @@ def test_tokens_are_those_of_the_logits(kernels: Kernels, dtype: torch.dtype, dr
 
 @IN_ORDER
 @DTYPES
-def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels, dtype: torch.dtype) -> None:
-    sizes = SIZES[0]
+@pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
+def test_a_row_gives_the_same_whatever_else_is_in_the_batch(
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes
+) -> None:
     model = model_of(sizes, kernels, dtype)
     together = step_of(sizes, [Shape(-1, 0, 300 + i, 1) for i in range(30)], [True], dtype, 1)
     hidden, _ = together.run(model, kernels)
@@ -409,11 +428,15 @@ def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels, dt
 
 @IN_ORDER
 @DTYPES
-@given(st.lists(st.integers(1, 150), min_size=1, max_size=4), st.integers(0, 200), st.integers(0, 99))
+@given(
+    st.sampled_from(SIZES),
+    st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    st.integers(0, 200),
+    st.integers(0, 99),
+)
 def test_f36c_a_prompt_in_chunks_gives_the_same_as_in_one(
-    kernels: Kernels, dtype: torch.dtype, chunks: list[int], cached: int, seed: int
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, chunks: list[int], cached: int, seed: int
 ) -> None:
-    sizes = SIZES[0]
     model = model_of(sizes, kernels, dtype)
     whole = step_of(sizes, [Shape(-1, 0, 20, 1), Shape(-1, 0, cached, sum(chunks))], [True], dtype, seed)
     expected, expected_kv = whole.run(model, kernels)
@@ -454,12 +477,12 @@ def test_a_token_that_does_not_exist_is_an_error(token_id: int) -> None:
         step.run(model_of(SIZES[0], native_ops, torch.float32), native_ops)
 
 
-def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = SIZES[1]
+@pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
+def test_any_number_of_threads_gives_the_same(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(sizes, [Shape(-1, 0, 500, 1), Shape(-1, 0, 30, 40)], [True], torch.float32, 2)
     model = model_of(sizes, native_ops, torch.float32)
     results = []
-    for num_threads in (1, 2, 3, 5, 2):
+    for num_threads in (1, 2, 3, 5, 8, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
         results.append(step.run(model, native_ops)[0])
     assert all(torch.equal(result, results[0]) for result in results)
