@@ -49,7 +49,7 @@ async def answers(client: EngineClient) -> list[list[int]]:
 
 
 def write_family(name: str, folder: Path) -> None:
-    saved_model(name, folder)
+    saved_model(name, folder, max_position_embeddings=1024)
     write_folder(folder, byte_level(("<s>", "</s>"), vocab_size=300), {"eos_token": "</s>"}, CHATML)
 
 
