@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentflow.cluster.load import EngineShape
 from agentflow.cluster.published import PUBLISHED_ROUTERS
 from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, Loss, Network, SimulatedCluster
+from agentflow.cluster.simulation import MODEL, Loss, MakePrompt, Network, SimulatedCluster
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
@@ -42,7 +42,7 @@ def programs(count: int, width: int) -> Workload:
     return Workload("programs", arrivals, KV_TOKENS)
 
 
-def prompt_maker(workload: Workload, width: int):
+def prompt_maker(width: int) -> MakePrompt:
     """Makes prompts that continue the outputs of the requests before them. Half of the programs share their
     beginning."""
 
@@ -83,7 +83,7 @@ def run(
         network=network,
         losses=losses,
         new_runner=lambda: FakeRunner(num_slots=KV_TOKENS, max_context=MAX_CONTEXT, vocab_size=1000),
-        make_prompt=prompt_maker(workload, width),
+        make_prompt=prompt_maker(width),
     )
     cluster.run()
     return cluster
