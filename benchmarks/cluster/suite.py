@@ -25,6 +25,8 @@ from benchmarks.report import Report, Result, median_of
 RAY = "ray"
 SECONDS = {"small": 4.0, "full": 10.0}
 """The arrivals of a workload."""
+OVERLOADED_S = {"small": 10.0, "full": 30.0}
+"""The arrivals of the scaling: long against the time of a request."""
 COMPARED = {"small": 4, "full": 16}
 """Replicas on which all routers run."""
 REPLICAS = {"small": 4, "full": 64}
@@ -97,15 +99,11 @@ def _measure(case: Case, report: Report, console: Console) -> Mapping[str, float
     gap = 100 * (large - hit_rate)
     text = f"{many} replicas {hit_rate:.4f}, one engine {many} times as large {large:.4f}"
     add(Result(f"cluster.hit_rate_gap_{case.name}", round(gap, 2), "points", [], note=text))
-    scaling = _served_per_s(case, many) / _served_per_s(case, 1) / many
-    text = f"programs in a second of {many} replicas without a pause, by {many} times that of one"
+    served = [case.overloaded_per_s(number, per_s / LOAD, OVERLOADED_S[report.scale]) for number in (many, 1)]
+    scaling = served[0] / served[1] / many
+    text = f"requests that {many} replicas end in a second under overload, by {many} times those of one"
     add(_ratio(f"scaling_{case.name}", scaling, text))
     return {"goodput": parts["ours"], "ray": parts[RAY], "gap": gap, "scaling": scaling, **parts}
-
-
-def _served_per_s(case: Case, count: int) -> float:
-    """Programs that replicas serve in a second if they always have work."""
-    return case.programs_per_s(count, case.router())
 
 
 def _summarise(report: Report, measured: list[Mapping[str, float]]) -> None:

@@ -34,6 +34,7 @@ from benchmarks.engine.programs import GPU, applications, conversations
 TPOT_S = 0.05
 TTFT_S = 1.0
 LOAD = 0.8
+OVERLOAD = 1.3
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,29 @@ class Case:
             max_context=self.max_context,
         ).run()
 
-    def programs_per_s(self, num_replicas: int = 1, policy: Policy | None = None) -> float:
-        """How many programs replicas serve in a second, if clients and tools take no time, and without the
-        time in which the batches fill and empty."""
-        programs = self.make(num_replicas, self.burst * num_replicas, 0.0)
-        arrivals = [replace(arrival, at_s=0.0) for arrival in programs]
-        workload = Workload(self.name, arrivals, self.kv_tokens)
-        simulated, _ = self.run(workload, num_replicas, policy or RoundRobin())
-        ended = sorted(one.ended_s for one in simulated.served)
+    def programs_per_s(self) -> float:
+        """How many programs one replica serves in a second, if clients and tools take no time, and without
+        the time in which the batch fills and empties."""
+        workload = _without_pauses(Workload(self.name, self.make(1, self.burst, 0.0), self.kv_tokens))
+        ended = sorted(one.ended_s for one in self.run(workload, 1, RoundRobin())[0].served)
         first, last = len(ended) // 5, 4 * len(ended) // 5
-        num_programs = sum(arrival.after is None for arrival in arrivals)
+        num_programs = sum(arrival.after is None for arrival in workload.arrivals)
         return (last - first) / (ended[last] - ended[first]) * num_programs / len(ended)
+
+    def overloaded_per_s(self, num_replicas: int, per_s: float, seconds: float) -> float:
+        """Returns how many requests end in a second, in the second half of ``seconds``, while more programs
+        arrive than the replicas serve. ``per_s``: the programs that one replica serves."""
+        workload = _without_pauses(self.workload(num_replicas, OVERLOAD * per_s, seconds))
+        ended = [one.ended_s for one in self.run(workload, num_replicas, self.router())[0].served]
+        return sum(seconds / 2 <= end < seconds for end in ended) / (seconds / 2)
+
+
+def _without_pauses(workload: Workload) -> Workload:
+    """The same, with clients and tools that take no time."""
+    arrivals = [
+        arrival if arrival.after is None else replace(arrival, at_s=0.0) for arrival in workload.arrivals
+    ]
+    return replace(workload, arrivals=arrivals)
 
 
 def goodput(simulated: Simulated) -> float:
