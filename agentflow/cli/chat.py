@@ -30,8 +30,9 @@ from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.cli.word_wrap import WordWrap
 from agentflow.errors import AgentflowError, Cancelled, no_chat_template
-from agentflow.language.expressions import ImageExpression, RoleExpression, assistant, image, system, user
+from agentflow.language.expressions import ImageExpression, RoleExpression, assistant, system, user
 from agentflow.language.gen import gen
+from agentflow.language.media import image
 from agentflow.language.session import Session
 from agentflow.language.states.state import RootState, State
 from agentflow.protocol.events import Usage
