@@ -44,11 +44,11 @@ class _Batch:
 
     def positions_of(self, rope: Rope) -> Tensor:
         """Returns the positions of the rows, [T], or [T, frequencies] if the rope has axes that differ."""
-        given = self.given.given
-        if given is None or given.axis_positions is None or rope.axes is None:
-            return self.positions
-        positions: Tensor = given.axis_positions[rope.axes].t()
-        return positions
+        given, positions = self.given.given, self.positions
+        if given is not None and given.axis_positions is not None and rope.axes is not None:
+            positions = given.axis_positions[rope.axes].t()
+        found: Tensor = positions
+        return found
 
     def window(self, layer: LayerWeights) -> int:
         """Returns the layer's window, or 0 if all texts of the batch fit into it."""
