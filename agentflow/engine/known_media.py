@@ -82,7 +82,10 @@ class KnownMedia:
     def runs_in(self, token_ids: Sequence[int]) -> tuple[list[SubmittedRun], list[PreparedMedium]]:
         """Returns the runs in a prompt, in order, and their images. ``EngineFailed`` for ids below 0 that are
         of no image."""
-        if min(token_ids, default=0) >= 0:
+        try:
+            if min(token_ids, default=0) >= 0:
+                return [], []
+        except TypeError:  # the engine rejects what is no number
             return [], []
         runs: list[SubmittedRun] = []
         media: dict[str, PreparedMedium] = {}

@@ -240,8 +240,7 @@ async def test_programs_fork_over_a_picture() -> None:
             fork += af.assistant(af.gen("answer", max_tokens=3, ignore_eos=True))
         answers = [await fork["answer"] for fork in forks]
         assert len(answers) == 3
-        [usage] = {fork["answer"].usage.cached_tokens > 12 for fork in forks[1:]}
-        assert usage
+        assert sum(fork["answer"].usage.cached_tokens > 12 for fork in forks) >= 2
         assert f"Look: {image_mark(picture('cat').source)}" in await state.text()
         assert (len(engine.reader.read), engine.runner.num_encoded) == (1, 1)
         await engine.assert_idle()
