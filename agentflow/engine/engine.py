@@ -200,7 +200,7 @@ class Engine:
             return False
         began = time.perf_counter()
         batch = self.scheduler.schedule()
-        is_encoding = self._media is not None and bool(self._media.planned)
+        is_encoding = self._media is not None and self._media.has_work
         if is_encoding:
             self._encode()
             began = time.perf_counter()

@@ -16,6 +16,7 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_number
+from agentflow.engine.media.reader import open_reader
 from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
 from agentflow.engine.options import EngineOptions
@@ -200,8 +201,8 @@ def _has_no_order(folder: Path) -> BadArgument:
 
 @asynccontextmanager
 async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
-    """A generator for an interpreter: an engine, its chat template, and, if it generates text, a compiler of
-    constraints. ``options``: the fields of ``EngineOptions``."""
+    """A generator for an interpreter: an engine, its chat template, if it generates text a compiler of
+    constraints, and if it reads images their reader. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     folder = await fetch_model_async(chosen.model)
     for path in missing_adapters(chosen.loras):
@@ -219,9 +220,16 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
         if adapter and adapter not in client.adapters:
             raise UnknownModel(f"there is no adapter {adapter!r} among loras", param="adapter")
         name = f"{name}:{adapter}" if adapter else name
-        yield EngineGenerator(
-            client, template, name=name, adapter=adapter, compiler=compiler, embedding=embedding
-        )
+        async with open_reader(folder) if client.info.reads_media else nullcontext() as reader:
+            yield EngineGenerator(
+                client,
+                template,
+                name=name,
+                adapter=adapter,
+                compiler=compiler,
+                embedding=embedding,
+                reader=reader,
+            )
 
 
 def _default_device() -> str:

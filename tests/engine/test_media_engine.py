@@ -24,8 +24,10 @@ from support.faults import has_param
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.media_run import PreparedMedium
+from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.token_state import image_mark
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
@@ -170,6 +172,31 @@ async def test_failures_of_pictures() -> None:
         generator.image(context, Image("https://example.org/a.png"))
         with pytest.raises(BadArgument, check=has_param("image")):
             await generator.prompt_ids(context)
+
+
+async def test_an_encoding_that_cannot_begin() -> None:
+    """Without memory it waits for the features of others to go; otherwise its requests fail."""
+    runner = vision_runner()
+    begin = runner.encode_medium
+
+    def without_memory(medium: PreparedMedium) -> FakeEncoding:
+        if medium.identity == prepared(b"#bad").identity:
+            raise BadArgument("an image of another model", param="image")
+        if runner.encodings:
+            raise OutOfMemory("no memory")
+        return begin(medium)
+
+    runner.encode_medium = without_memory
+    async with vision(runner=runner) as (generator, _, client):
+        for name in ("#cat", "#dog"):
+            context = ask(generator, name)
+            wanted = await expected(generator, context, [name])
+            assert (await answer(generator, context))[0] == wanted
+        assert [*runner.encodings] == [prepared(b"#dog").identity]
+        with pytest.raises(BadArgument, check=has_param("image")):
+            await answer(generator, ask(generator, "#bad"))
+        stats = await client.stats()
+        assert stats.media_encoded == 2
 
 
 async def test_pixels_are_bounded_and_released() -> None:

@@ -13,17 +13,19 @@ import importlib.util
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from agentflow.engine.media.messages import MediaLimits, ReadMedium
 from agentflow.engine.media.processors.registry import PROCESSORS
 from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_settings
 from agentflow.engine.media.worker_handle import Killed, MediaWorkerHandle
 from agentflow.engine.media_run import PreparedMedium
-from agentflow.errors import BadArgument, EngineFailed, Overloaded
+from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
 from agentflow.protocol.images import Image
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,23 @@ def media_reader(
         logger.warning("%s reads no images: pip install 'agentflow-lm[vision]'", folder.name)
         return None
     return MediaReader(settings, limits or MediaLimits(), fetch)
+
+
+@asynccontextmanager
+async def open_reader(folder: Path, *, fetch: FetchImage | None = None) -> AsyncIterator[MediaReader | None]:
+    """Yields the reader of a model, and ends its processes afterwards. None: as for ``media_reader``, and
+    with a warning if it has settings that are not supported. ``BadModelFolder``: its settings are
+    damaged."""
+    try:
+        reader = await anyio.to_thread.run_sync(partial(media_reader, folder, fetch=fetch))
+    except NotSupported as error:
+        logger.warning("%s reads no images: %s", folder.name, error)
+        reader = None
+    try:
+        yield reader
+    finally:
+        if reader is not None:
+            await reader.aclose()
 
 
 KeyT = TypeVar("KeyT")

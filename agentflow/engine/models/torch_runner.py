@@ -326,7 +326,8 @@ class TorchRunner:
     def encode_medium(self, medium: PreparedMedium) -> MediaEncoding:
         if self.media is None:
             raise BadArgument(f"{self.info.model} reads no images", param="image")
-        return _Encoding(self.media.encode(medium))
+        with _failures_of_the_device():
+            return _Encoding(self.media.encode(medium), self._device)
 
     def feature_bytes(self, medium: PreparedMedium) -> int:
         return 0 if self.media is None else self.media.nbytes(medium)
@@ -362,6 +363,7 @@ class _Encoding:
     """A ``MediaEncoding``, with the failures of the device."""
 
     inner: TowerEncoding
+    device: torch.device
 
     @property
     def num_slices(self) -> int:
@@ -374,6 +376,8 @@ class _Encoding:
     def run(self, count: int) -> None:
         with _failures_of_the_device():
             self.inner.run(count)
+            if self.device.type == "cuda":  # the work is measured, and its errors are those of the medium
+                torch.cuda.synchronize(self.device)
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class MediaWork:
         self._features: OrderedDict[str, int] = OrderedDict()
         self._begun: dict[str, MediaEncoding] = {}
         self._used: set[str] = set()  # by the tokens of the step being planned
+        self._failed: dict[str, Exception] = {}  # encodings that could not begin
         self._wanted: Counter[str] = Counter()  # how many unfinished requests have each medium
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
@@ -79,6 +80,7 @@ class MediaWork:
         medium = self._media.pop(identity, None)
         if medium is not None:
             self.pixel_bytes -= medium.nbytes
+        self._failed.pop(identity, None)
         if identity in self._begun:
             self._forget(identity)
 
@@ -125,19 +127,28 @@ class MediaWork:
                 self._features.move_to_end(run.identity)
 
     def begin(self, identity: str, running: Iterable[Request]) -> bool:
-        """Begins an encoding, or continues it. Whether there is room for it in this step. Raises what the
-        runner raises."""
+        """Begins an encoding, or continues it. Whether slices of it may run in this step. If it cannot
+        begin, ``run_planned`` returns the error."""
         if identity in self._features:
             self._features.move_to_end(identity)
             return True
         medium = self._media[identity]
         num_bytes = self._runner.feature_bytes(medium)
-        if not self._make_room(num_bytes, running):
+        if identity in self._failed or not self._make_room(num_bytes, running):
             return False
-        self._begun[identity] = self._runner.encode_medium(medium)
+        try:
+            self._begun[identity] = self._runner.encode_medium(medium)
+        except Exception as error:
+            self._failed[identity] = error
+            return False
         self._features[identity] = num_bytes
         self.feature_bytes += num_bytes
         return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``run_planned`` has something to run or to return."""
+        return bool(self.planned or self._failed)
 
     def num_left(self, identity: str) -> int:
         """The slices of a begun encoding that are neither run nor planned."""
@@ -155,8 +166,10 @@ class MediaWork:
         self._fresh[identity] = self._num_steps
 
     def run_planned(self) -> list[tuple[str, Exception]]:
-        """Runs the planned slices. Returns the media whose encodings failed, which are forgotten."""
-        failed: list[tuple[str, Exception]] = []
+        """Runs the planned slices. Returns the media whose encodings failed, which are forgotten, or could
+        not begin."""
+        failed = [*self._failed.items()]
+        self._failed.clear()
         planned, self.planned = self.planned, {}
         for identity, count in planned.items():
             if identity not in self._begun:  # dropped since

@@ -229,7 +229,7 @@ class Scheduler:
                 self._prefill(draft)
                 if draft.num_tokens:
                     return draft
-                if not self.running or self._in_flight or (self.media is not None and self.media.planned):
+                if not self.running or self._in_flight or (self.media is not None and self.media.has_work):
                     return None
                 self._preempt_one(1)  # unfinished prefills use all slots together
         except Exception as error:

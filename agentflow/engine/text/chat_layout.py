@@ -302,6 +302,12 @@ class Layout:
     # The places of the images' placeholders, in the order of the text.
     images: tuple[tuple[Place, Image], ...] = ()
 
+    def contents(self) -> list[Shown]:
+        """Returns the places of the texts and of the images' placeholders, in the order of the text."""
+        turns = [turn for turn, message in enumerate(self.messages) for _ in message.images]
+        placed = [Shown(turn, *place) for turn, (place, _) in zip(turns, self.images, strict=True)]
+        return sorted([*self.shown, *placed], key=lambda part: (part.start, part.end))
+
     def pieces(self) -> list[Piece]:
         """Returns the whole text in pieces: markup, content, markup, …, markup. Markup may be empty."""
         pieces: list[Piece] = []

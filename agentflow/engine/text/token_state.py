@@ -285,11 +285,12 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
     alone = lay_out(
         template, layout.messages[:num_turns], tools=layout.tools, now=now, placeholder=placeholder
     )
-    places = [part.end for part in layout.shown if part.turn == num_turns - 1]
-    if places and alone.shown and alone.shown[-1].turn == num_turns - 1:
-        closing = alone.text[alone.shown[-1].end :]
+    contents, alone_contents = layout.contents(), alone.contents()
+    places = [part.end for part in contents if part.turn == num_turns - 1]
+    if places and alone_contents and alone_contents[-1].turn == num_turns - 1:
+        closing = alone.text[alone_contents[-1].end :]
         end = places[-1] + len(closing)
-        in_order = all(p.end <= end if p.turn < num_turns else p.start >= end for p in layout.shown)
+        in_order = all(p.end <= end if p.turn < num_turns else p.start >= end for p in contents)
         if in_order and layout.text.startswith(closing, places[-1]):
             return end
     role = layout.messages[num_turns - 1].role

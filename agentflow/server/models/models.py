@@ -133,6 +133,7 @@ class EngineModel:
                 compiler=self._compiler,
                 patience_s=self._max_wait_s,
                 embedding=self._embedding,
+                reader=self.reader,
             )
         return generator
 

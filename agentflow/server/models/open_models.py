@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -17,7 +16,7 @@ from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, const
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
 from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
-from agentflow.engine.media.reader import FetchImage, MediaReader, media_reader
+from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -26,7 +25,7 @@ from agentflow.engine.simulator.workload import open_sink, workload_name
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed, NotSupported
+from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
 from agentflow.server.image_fetcher import ImageFetcher
@@ -132,7 +131,7 @@ async def _open_engines(
         embedding = None
         if options.task == "embed":
             embedding = await anyio.to_thread.run_sync(read_embedding_folder, folders[name])
-        reader = await _open_reader(stack, folders[name], fetch)
+        reader = await _open_reader(stack, folders[name], fetch) if client.info.reads_media else None
         opened[name] = EngineModel(
             name,
             client,
@@ -149,13 +148,8 @@ async def _open_engines(
 
 async def _open_reader(stack: AsyncExitStack, folder: Path, fetch: FetchImage) -> MediaReader | None:
     """Opens the reader of a model's images. A model whose images cannot be read is served for text."""
-    try:
-        reader = await anyio.to_thread.run_sync(partial(media_reader, folder, fetch=fetch))
-    except NotSupported as error:
-        logger.warning("%s reads no images: %s", folder.name, error)
-        return None
+    reader = await stack.enter_async_context(open_reader(folder, fetch=fetch))
     if reader is not None:
-        stack.push_async_callback(reader.aclose)
         try:
             await reader.warm_up()
         except AgentflowError as error:  # requests with images get it, too

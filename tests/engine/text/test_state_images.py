@@ -153,6 +153,21 @@ def test_images_in_an_open_turn_get_the_markup_of_the_template(source: str) -> N
         assert tokens.ids()[: len(ids)] == ids  # a question in the open turn is not rendered again
 
 
+@pytest.mark.parametrize("source", [IN_ORDER, ONLY_PARTS, TRIMS])
+def test_text_after_a_turn_that_is_only_an_image(source: str) -> None:
+    tokens = state_of(source, "cat", "dog")
+    for name, after in (("cat", "between"), ("dog", "last")):
+        tokens.begin_role("user")
+        tokens.image(image_of(name))
+        tokens.end_role()
+        tokens.text(after)
+    images = [[Message("user", "", images=(PlacedImage(0, image_of(name)),))] for name in ("cat", "dog")]
+    first = ChatTemplate(source).render(images[0])
+    both = ChatTemplate(source).render(images[0] + images[1])
+    text = first + "between" + both.removeprefix(first) + "last"
+    assert tokens.ids() == ids_of(text, "cat", "dog")
+
+
 def test_images_outside_turns() -> None:
     tokens = TokenState(TOKENIZER, ChatTemplate(None))
     tokens.text("before ")

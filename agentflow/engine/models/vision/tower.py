@@ -90,7 +90,8 @@ class Tower(ABC):
 
     def scaled(self, pixels: NDArray[Any]) -> Tensor:
         """Returns pixels [tiles, 3, height, width] as the tower reads them. Only bytes are scaled."""
-        values = torch.from_numpy(np.ascontiguousarray(pixels)).to(self.device)
+        # What a message brought is read-only, which torch does not know.
+        values = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).to(self.device)
         if pixels.dtype == np.uint8:
             scaling = self._scaling
             mean, std = (
