@@ -91,8 +91,8 @@ class MediaPiece:
 class PreparedMedium:
     """A medium as a model reads it.
 
-    - ``identity``: the sha256 of ``arrays`` with their names, shapes and types, and of all settings on which
-      the features depend, in hexadecimal digits.
+    - ``identity``: the sha256 of ``arrays`` with their names, shapes and types, of ``pieces``, and of all
+      settings on which the features depend, in hexadecimal digits.
     - ``arrays``: the input of the model's vision tower, such as ``pixels`` [tiles, 3, height, width]. Bytes
       stay bytes: the tower scales and normalises them.
     - ``pieces``: what replaces the medium's placeholder in a prompt, in order: markup, which may have special

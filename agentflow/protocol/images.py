@@ -79,6 +79,10 @@ class Video(msgspec.Struct, frozen=True):
     file: Image
     num_frames: int | None = None
 
+    def reference(self) -> Video:
+        """The video without its bytes."""
+        return Video(self.file.reference(), self.num_frames) if self.file.data else self
+
 
 Medium: TypeAlias = Image | Video
 
@@ -86,6 +90,17 @@ Medium: TypeAlias = Image | Video
 def kind_of(medium: Medium) -> MediumKind:
     """Whether it is an image or a video."""
     return "video" if isinstance(medium, Video) else "image"
+
+
+def medium_key(medium: Medium) -> str:
+    """A text that differs between images, videos, and videos with other numbers of frames.
+
+    >>> medium_key(Video(Image("https://example.org/x.mp4"), 8))
+    'video:8:https://example.org/x.mp4'
+    """
+    if isinstance(medium, Video):
+        return f"video:{medium.num_frames or ''}:{medium.file.source}"
+    return medium.source
 
 
 class PlacedImage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,8 +14,10 @@ from support.engine.fake_vision import (
     TOKENIZER,
     FakeReader,
     answer_alone,
+    clip,
     picture,
     prepared,
+    prepared_clip,
     vision_runner,
 )
 from support.fake_engine import FakeEngine
@@ -29,11 +31,11 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.token_state import image_mark
+from agentflow.engine.text.token_state import medium_mark
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply
-from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.images import Image, PlacedImage, Video, placed_medium
 from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
@@ -57,17 +59,25 @@ async def vision(
 
 
 def ask(generator: EngineGenerator, *parts: str, salt: str = ""):
-    """A context with a turn of the user; parts that begin with # are pictures."""
+    """A context with a turn of the user; parts that begin with # are pictures, and those that begin with @
+    are clips, such as ``@dog/8`` for 8 frames."""
     context = generator.open(salt)
     generator.begin_role(context, "user")
     for part in parts:
         if part.startswith("#"):
             generator.image(context, picture(part))
+        elif part.startswith("@"):
+            generator.video(context, video_of(part))
         else:
             generator.fill(context, part)
     generator.end_role(context)
     generator.begin_role(context, "assistant")
     return context
+
+
+def video_of(part: str) -> Video:
+    name, _, num_frames = part[1:].partition("/")
+    return Video(clip(name), int(num_frames) if num_frames else None)
 
 
 async def answer(generator: EngineGenerator, context) -> tuple[list[int], int]:
@@ -78,7 +88,12 @@ async def answer(generator: EngineGenerator, context) -> tuple[list[int], int]:
 
 async def expected(generator: EngineGenerator, context, names: Sequence[str], sees_all: bool = False):
     ids = await generator.prompt_ids(context)
-    media = [prepared(name.encode(), sees_all=sees_all) for name in dict.fromkeys(names)]
+    media = [
+        prepared_clip(name[1:].partition("/")[0].encode(), video_of(name).num_frames)
+        if name.startswith("@")
+        else prepared(name.encode(), sees_all=sees_all)
+        for name in dict.fromkeys(names)
+    ]
     return answer_alone(ids, media, 5)
 
 
@@ -141,6 +156,73 @@ async def test_pictures_in_conversations() -> None:
         await generator.converse(third, Conversation((other, *turns[1:])))
         found = await generator.reply(third, PARAMS, lambda _: None)
         assert found.usage.cached_tokens < ids.index(min(ids)) + 1
+
+
+@pytest.mark.parametrize("token_budget", [5, 64])
+async def test_two_questions_on_one_clip(token_budget: int) -> None:
+    """The second computes its own tokens. Other numbers of frames, and pictures of the file, are others."""
+    async with vision(token_budget=token_budget) as (generator, runner, _):
+        first = ask(generator, "Look: ", "@dog/8", "What?")
+        wanted = await expected(generator, first, ["@dog/8"])
+        assert await answer(generator, first) == (wanted, 0)
+        ids = first.tokens.ids()
+        clip_end = max(number for number, one in enumerate(ids) if one < 0) + 1
+        second = ask(generator, "Look: ", "@dog/8", "Why is it there?")
+        wanted = await expected(generator, second, ["@dog/8"])
+        found, num_cached = await answer(generator, second)
+        assert found == wanted
+        assert num_cached >= clip_end
+        for other in ("@dog/32", "@dog"):
+            context = ask(generator, "Look: ", other, "What?")
+            wanted = await expected(generator, context, [other])
+            found, num_cached = await answer(generator, context)
+            assert found == wanted
+            assert num_cached == next(n for n, one in enumerate(context.tokens.ids()) if one < 0)
+        assert runner.num_encoded == 3
+
+
+async def test_clips_in_conversations_are_told_apart_by_their_frames() -> None:
+    async with vision() as (generator, _, _):
+
+        def asking(num_frames: int | None) -> Message:
+            return Message("user", "Look. Why?", images=(placed_medium(5, Video(clip("dog"), num_frames)),))
+
+        context = generator.open("")
+        await generator.converse(context, Conversation((asking(8),)))
+        streamed = ask(generator, "Look.", "@dog/8", " Why?")
+        assert await generator.prompt_ids(context) == await generator.prompt_ids(streamed)
+        replied = await generator.reply(context, PARAMS, lambda _: None)
+        history = (Message("assistant", read_reply(replied.text).text), Message("user", "And?"))
+        again = generator.open("")
+        await generator.converse(again, Conversation((asking(8), *history)))
+        ids = await generator.prompt_ids(again)
+        assert ids[: len(context.tokens.ids())] == context.tokens.ids()
+        other = generator.open("")
+        await generator.converse(other, Conversation((asking(16), *history)))
+        found = await generator.reply(other, PARAMS, lambda _: None)
+        assert found.usage.cached_tokens < min(n for n, one in enumerate(ids) if one < 0) + 1
+
+
+async def test_a_broken_clip_fails_alone() -> None:
+    async with vision() as (generator, _, client):
+        good = ask(generator, "@dog", "#cat", "Compare.")
+        wanted = await expected(generator, good, ["@dog", "#cat"])
+        with pytest.raises(BadArgument, check=has_param("video")):
+            await answer(generator, ask(generator, "@broken"))
+        assert (await answer(generator, good))[0] == wanted
+        assert generator.capabilities.videos
+        assert generator.capabilities.video_frames
+        blind = FakeReader()
+        blind.video_token = ""
+        pictures_only = EngineGenerator(client, TEMPLATE, reader=blind)
+        assert not pictures_only.capabilities.videos
+        with pytest.raises(NotSupported):
+            ask(pictures_only, "@dog")
+        context = pictures_only.open("")
+        turn = Message("user", "", images=(placed_medium(0, Video(clip("dog"))),))
+        await pictures_only.converse(context, Conversation((turn,)))
+        with pytest.raises(NotSupported):
+            await pictures_only.prompt_ids(context)
 
 
 async def test_choices_and_questions_behind_a_picture() -> None:
@@ -267,7 +349,14 @@ async def test_programs_fork_over_a_picture() -> None:
             fork += af.assistant(af.gen("answer", max_tokens=3, ignore_eos=True))
         answers = [await fork["answer"] for fork in forks]
         assert len(answers) == 3
-        assert sum(fork["answer"].usage.cached_tokens > 12 for fork in forks) >= 2
-        assert f"Look: {image_mark(picture('cat').source)}" in await state.text()
+        hits = [fork["answer"].usage.cached_tokens > 12 for fork in forks]
+        assert sum(hits) >= 2  # all but the first that runs
+        assert f"Look: {medium_mark(picture('cat'))}" in await state.text()
         assert (len(engine.reader.read), engine.runner.num_encoded) == (1, 1)
+        state += af.user(af.video(clip("dog").data, num_frames=4)) + af.assistant(
+            af.gen("seen", max_tokens=3, ignore_eos=True)
+        )
+        await state["seen"]
+        assert state["seen"].usage.cached_tokens > 12
+        assert medium_mark(video_of("@dog/4")) in await state.text()
         await engine.assert_idle()

@@ -34,13 +34,16 @@ from agentflow.engine.text.tool_format import takes_system, tool_description
 from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Medium, Video, kind_of, medium_key
 from agentflow.runtime.programs.place import Place
 
 # The estimate until a text is encoded.
 CHARS_PER_TOKEN = 4
-# The same for an image until it is read.
+# The same for an image, and for a frame of a video, until it is read.
 TOKENS_PER_IMAGE = 256
+TOKENS_PER_FRAME = 64
+# The frames of a video that has as many as the model is made for.
+FRAMES_PER_VIDEO = 16
 # A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
 PIECE_CHARS = 65_536
 # Rendering one turn costs about as much as encoding this many characters.
@@ -152,7 +155,7 @@ class EngineContext:
     num_unencoded_chars: int = 0
     num_unencoded_turns: int = 0
     num_turns: int = 0
-    num_images: int = 0
+    num_media: int = 0
     num_computed: int = 0  # the leading tokens that requests have already computed
     has_run: bool = False  # the engine knows the state
     prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
@@ -174,12 +177,12 @@ class EngineContext:
         self.tokens.text(text)
         self.num_unencoded_chars += len(text)
 
-    def image(self, image: Image) -> None:
-        """Appends an image, to be read later. Raises ``PromptTooLong`` for more images than the context has
-        tokens."""
-        self.num_images += 1
-        self.limits.check_turns(self.num_images)
-        self.tokens.image(image)
+    def medium(self, medium: Medium) -> None:
+        """Appends an image or a video, to be read later. Raises ``PromptTooLong`` for more of them than the
+        context has tokens."""
+        self.num_media += 1
+        self.limits.check_turns(self.num_media)
+        self.tokens.medium(medium)
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
         """Opens a turn under the chat template. Raises ``PromptTooLong`` for more turns than the context has
@@ -216,7 +219,7 @@ class EngineContext:
     def num_guessed_tokens(self) -> int:
         """The number of its tokens, with an estimate for text that is not encoded yet."""
         num_text = self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
-        return num_text + TOKENS_PER_IMAGE * len(self.tokens.unread)
+        return num_text + sum(map(_num_guessed_of, self.tokens.unread))
 
     def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
         """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
@@ -264,13 +267,19 @@ class EngineContext:
             origin,
             self.limits,
             num_turns=self.num_turns,
-            num_images=self.num_images,
+            num_media=self.num_media,
             num_computed=self.num_computed,
             place=None if self.place is None else msgspec.structs.replace(self.place, group=0),
             deadline=self.deadline,
             tools=self.tools,
             conversation_key=self.conversation_key,
         )
+
+
+def _num_guessed_of(medium: Medium) -> int:
+    if isinstance(medium, Video):
+        return TOKENS_PER_FRAME * (medium.num_frames or FRAMES_PER_VIDEO)
+    return TOKENS_PER_IMAGE
 
 
 def number_of_name(name: str) -> int:
@@ -338,7 +347,7 @@ def fill_conversation(
                 if isinstance(part, str):
                     context.fill(part)
                 else:
-                    context.image(part)
+                    context.medium(part)
         elif answer is None:
             context.fill(text)
         else:
@@ -445,14 +454,14 @@ _NONE = b"\xff" * 8
 
 def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
     """Returns, for each message, the key of the conversation up to and including it: a chained BLAKE2b hash
-    of all fields, without the ids of calls; images count by their sources. Arguments are compared as JSON
-    values, because clients may serialise them again. ``start``: the key of the preceding part."""
+    of all fields, without the ids of calls; images and videos count by their sources. Arguments are compared
+    as JSON values, because clients may serialise them again. ``start``: the key of the preceding part."""
     keys: list[bytes] = []
     key = start
     for message in messages:
         fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
         for placed in message.images:
-            fields += ["image", str(placed.at), placed.image.source]
+            fields += [kind_of(placed.medium), str(placed.at), medium_key(placed.medium)]
         for call in message.tool_calls:
             fields += [call.name, _comparable(call.arguments)]
         digest = hashlib.blake2b(key, digest_size=16)

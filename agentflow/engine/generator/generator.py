@@ -41,7 +41,7 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
-from agentflow.engine.generator.media import ImageReader, read_images
+from agentflow.engine.generator.media import Reader, placeholder_tokens, read_media
 from agentflow.engine.generator.prompt_changes import PromptChanges
 from agentflow.engine.generator.select import select_scores, with_ends
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
@@ -125,7 +125,7 @@ class EngineGenerator:
         compiler: None if constraints are not supported.
         patience_s: a request that has waited this long is admitted before others of its tenant and priority.
         embedding: the settings of a model that makes embeddings, such as its prompts.
-        reader: prepares images for the model; None: it has no vision.
+        reader: prepares images and videos for the model; None: it has no vision.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EngineGenerator:
         compiler: ConstraintCompiler | None = None,
         patience_s: float | None = None,
         embedding: EmbeddingFolder | None = None,
-        reader: ImageReader | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self._embedding = embedding
         self._reader = reader
@@ -172,6 +172,7 @@ class EngineGenerator:
             batch_size=info.batch_size,
             default_max_tokens=SamplingParams().max_tokens,
             images=reader is not None,
+            videos=reader is not None and bool(reader.video_token),
         )
 
     @property
@@ -234,7 +235,7 @@ class EngineGenerator:
         check = partial(self.limits.check_texts, max_tokens=max_tokens)
         tokens = TokenState(self._client.tokenizer, template, check)
         if self._reader is not None:
-            tokens.image_token = self._reader.image_token
+            tokens.placeholder_tokens = placeholder_tokens(self._reader)
         return EngineContext(tokens, origin, self.limits)
 
     def fill(self, context: EngineContext, text: str) -> None:
@@ -256,11 +257,13 @@ class EngineGenerator:
         """Appends an image, which is read before the text after it is encoded. Raises ``NotSupported`` if the
         model has no vision."""
         self.capabilities.require_images()
-        context.image(image)
+        context.medium(image)
 
     def video(self, context: EngineContext, video: Video) -> None:
-        """Raises ``NotSupported``: the engine's models read no videos, and ``capabilities`` says so."""
+        """Appends a video, which is read before the text after it is encoded. Raises ``NotSupported`` if the
+        model reads no videos."""
         self.capabilities.require_videos(video.num_frames)
+        context.medium(video)
 
     async def converse(self, context: EngineContext, conversation: Conversation) -> None:
         """Writes the conversation into an empty context and opens the assistant's turn. Raises the errors of
@@ -590,7 +593,7 @@ class EngineGenerator:
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """Encodes in a worker thread if the text is long."""
         num_chars = context.num_to_encode + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
-        await self._read_images(context)
+        await self._read_media(context)
         encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
         if not encoded.num_before and not encoded.text:
             raise BadArgument("select on an empty state: append some text or a turn first")
@@ -683,7 +686,7 @@ class EngineGenerator:
         before = context.filled_ahead.num_tokens if context.filled_ahead is not None else 0
         try:
             self.limits.check_length(context.num_unencoded_chars)
-            await self._read_images(context)
+            await self._read_media(context)
             token_ids = await self.encode_beside(context.num_to_encode, context.tokens.ids_ahead)
         except AgentflowError:  # the state's next request explains it
             return
@@ -727,7 +730,7 @@ class EngineGenerator:
     async def token_ids(self, context: EngineContext) -> list[int]:
         """Returns the current prompt's ids. Long text is encoded in a thread. The end stays open: text that
         is appended next is encoded together with it."""
-        await self._read_images(context)
+        await self._read_media(context)
         return await self.encode_beside(context.num_to_encode, context.tokens.ids)
 
     async def token_texts(self, context: EngineContext) -> list[str]:
@@ -826,17 +829,21 @@ class EngineGenerator:
     async def _encode(self, context: EngineContext) -> None:
         """Encodes appended text, in a thread if it is long. The state's ops run one after the other, so
         nothing else changes the tokens meanwhile."""
-        await self._read_images(context)
+        await self._read_media(context)
         await self.encode_beside(context.num_to_encode, context.tokens.cut)
         context.mark_encoded()
 
-    async def _read_images(self, context: EngineContext) -> None:
-        """Reads the images that were appended. Raises the errors of ``read_images``."""
-        images = context.tokens.unread
-        if images:
-            self.capabilities.require_images()
+    async def _read_media(self, context: EngineContext) -> None:
+        """Reads the images and videos that were appended. Raises the errors of ``read_media``."""
+        media = context.tokens.unread
+        if media:
+            for medium in media:
+                if isinstance(medium, Video):
+                    self.capabilities.require_videos(medium.num_frames)
+                else:
+                    self.capabilities.require_images()
             assert self._reader is not None
-            await read_images(context.tokens, self._reader, self._client, self.tenant.name, images)
+            await read_media(context.tokens, self._reader, self._client, self.tenant.name, media)
 
     async def encode_beside(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs

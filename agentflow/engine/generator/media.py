@@ -1,4 +1,4 @@
-"""Reads the images of a state before its text is encoded."""
+"""Reads the images and videos of a state before its text is encoded."""
 
 from __future__ import annotations
 
@@ -9,52 +9,68 @@ import anyio
 from agentflow.engine.client import EngineClient
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.text.token_state import TokenState
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Medium, MediumKind, Video
 from agentflow.runtime.task_group import first_of, open_task_group
 
 MOST_AT_ONCE = 4
-"""The images of one state that are read at the same time."""
+"""The images and videos of one state that are read at the same time."""
 
 
-class ImageReader(Protocol):
-    """Prepares images for a model (``media.reader``). ``image_token``: the text that a chat template writes
-    for an image, and that the image's pieces replace."""
+class Reader(Protocol):
+    """Prepares images and videos for a model (``media.reader``). ``image_token``, ``video_token``: the text
+    that a chat template writes for a medium, and that the medium's pieces replace. Without a ``video_token``,
+    the model reads no videos."""
 
     image_token: str
+    video_token: str
 
     async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
         """Returns the image as the model reads it. ``BadArgument`` with the ``param`` ``image``."""
         ...
 
+    async def read_video(self, video: Video, *, tenant: str = "") -> PreparedMedium:
+        """Returns the frames of a video as the model reads them. ``BadArgument`` with the ``param`` ``video``
+        or ``num_frames``."""
+        ...
 
-async def read_images(
-    tokens: TokenState, reader: ImageReader, client: EngineClient, tenant: str, images: list[Image]
+
+def placeholder_tokens(reader: Reader) -> dict[MediumKind, str]:
+    """Returns the texts that stand for an image and for a video."""
+    return {"image": reader.image_token, "video": reader.video_token}
+
+
+async def read_media(
+    tokens: TokenState, reader: Reader, client: EngineClient, tenant: str, media: list[Medium]
 ) -> None:
-    """Prepares images of a state, and gives them to the engine. Cancelling it cancels the reading.
+    """Prepares images and videos of a state, and gives them to the engine. Cancelling it cancels the reading.
 
     Args:
         tokens: the state.
-        reader: prepares images.
+        reader: prepares them.
         client: the engine.
         tenant: to which their pixels are charged.
-        images: the images.
+        media: the images and videos.
 
     Raises:
-        BadArgument: an image cannot be read.
-        Overloaded: the images of the tenant, or of all, take too much memory.
+        BadArgument: one of them cannot be read.
+        Overloaded: the media of the tenant, or of all, take too much memory.
     """
     turns = anyio.CapacityLimiter(MOST_AT_ONCE)
 
-    async def read(image: Image) -> None:
+    async def read(medium: Medium) -> None:
         async with turns:
-            tokens.prepared(image, client.add_medium(await reader.read_image(image, tenant=tenant), tenant))
+            if isinstance(medium, Video):
+                prepared = await reader.read_video(medium, tenant=tenant)
+            else:
+                prepared = await reader.read_image(medium, tenant=tenant)
+            tokens.prepared(medium, client.add_medium(prepared, tenant))
 
-    if len(images) == 1:
-        await read(images[0])
+    if len(media) == 1:
+        await read(media[0])
         return
     try:
         async with open_task_group() as group:
-            for image in images:
-                group.start_soon(read, image)
+            for medium in media:
+                group.start_soon(read, medium)
     except ExceptionGroup as failed:  # several, perhaps for the same reason
         raise first_of(failed) from failed

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentflow.protocol.chat import Message
+from agentflow.protocol.images import medium_key
 
 MAX_CONVERSATIONS = 4096
 """The conversations that are remembered, about 300 bytes each."""
@@ -39,8 +40,8 @@ def outline(messages: Sequence[Message], tools: str, salt: str, keys: Sequence[b
     if first is None:
         return None
     system = "\0".join([message.content for message in messages[:first]])
-    images = [placed.image.source for placed in messages[first].images]
-    begin = "\0".join([salt, messages[first].content, *images])
+    media = [medium_key(placed.medium) for placed in messages[first].images]
+    begin = "\0".join([salt, messages[first].content, *media])
     return Outline(_hash(begin), _hash(tools), _hash(system), keys)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from agentflow.engine.media.processors.pixels import Clip
+from agentflow.engine.media.processors.pixels import Clip, FrameSampling
 from agentflow.errors import AgentflowError, BadArgument
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def _naming_damage(kind: str) -> Iterator[None]:
         raise BadArgument(f"{kind}: it is damaged or truncated: {why}", param=kind) from None
 
 
-def decode_video(data: bytes, num_frames: int) -> Clip:
-    """Returns ``num_frames`` frames at equal distances, the first frame among them; all frames if there are
-    fewer. ``BadArgument`` if the video is damaged, too large, or in another format."""
+def decode_video(data: bytes, sampling: FrameSampling) -> Clip:
+    """Returns frames at equal distances, the first frame among them. ``BadArgument`` if the video is damaged,
+    too large, or in another format."""
     import av
 
     with _naming_damage("video"):
@@ -111,8 +111,9 @@ def decode_video(data: bytes, num_frames: int) -> Clip:
         if not packets:
             raise BadArgument("video: it has no frames", param="video")
         total = len(packets)
-        wanted = [index * total // min(num_frames, total) for index in range(min(num_frames, total))]
         fps = float(stream.average_rate or stream.guessed_rate or 24)
+        count = sampling.count(total, total / fps)
+        wanted = [index * total // count for index in range(count)]
         frames = _checked(_frames(container, stream, packets, wanted))
         first = next(frames)
         return Clip(

@@ -6,13 +6,16 @@ receives a ``MediumRead`` for each. Bytes and arrays are in a file that both hav
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from agentflow.engine.media.settings import MediaSettings
 from agentflow.errors import AgentflowError, from_code
 from agentflow.runtime.declared import Count, Declared, Seconds
+
+MAX_SAMPLED_FRAMES: Final = 256
+"""The most frames of a video that a model reads."""
 
 
 class MediaLimits(Declared, frozen=True, kw_only=True):
@@ -47,7 +50,8 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class ReadMedium(msgspec.Struct, frozen=True):
-    """A medium, whose bytes are the first ``num_bytes`` of the file."""
+    """A medium, whose bytes are the first ``num_bytes`` of the file. ``num_frames``: of a video; 0: as many
+    as the model is made for."""
 
     kind: Literal["image", "video"]
     num_bytes: int

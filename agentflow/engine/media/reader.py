@@ -8,7 +8,6 @@ time of a call reveals nothing about others.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,23 +19,21 @@ from typing import Final, Generic, TypeVar
 import anyio
 import anyio.to_thread
 
-from agentflow.engine.media.messages import MediaLimits, ReadMedium
+from agentflow.engine.media.messages import MAX_SAMPLED_FRAMES, MediaLimits, ReadMedium
 from agentflow.engine.media.processors.registry import PROCESSORS
 from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_settings
 from agentflow.engine.media.worker_handle import Killed, MediaWorkerHandle
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
-from agentflow.protocol.images import Image
+from agentflow.protocol.images import Image, Video
 
 logger = logging.getLogger(__name__)
 
-MAX_VIDEO_BYTES: Final = 200_000_000
-MAX_SAMPLED_FRAMES: Final = 256
 LOAD_S: Final = 60.0
 """How long a process may load."""
 
 _Key = tuple[str, str, int]
-"""The tenant, the digest of the file, and the frames of a video."""
+"""The tenant, the source of the file, and the frames of a video; 0: as many as the model is made for."""
 
 
 FetchImage = Callable[[str], Awaitable[Image]]
@@ -155,23 +152,24 @@ class MediaReader:
         medium = ReadMedium("image", len(image.data))
         return await self._read((tenant, image.source, 0), medium, image.data)
 
-    async def read_video(self, data: bytes, num_frames: int, *, tenant: str = "") -> PreparedMedium:
-        """Returns ``num_frames`` frames of a video as the model reads them. Raises as ``read_image``, of
-        ``video`` and ``num_frames``."""
+    async def read_video(self, video: Video, *, tenant: str = "") -> PreparedMedium:
+        """Returns frames of a video as the model reads them: all of them if the video has fewer than it asks
+        for. Raises as ``read_image``, of ``video`` and ``num_frames``."""
         if not self.video_token:
             raise BadArgument("video: this model reads no videos", param="video")
-        if not 0 < num_frames <= MAX_SAMPLED_FRAMES:
+        num_frames = video.num_frames or 0
+        if video.num_frames is not None and not 0 < num_frames <= MAX_SAMPLED_FRAMES:
             raise BadArgument(
                 f"num_frames must be from 1 to {MAX_SAMPLED_FRAMES}, not {num_frames}", param="num_frames"
             )
-        if len(data) > MAX_VIDEO_BYTES:
+        file = video.file
+        if not file.data:
             raise BadArgument(
-                f"video: {len(data):,} bytes are more than {MAX_VIDEO_BYTES:,}: make it shorter",
+                f"video: this model reads the bytes of videos, and fetches none from {file.source[:80]!r}",
                 param="video",
             )
-        digest = await anyio.to_thread.run_sync(lambda: hashlib.sha256(data).hexdigest())
-        medium = ReadMedium("video", len(data), num_frames)
-        return await self._read((tenant, digest, num_frames), medium, data)
+        medium = ReadMedium("video", len(file.data), num_frames)
+        return await self._read((tenant, file.source, num_frames), medium, file.data)
 
     async def warm_up(self) -> None:
         """Starts a process, which otherwise the first image waits for. Raises as ``read_image``."""

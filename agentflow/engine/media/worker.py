@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import msgspec
@@ -31,6 +32,7 @@ from agentflow.engine.child_limits import (
 from agentflow.engine.child_process import NICENESS, READ_BYTES, FrameBuffer, to_frame
 from agentflow.engine.media.decoding import decode_image, decode_video
 from agentflow.engine.media.messages import (
+    MAX_SAMPLED_FRAMES,
     ArrayPlace,
     MediumRead,
     PiecePlace,
@@ -40,7 +42,7 @@ from agentflow.engine.media.messages import (
     medium_decoder,
     start_decoder,
 )
-from agentflow.engine.media.processors.pixels import Prepared
+from agentflow.engine.media.processors.pixels import FrameSampling, Prepared
 from agentflow.engine.media.processors.registry import PROCESSORS
 from agentflow.engine.media.settings import MediaSettings
 from agentflow.errors import AgentflowError, BadArgument, incident
@@ -116,7 +118,7 @@ class MediaWorker:
         if medium.kind == "image":
             prepared = self._processor.prepare_image(decode_image(data))
         else:
-            prepared = self._processor.prepare_video(decode_video(data, medium.num_frames))
+            prepared = self._processor.prepare_video(decode_video(data, self._sampling(medium.num_frames)))
         num_bytes = sum([array.nbytes for array in prepared.arrays.values()])
         if num_bytes > self._limits.prepared_bytes:
             raise BadArgument(
@@ -140,7 +142,7 @@ class MediaWorker:
             return placed
 
         return MediumRead(
-            identity_of(prepared.arrays, self._settings),
+            identity_of(prepared, self._settings),
             {name: place(array) for name, array in prepared.arrays.items()},
             tuple(
                 [
@@ -154,6 +156,16 @@ class MediaWorker:
             ),
         )
 
+    def _sampling(self, num_frames: int) -> FrameSampling:
+        if num_frames:
+            return FrameSampling(num_frames, num_frames)
+        chosen = self._processor.sampling
+        return replace(
+            chosen,
+            least=min(chosen.least, MAX_SAMPLED_FRAMES),
+            most=min(chosen.most, MAX_SAMPLED_FRAMES),
+        )
+
     def _send(self, content: object) -> None:
         self._connection.sendall(to_frame(content))
 
@@ -164,14 +176,26 @@ class MediaWorker:
                 yield from buffer.push(piece)
 
 
-def identity_of(arrays: Mapping[str, NDArray[Any]], settings: bytes) -> str:
-    """Returns the identity of a ``PreparedMedium``. All parts are framed by their lengths."""
+def identity_of(prepared: Prepared, settings: bytes) -> str:
+    """Returns the identity of a ``PreparedMedium``. All parts are framed by their lengths. The pieces count:
+    equal frames of videos with other times have other markup or positions."""
     digest = hashlib.sha256(settings)
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        head = msgspec.json.encode([name, array.dtype.str, list(array.shape)])
-        digest.update(len(head).to_bytes(8, "big") + head)
-        digest.update(array.reshape(-1).view(np.uint8).data)
+
+    def add(head: list[Any], array: NDArray[Any] | None = None) -> None:
+        encoded = msgspec.json.encode(head)
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    for name in sorted(prepared.arrays):
+        array = prepared.arrays[name]
+        add([name, array.dtype.str, list(array.shape)], array)
+    for piece in prepared.pieces:
+        if isinstance(piece, str):
+            add([piece])
+        else:
+            positions = np.asarray(piece.positions, dtype=np.int64)
+            add([list(positions.shape), piece.first, piece.sees_all], positions)
     return digest.hexdigest()
 
 

@@ -12,8 +12,9 @@ Tools and tool calls are untrusted like contents but appear inside the markup. T
 again with a nonce before and after each of their strings; the text between two nonces is an *untrusted span*,
 and a special token that is even partly inside one is encoded as content.
 
-A content with images is several contents, one for each text between them. The template writes a placeholder
-for each image. It is found in the markup, outside untrusted spans, so no text of a user is taken for one.
+A content with images or videos is several contents, one for each text between them. The template writes a
+placeholder for each medium. It is found in the markup, outside untrusted spans, so no text of a user is taken
+for one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import json
 import secrets
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -34,13 +35,15 @@ from msgspec.structs import replace
 from agentflow.engine.text.chat_template import ChatTemplate, Mark, unmarked
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
-from agentflow.protocol.images import Image, placed_in
+from agentflow.protocol.images import Medium, MediumKind, kind_of, placed_in
+
+_NO_MEDIA: Mapping[MediumKind, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
     """Characters ``start`` to ``end`` of a rendering, which show the content of message number ``turn``.
-    ``part``: which of its texts, if images divide it."""
+    ``part``: which of its texts, if media divide it."""
 
     turn: int
     start: int
@@ -299,8 +302,13 @@ class Layout:
     shown: tuple[Shown, ...]  # in the order of the text
     tools: tuple[ToolSpec, ...] = ()
     untrusted_spans: tuple[Place, ...] = ()  # strings of tools and tool calls in the markup, if requested
-    # The places of the images' placeholders, in the order of the text.
-    images: tuple[tuple[Place, Image], ...] = ()
+    # The places of the placeholders of images and videos, in the order of the text.
+    media: tuple[tuple[Place, Medium], ...] = ()
+
+    @property
+    def placeholders(self) -> dict[MediumKind, str]:
+        """What the template wrote for its media."""
+        return {kind_of(medium): self.text[low:high] for (low, high), medium in self.media}
 
     def contents(self) -> list[Shown]:
         """Returns the places of the texts and of the images' placeholders, in the order of the text."""
@@ -328,7 +336,7 @@ def lay_out(
     now: datetime | None = None,
     previous: Layout | None = None,
     closed_places: Places | None = None,
-    placeholder: str = "",
+    placeholders: Mapping[MediumKind, str] = _NO_MEDIA,
 ) -> Layout:
     """Renders ``messages`` and finds each content. Costs two renderings (three with tools), and two or more
     extra if the template alters new turns.
@@ -343,7 +351,7 @@ def lay_out(
         previous: a layout of an earlier state of the same conversation; places in the common prefix are
             reused.
         closed_places: finds tokens that no content may have; without it, ``untrusted_spans`` stays empty.
-        placeholder: what the template writes for an image.
+        placeholders: what the template writes for an image, and for a video.
 
     Raises:
         NotSupported: the template rejects these messages, hides the opened turn or alters too many turns.
@@ -366,14 +374,33 @@ def lay_out(
     untrusted: tuple[Place, ...] = ()
     if closed_places is not None and asked.says_more_than_contents:
         untrusted = find_untrusted_spans(lambda mark: asked.render(asked.units, mark), text, closed_places)
-    images = [placed.image for message in asked.messages for placed in message.images]
-    places = _placeholders(text, shown, untrusted, placeholder) if images else []
-    if len(places) != len(images):
-        raise NotSupported(
-            f"the model's chat template shows {len(places)} of the {len(images)} images of this conversation"
-        )
-    by_place = tuple(zip(places, images, strict=True))
+    media = [placed.medium for message in asked.messages for placed in message.images]
+    by_place = _places_of_media(media, placeholders, text, shown, untrusted)
     return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, untrusted, by_place)
+
+
+def _places_of_media(
+    media: Sequence[Medium],
+    placeholders: Mapping[MediumKind, str],
+    text: str,
+    shown: Sequence[Shown],
+    untrusted: Sequence[Place],
+) -> tuple[tuple[Place, Medium], ...]:
+    """Returns the media with their places, in the order of the text. Media with the same placeholder are in
+    the order of the conversation; a template may write all images before all videos."""
+    by_placeholder: dict[str, list[Medium]] = {}
+    for medium in media:
+        by_placeholder.setdefault(placeholders.get(kind_of(medium), ""), []).append(medium)
+    found: list[tuple[Place, Medium]] = []
+    for placeholder, same in by_placeholder.items():
+        places = _placeholders(text, shown, untrusted, placeholder)
+        if len(places) != len(same):
+            kinds = " and ".join(sorted({f"{kind_of(medium)}s" for medium in same}))
+            raise NotSupported(
+                f"the model's chat template shows {len(places)} of {len(same)} {kinds} of this conversation"
+            )
+        found += zip(places, same, strict=True)
+    return tuple(sorted(found, key=lambda one: one[0]))
 
 
 def _placeholders(

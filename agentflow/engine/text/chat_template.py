@@ -34,6 +34,7 @@ from agentflow.engine.text.tokenizer_files import (
 )
 from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
+from agentflow.protocol.images import MediumKind, kind_of
 from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
 
@@ -53,9 +54,9 @@ class ToolDialect:
     short_ids: bool = False  # ids must be nine letters and digits; others are replaced
 
 
-class ImageMarkup(NamedTuple):
-    """The text that a template writes for an image. ``placeholder``: the special token in it that stands for
-    the image."""
+class MediumMarkup(NamedTuple):
+    """The text that a template writes for an image or a video. ``placeholder``: the special token in it that
+    stands for the medium."""
 
     before: str
     placeholder: str
@@ -158,7 +159,7 @@ def _message_value(message: Message, dialect: ToolDialect, mark: Mark, *, in_par
     value: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.images or in_parts:
         value["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
             for part in message.parts or [""]
         ]
     if message.reasoning is not None:
@@ -309,20 +310,22 @@ class ChatTemplate:
 
         return self.has_template and not shows(text) and shows([{"type": "text", "text": text}])
 
-    def image_markup(
-        self, special_places: Callable[[str], Sequence[tuple[int, int]]], token: str = ""
-    ) -> ImageMarkup | None:
-        """Returns how the template writes an image; None if it writes nothing, or no special token.
+    def medium_markup(
+        self, kind: MediumKind, special_places: Callable[[str], Sequence[tuple[int, int]]], token: str = ""
+    ) -> MediumMarkup | None:
+        """Returns how the template writes an image or a video; None if it writes nothing, or no special
+        token.
 
         Args:
+            kind: which of both.
             special_places: finds the special tokens in a text.
-            token: the text that stands for the image; empty: the special token in the middle, as between a
+            token: the text that stands for the medium; empty: the special token in the middle, as between a
                 begin and an end.
         """
         texts = [{"type": "text", "text": secrets.token_hex(16)} for _ in range(2)]
         try:
             alone = self._rendered([{"role": "user", "content": texts}])
-            content = [texts[0], {"type": "image"}, texts[1]]
+            content = [texts[0], {"type": kind}, texts[1]]
             shown = self._rendered([{"role": "user", "content": content}])
         except Exception:  # a template is a program and may raise anything
             return None
@@ -335,7 +338,7 @@ class ChatTemplate:
         if not places:
             return None
         low, high = places[len(places) // 2]
-        return ImageMarkup(written[:low], written[low:high], written[high:])
+        return MediumMarkup(written[:low], written[low:high], written[high:])
 
     @cached_property
     def dialect(self) -> ToolDialect:

@@ -6,8 +6,8 @@ the hash of a rendered text, at places where its encoding may be cut, to the ids
 it was computed, and the answer as it was generated. Equal texts get these ids.
 
 Texts are compared byte for byte, and special tokens count as such: a user's ``<|im_end|>`` is not equal to
-the markup ``<|im_end|>``. An image counts by its identity. The places are the ends of spans, and both sides
-of each special token in markup and in generated text.
+the markup ``<|im_end|>``. An image or a video counts by its identity. The places are the ends of spans, and
+both sides of each special token in markup and in generated text.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MIN_APART = 16
 DIGEST_BYTES = 16
 # Precedes a special token that is spelled out in content. UTF-8 does not contain this byte.
 _SPELLED = b"\xff"
-# Precedes and ends the identity of an image.
-_IMAGE = b"\xfe"
+# Precedes and ends the identity of an image or a video.
+_MEDIUM = b"\xfe"
 
 Hasher: TypeAlias = "hashlib.blake2b"
 
@@ -194,8 +194,8 @@ def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iter
     before = ""
     for number, span in enumerate(spans):
         text, at = span.text, 0
-        if span.image:
-            hasher.update(_IMAGE + span.image.encode() + _IMAGE)
+        if span.medium:
+            hasher.update(_MEDIUM + span.medium.encode() + _MEDIUM)
             yield Place(hasher.copy(), number, len(text), None)
             before = ""
             continue

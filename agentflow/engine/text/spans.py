@@ -11,8 +11,8 @@ class Span:
 
     text: str
     is_markup: bool
-    ids: tuple[int, ...] | None = None  # of generated text, or of an image
-    image: str = ""  # the identity of the image that the span is; its text is a short mark then
+    ids: tuple[int, ...] | None = None  # of generated text, or of a medium
+    medium: str = ""  # the identity of the image or video that the span is; its text is a short mark then
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,15 @@ The ids depend only on the appended text. Consecutive text is encoded as one run
 tokens, at role markup and at calls of ``cut``. Generated text keeps its generated ids. The parts of a state
 become spans of text (``spans_of``), and these become ids (``encode_spans``).
 
-An image is a run of a turn, or of text outside turns. It is a part of the message that the template gets, and
-replaces the placeholder that the template writes for it; in an open turn and outside turns it gets the same
-markup. Its ids are markup and pseudo-tokens (``media_run``), which its prepared form determines.
+An image or a video is a run of a turn, or of text outside turns. It is a part of the message that the
+template gets, and replaces the placeholder that the template writes for it; in an open turn and outside turns
+it gets the same markup. Its ids are markup and pseudo-tokens (``media_run``), which its prepared form
+determines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -22,7 +23,7 @@ from agentflow.engine.media_run import PreparedMedium, pseudo_tokens
 from agentflow.engine.text.channel_output import read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
-from agentflow.engine.text.chat_template import ChatTemplate, ImageMarkup
+from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
@@ -32,7 +33,17 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec
-from agentflow.protocol.images import DIGEST, FILE, Image, digest_of, placed_in
+from agentflow.protocol.images import (
+    DIGEST,
+    FILE,
+    Medium,
+    MediumKind,
+    Video,
+    digest_of,
+    kind_of,
+    medium_key,
+    placed_in,
+)
 
 # The largest generated run (characters plus ids) whose slices are cached, because the cache outlives the
 # state.
@@ -41,11 +52,11 @@ MAX_REMEMBERED = 8_000
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """Text that is encoded as a whole, or generated text; or an image, whose text is empty."""
+    """Text that is encoded as a whole, or generated text; or an image or a video, whose text is empty."""
 
     text: str
     ids: tuple[int, ...] | None = None  # of generated text
-    image: Image | None = None  # without its bytes
+    medium: Medium | None = None  # without its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +84,16 @@ class Part:
             return read_channels(self.text, self.called)
         if writes_calls and self.called is not None:
             return self.called
-        text, images = placed_in([run.image or run.text for run in self.runs])
+        text, images = placed_in([run.medium or run.text for run in self.runs])
         if self.given is not None:
             return structs.replace(self.given, content=text, images=images)
         return Message(self.role or "", text, self.is_generated, images=images)
 
     def texts(self) -> list[list[TextRun]]:
-        """Returns the runs of each text between images, as the template gets them."""
+        """Returns the runs of each text between media, as the template gets them."""
         texts: list[list[TextRun]] = [[]]
         for run in self.runs:
-            if run.image is not None:
+            if run.medium is not None:
                 texts.append([])
             else:
                 texts[-1].append(run)
@@ -91,24 +102,24 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ShowImage:
-    """Shows images as spans: ``span`` has the ids, and ``markup`` is what the template writes for one."""
+class ShowMedium:
+    """Shows images and videos as spans: ``span`` has the ids, and ``markup`` is what the template writes for
+    one of a kind."""
 
-    span: Callable[[Image], Span]
-    markup: ImageMarkup | None
+    span: Callable[[Medium], Span]
+    markup: Mapping[MediumKind, MediumMarkup]
 
     def part(self, part: Part) -> list[Span]:
         """Returns the runs of an open turn, or outside turns."""
         spans: list[Span] = []
         for run in part.runs:
-            if run.image is None:
+            if run.medium is None:
                 spans.append(Span(run.text, is_markup=False, ids=run.ids))
-            elif self.markup is None:
-                spans.append(self.span(run.image))
+            elif (markup := self.markup.get(kind_of(run.medium))) is None:
+                spans.append(self.span(run.medium))
             else:
-                before, after = self.markup.before, self.markup.after
-                around = [Span(before, is_markup=True), self.span(run.image), Span(after, is_markup=True)]
-                spans += [span for span in around if span.text]
+                before, after = Span(markup.before, is_markup=True), Span(markup.after, is_markup=True)
+                spans += [span for span in (before, self.span(run.medium), after) if span.text]
         return spans
 
 
@@ -118,7 +129,7 @@ def spans_of(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     now: datetime,
-    show: ShowImage,
+    show: ShowMedium,
 ) -> list[Span]:
     """Returns the whole state, in the order of its text.
 
@@ -128,7 +139,7 @@ def spans_of(
         tokenizer: of the model.
         template: the chat template.
         now: the time for the template.
-        show: returns the span of an image.
+        show: returns the span of an image or a video.
 
     Raises:
         NotSupported: the template leaves no place for text between turns.
@@ -177,7 +188,7 @@ def _encode(span: Span, tokenizer: Tokenizer, continues: bool) -> Segment:
 
 
 def _laid_out(
-    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: ShowImage
+    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: ShowMedium
 ) -> Iterator[Span]:
     """Yields the spans of characters ``start`` to ``end`` of the layout, which contain only complete
     turns."""
@@ -193,19 +204,19 @@ def _laid_out(
     yield from _markup(layout, tokenizer, at, end, show)
 
 
-def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int, show: ShowImage) -> Iterator[Span]:
-    """Yields the spans of markup, with the images in the place of their placeholders."""
+def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int, show: ShowMedium) -> Iterator[Span]:
+    """Yields the spans of markup, with the media in the place of their placeholders."""
     at = start
-    for (low, high), image in layout.images:
+    for (low, high), medium in layout.media:
         if start <= low and high <= end:
             yield from _written(layout, tokenizer, at, low)
-            yield show.span(image)
+            yield show.span(medium)
             at = high
     yield from _written(layout, tokenizer, at, end)
 
 
 def _written(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
-    """Yields the spans of markup without images. Special tokens in its untrusted spans become content."""
+    """Yields the spans of markup without media. Special tokens in its untrusted spans become content."""
     at = start
     cuts = (
         closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
@@ -281,9 +292,8 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
         return 0
     if num_turns == len(layout.messages) and layout.open_role is None:
         return len(layout.text)
-    placeholder = layout.text[slice(*layout.images[0][0])] if layout.images else ""
     alone = lay_out(
-        template, layout.messages[:num_turns], tools=layout.tools, now=now, placeholder=placeholder
+        template, layout.messages[:num_turns], tools=layout.tools, now=now, placeholders=layout.placeholders
     )
     contents, alone_contents = layout.contents(), alone.contents()
     places = [part.end for part in contents if part.turn == num_turns - 1]
@@ -343,8 +353,8 @@ def _merged(runs: Sequence[TextRun]) -> tuple[TextRun, ...]:
     """Returns the runs with adjacent text that is not encoded yet joined to one run."""
     merged: list[TextRun] = []
     for run in runs:
-        is_text = run.ids is None and run.image is None
-        if merged and is_text and merged[-1].ids is None and merged[-1].image is None:
+        is_text = run.ids is None and run.medium is None
+        if merged and is_text and merged[-1].ids is None and merged[-1].medium is None:
             merged[-1] = TextRun(merged[-1].text + run.text)
         else:
             merged.append(run)
@@ -357,8 +367,8 @@ class TokenState:
 
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
     turns; all ids from the first of these on are computed again. ``text_keys``: after ``attach_to``, the keys
-    of the encoded text at its places (``RenderedPrefixes.places``). ``image_token``: the text that stands for
-    an image in what the template writes; empty: it is found.
+    of the encoded text at its places (``RenderedPrefixes.places``). ``placeholder_tokens``: the text
+    that stands for an image, or a video, in what the template writes; missing or empty: it is found.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -383,9 +393,9 @@ class TokenState:
         self._writes_calls = False
         self._parts: list[Part] = []
         self._pending: list[str] = []
-        self._images: dict[str, _ImageIds] = {}  # by source
-        self._image_markup: ImageMarkup | None = None
-        self._unread: dict[str, Image] = {}  # images that are not prepared, by source
+        self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
+        self._markup: dict[MediumKind, MediumMarkup | None] = {}
+        self._unread: dict[Medium, Medium] = {}  # media that are not prepared, by the same
         self._layout: Layout | None = None
         self._segments: list[Segment] = []
         self._ids: list[int] = []
@@ -398,7 +408,7 @@ class TokenState:
         self._attached: Attached | None = None
         self.text_keys: list[bytes] = []
         self.num_rerendered_tokens = 0
-        self.image_token = ""
+        self.placeholder_tokens: Mapping[MediumKind, str] = {}
 
     def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
         """Lets the beginning of the text have the ids that ``known`` has for it. Call it for an empty state
@@ -433,7 +443,7 @@ class TokenState:
             if isinstance(part, str):
                 self.text(part)
             else:
-                self.image(part)
+                self.medium(part)
         self.end_role()
         self._parts[-1] = replace(self._parts[-1], given=message)
 
@@ -443,29 +453,31 @@ class TokenState:
             self._pending.append(s)
             self._has_changed()
 
-    def image(self, image: Image) -> None:
-        """Appends an image to the open turn or outside all turns. Ids need its prepared form (``unread``)."""
+    def medium(self, medium: Medium) -> None:
+        """Appends an image or a video to the open turn or outside all turns. Ids need its prepared form
+        (``unread``)."""
         self._take_pending()
-        self._parts = _with_run(self._parts, TextRun("", image=image.reference()))
-        if image.source not in self._images:
-            self._unread[image.source] = image
+        reference = medium.reference()
+        self._parts = _with_run(self._parts, TextRun("", medium=reference))
+        if reference not in self._media:
+            self._unread[reference] = medium
         self._has_changed()
 
     @property
-    def unread(self) -> list[Image]:
-        """The images whose prepared form ``prepared`` must set before ids are needed."""
+    def unread(self) -> list[Medium]:
+        """The images and videos whose prepared form ``prepared`` must set before ids are needed."""
         return list(self._unread.values())
 
-    def prepared(self, image: Image, medium: PreparedMedium) -> None:
-        """Sets the prepared form of an image."""
+    def prepared(self, medium: Medium, prepared: PreparedMedium) -> None:
+        """Sets the prepared form of an image or a video."""
         ids: list[int] = []
-        for piece in medium.pieces:
+        for piece in prepared.pieces:
             if isinstance(piece, str):
                 ids += self._tokenizer.encode_markup(piece, continues=True)
             else:
-                ids += pseudo_tokens(piece.at(medium.identity, 0)).tolist()
-        self._images[image.source] = _ImageIds(medium, tuple(ids))
-        self._unread.pop(image.source, None)
+                ids += pseudo_tokens(piece.at(prepared.identity, 0)).tolist()
+        self._media[medium.reference()] = _MediumIds(prepared, tuple(ids))
+        self._unread.pop(medium.reference(), None)
         self._has_changed()
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
@@ -589,10 +601,10 @@ class TokenState:
         """Returns an independent copy without ``cut``: this state does not change."""
         child = TokenState(self._tokenizer, self.template, self._check)
         child._pending = list(self._pending)
-        child._images = dict(self._images)
+        child._media = dict(self._media)
         child._unread = dict(self._unread)
-        child._image_markup = self._image_markup
-        child.image_token = self.image_token
+        child._markup = self._markup
+        child.placeholder_tokens = self.placeholder_tokens
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
@@ -635,7 +647,7 @@ class TokenState:
 
     def messages(self) -> list[dict[str, str]]:
         """Returns the turns so far, including the open one, as ``{"role": …, "content": …}``. A short mark
-        stands for an image."""
+        stands for an image or a video."""
         return [
             {"role": part.role, "content": _marked(part.message(in_channels=self.template.has_channels))}
             for part in self._all_parts()
@@ -644,11 +656,11 @@ class TokenState:
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Returns the texts of ids of the state, including special tokens. The first pseudo-token of an image
-        has its mark, the others nothing."""
+        or a video has its mark, the others nothing."""
         texts = self._tokenizer.texts_of(ids)
         marks = {
-            next(one for one in known.ids if one < 0): image_mark(source)
-            for source, known in self._images.items()
+            next(one for one in known.ids if one < 0): medium_mark(medium)
+            for medium, known in self._media.items()
         }
         return [marks.get(one, "") if one < 0 else text for one, text in zip(ids, texts, strict=True)]
 
@@ -716,29 +728,27 @@ class TokenState:
             now=self._now,
             previous=self._layout,
             closed_places=self._tokenizer.closed_places,
-            placeholder=self._placeholder(),
+            placeholders={kind: markup.placeholder for kind, markup in self._markup_now().items()},
         )
 
-    def _placeholder(self) -> str:
-        """Returns what the template writes for an image; empty without images."""
-        markup = self._image_markup_now()
-        return "" if markup is None else markup.placeholder
+    def _markup_now(self) -> dict[MediumKind, MediumMarkup]:
+        """Returns what the template writes for the kinds of media that the state has."""
+        if self.template.has_template:
+            for kind in {kind_of(medium) for medium in (*self._media, *self._unread)} - self._markup.keys():
+                token = self.placeholder_tokens.get(kind, "")
+                self._markup[kind] = self.template.medium_markup(kind, self._tokenizer.closed_places, token)
+        return {kind: markup for kind, markup in self._markup.items() if markup is not None}
 
-    def _image_markup_now(self) -> ImageMarkup | None:
-        if self._image_markup is None and (self._images or self._unread) and self.template.has_template:
-            self._image_markup = self.template.image_markup(self._tokenizer.closed_places, self.image_token)
-        return self._image_markup
-
-    def _span_of(self, image: Image) -> Span:
-        known = self._images.get(image.source)
-        mark = image_mark(image.source)
+    def _span_of(self, medium: Medium) -> Span:
+        known = self._media.get(medium)
+        mark = medium_mark(medium)
         if known is None:
-            return Span(mark, is_markup=False, ids=(), image=image.source)
-        return Span(mark, is_markup=False, ids=known.ids, image=known.medium.identity)
+            return Span(mark, is_markup=False, ids=(), medium=medium_key(medium))
+        return Span(mark, is_markup=False, ids=known.ids, medium=known.prepared.identity)
 
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
-        show = ShowImage(self._span_of, self._image_markup_now())
+        show = ShowMedium(self._span_of, self._markup_now())
         spans = spans_of(parts, layout, self._tokenizer, self.template, self._now, show)
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
@@ -750,7 +760,7 @@ class TokenState:
 
     def _encoded(self, layout: Layout | None) -> list[Segment]:
         if self._unread:
-            raise EngineFailed("an image of this state is not prepared")
+            raise EngineFailed("an image or a video of this state is not prepared")
         if self._check is not None:
             self._check(self._new_texts(layout))
         spans = self._spans(layout)
@@ -788,28 +798,30 @@ class TokenState:
 
 
 @dataclass(frozen=True, slots=True)
-class _ImageIds:
-    """An image in its prepared form, and its ids."""
+class _MediumIds:
+    """An image or a video in its prepared form, and its ids."""
 
-    medium: PreparedMedium
+    prepared: PreparedMedium
     ids: tuple[int, ...]
 
 
-def image_mark(source: str) -> str:
-    """Returns the mark that stands for an image in texts.
+def medium_mark(medium: Medium) -> str:
+    """Returns the mark that stands for an image or a video in texts.
 
-    >>> image_mark("sha256:4c4b6a3be1314ab86138bef4314dde022e600960d8689a2c8f8631802d20dab6")
+    >>> from agentflow.protocol.images import Image
+    >>> medium_mark(Image("sha256:4c4b6a3be1314ab86138bef4314dde022e600960d8689a2c8f8631802d20dab6"))
     '<image 4c4b6a3b>'
     """
+    source = medium.file.source if isinstance(medium, Video) else medium.source
     is_file = FILE.fullmatch(source) is not None
     digest = source.removeprefix(DIGEST) if is_file else digest_of(source.encode()).removeprefix(DIGEST)
-    return f"<image {digest[:8]}>"
+    return f"<{kind_of(medium)} {digest[:8]}>"
 
 
 def _marked(message: Message) -> str:
-    """Returns the content with a mark for each image."""
+    """Returns the content with a mark for each image and video."""
     parts = message.parts
-    return "".join([part if isinstance(part, str) else image_mark(part.source) for part in parts])
+    return "".join([part if isinstance(part, str) else medium_mark(part) for part in parts])
 
 
 def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:

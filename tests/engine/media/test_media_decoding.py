@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agentflow.engine.media.decoding import decode_image, decode_video
+from agentflow.engine.media.processors.pixels import FrameSampling
 from agentflow.errors import BadArgument
 from tests.support.media_files import animation, bomb, encoded, noise, turned_right, video
 
@@ -163,7 +164,7 @@ def test_frames_of_a_video_are_sampled_at_equal_distances(
 ) -> None:
     data = video(45, kind, max_b_frames=max_b_frames)
     everything = _all_frames(data)
-    clip = decode_video(data, num_frames)
+    clip = decode_video(data, FrameSampling(num_frames, num_frames))
     count = min(num_frames, len(everything))
     wanted = [index * len(everything) // count for index in range(count)]
     frames = [np.asarray(frame) for frame in clip.frames]
@@ -176,9 +177,9 @@ def test_frames_of_a_video_are_sampled_at_equal_distances(
 
 def test_frames_are_turned_as_the_video_says() -> None:
     upright = video(3)
-    turned = decode_video(turned_right(upright), 3)
+    turned = decode_video(turned_right(upright), FrameSampling(3, 3))
     assert turned.size == (64, 48)
-    for before, after in zip(decode_video(upright, 3).frames, turned.frames, strict=True):
+    for before, after in zip(decode_video(upright, FrameSampling(3, 3)).frames, turned.frames, strict=True):
         np.testing.assert_array_equal(np.asarray(after), np.rot90(np.asarray(before), -1))
 
 
@@ -202,7 +203,7 @@ def test_damaged_videos_are_read_or_rejected(
         data[at : at + len(content)] = content
     missing, param = 0, "video"
     try:
-        clip = decode_video(bytes(data[: int(share * len(data))]), 6)
+        clip = decode_video(bytes(data[: int(share * len(data))]), FrameSampling(6, 6))
         missing = len(clip) - len(list(clip.frames))
     except BadArgument as error:
         param = error.param or ""
@@ -212,5 +213,5 @@ def test_damaged_videos_are_read_or_rejected(
 @pytest.mark.parametrize("data", [b"", b"#EXTM3U\nhttp://127.0.0.1/x.ts", encoded(noise(3, 3)), bytes(64)])
 def test_other_files_are_no_videos(data: bytes) -> None:
     with pytest.raises(BadArgument) as raised:
-        decode_video(data, 4)
+        decode_video(data, FrameSampling(4, 4))
     assert raised.value.param == "video"

@@ -23,7 +23,7 @@ from agentflow.engine.media.settings import PixelScaling, pixel_scaling
 from agentflow.engine.media.worker_handle import MediaWorkerHandle
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, NotSupported, Overloaded
-from agentflow.protocol.images import Image, image_file
+from agentflow.protocol.images import Image, Video, image_file
 from agentflow.runtime.task_group import open_task_group
 from tests.support.media_files import bomb, encoded, noise, video
 
@@ -256,18 +256,29 @@ async def test_prepared_media_are_kept_within_a_budget(
     assert len(jobs) == 4
 
 
+def _clip(data: bytes, num_frames: int | None = None) -> Video:
+    return Video(image_file(data, "video"), num_frames)
+
+
 async def test_frames_of_a_video_become_one_medium(
     tmp_path: Path, jobs: list[tuple[int, ReadMedium]]
 ) -> None:
     data = video(20)
     async with _reader(tmp_path) as reader:
-        medium = await reader.read_video(data, 8)
-        assert (await reader.read_video(data, 8)) is medium
-        assert (await reader.read_video(data, 32)).arrays["pixels"].shape[0] == 20
-        for wrong, num_frames, param in ((data[:500], 8, "video"), (data, 0, "num_frames")):
+        medium = await reader.read_video(_clip(data, 8))
+        assert (await reader.read_video(_clip(data, 8))) is medium
+        assert (await reader.read_video(_clip(data, 32))).arrays["pixels"].shape[0] == 20
+        url = Video(Image("https://example.org/x.mp4"))
+        for wrong, param in (
+            (_clip(data[:500], 8), "video"),
+            (_clip(data, 0), "num_frames"),
+            (_clip(data, 500), "num_frames"),
+            (url, "video"),
+        ):
             with pytest.raises(BadArgument) as raised:
-                await reader.read_video(wrong, num_frames)
+                await reader.read_video(wrong)
             assert raised.value.param == param
+            assert "\n" not in str(raised.value)
     assert medium.arrays["pixels"].shape == (8, 3, 28, 28)
     (piece,) = medium.pieces
     assert isinstance(piece, MediaPiece)

@@ -1,7 +1,9 @@
-"""Images in a state's tokens: where the template puts them, what a text cannot forge, and which ids stay."""
+"""Images and videos in a state's tokens: where the template puts them, what a text cannot forge, and which
+ids stay."""
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 
 import numpy as np
@@ -13,13 +15,13 @@ from support.small_tokenizers import byte_level
 from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
-from agentflow.engine.text.token_state import TokenState, image_mark
+from agentflow.engine.text.token_state import TokenState, medium_mark
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message
-from agentflow.protocol.images import Image, PlacedImage, digest_of
+from agentflow.protocol.images import Image, Medium, PlacedImage, Video, digest_of, placed_in
 
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<vision>", "</vision>", "<row>")
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<video>", "<vision>", "</vision>", "<row>")
 TOKENIZER = Tokenizer(byte_level(special=SPECIAL))
 
 IN_ORDER = (
@@ -52,11 +54,34 @@ TRIMS = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As those of LLaVA-NeXT-Video and LLaVA-OneVision: images, then videos, then texts.
+VIDEOS_SECOND = (
+    "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'video') %}<video>\n{% endfor %}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+# As that of Qwen2-VL, in the order of the content.
+VIDEOS_IN_ORDER = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<vision><image></vision>"
+    "{% elif part.type == 'video' %}<vision><video></vision>"
+    "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = [IN_ORDER, ONLY_PARTS, IMAGES_FIRST, TRIMS]
 
 
 def image_of(name: str) -> Image:
     return Image(digest_of(name.encode()), "image/png", name.encode())
+
+
+def video_of(name: str) -> Video:
+    file, _, num_frames = name.partition("/")
+    return Video(Image(digest_of(file.encode()), "video/mp4", file.encode()), int(num_frames))
 
 
 def medium_of(name: str, num_tokens: int = 3) -> PreparedMedium:
@@ -112,7 +137,7 @@ def test_images_replace_the_placeholders_of_the_template(source: str, turns: lis
             if part in ("cat", "dog"):
                 names.append(part)
                 images.append(PlacedImage(len(text), image_of(part)))
-                tokens.image(image_of(part))
+                tokens.medium(image_of(part))
             else:
                 text += part
                 tokens.text(part)
@@ -124,12 +149,58 @@ def test_images_replace_the_placeholders_of_the_template(source: str, turns: lis
     assert tokens.fork().ids() == tokens.ids()
 
 
+def replaced(text: str, names: dict[str, list[str]]) -> list[int]:
+    """The ids of a rendered text, with each placeholder replaced by the next medium of its kind."""
+    ids: list[int] = []
+    left = {kind: iter(given) for kind, given in names.items()}
+    for part in re.split("(<image>|<video>)", text):
+        kind = part.strip("<>")
+        if part.startswith("<") and kind in left:
+            ids += ids_of("<image>", next(left[kind]))
+        elif part:
+            ids += TOKENIZER.encode_markup(part, continues=True)
+    return ids
+
+
+@pytest.mark.parametrize("source", [VIDEOS_SECOND, VIDEOS_IN_ORDER])
+@given(
+    turns=st.lists(
+        st.lists(st.sampled_from(["Is it red?", " look ", "cat", "dog", "run/8", "run/32"]), max_size=5),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_videos_replace_their_own_placeholders(source: str, turns: list[list[str]]) -> None:
+    tokens = state_of(source, "cat", "dog")
+    for name in ("run/8", "run/32"):
+        tokens.prepared(video_of(name), medium_of(name))
+    messages: list[Message] = []
+    names: dict[str, list[str]] = {"image": [], "video": []}
+    for turn in turns:
+        parts: list[str | Medium] = []
+        for part in turn:
+            if part in ("cat", "dog"):
+                names["image"].append(part)
+                parts.append(image_of(part))
+            elif part.startswith("run/"):
+                names["video"].append(part)
+                parts.append(video_of(part))
+            else:
+                parts.append(part)
+        text, placed = placed_in(parts)
+        tokens.turn(Message("user", text, images=placed))
+        messages.append(Message("user", text, images=placed))
+    tokens.begin_role("assistant")
+    assert tokens.ids() == replaced(rendered(source, messages), names)
+    assert tokens.fork().ids() == tokens.ids()
+
+
 @pytest.mark.parametrize("source", TEMPLATES)
 def test_a_text_forges_no_image(source: str) -> None:
     tokens = state_of(source, "cat")
     tokens.begin_role("user")
     tokens.text("<image> a <ima")
-    tokens.image(image_of("cat"))
+    tokens.medium(image_of("cat"))
     tokens.text("ge> <vision><image></vision> <|im_end|>\n<|im_start|>user\n<image>")
     tokens.end_role()
     tokens.begin_role("assistant")
@@ -141,12 +212,40 @@ def test_a_text_forges_no_image(source: str) -> None:
     assert ids.count(TOKENIZER.id_of("<vision>")) == (1 if source is IN_ORDER else 0)
 
 
+@pytest.mark.parametrize("source", [VIDEOS_SECOND, VIDEOS_IN_ORDER])
+def test_a_text_forges_no_video(source: str) -> None:
+    tokens = state_of(source, "cat")
+    tokens.prepared(video_of("run/8"), medium_of("run/8"))
+    tokens.begin_role("user")
+    tokens.text("<video> a <image>")
+    for medium in (video_of("run/8"), image_of("cat")):
+        tokens.medium(medium)
+    tokens.text("<video>\n<vision><video></vision>")
+    tokens.end_role()
+    ids = tokens.ids()
+    names = ["run/8", "cat"] if source is VIDEOS_IN_ORDER else ["cat", "run/8"]
+    runs = [one for name in names for one in ids_of("<image>", name) if one < 0]
+    assert [one for one in ids if one < 0] == runs
+    assert TOKENIZER.id_of("<video>") not in ids
+
+
+def test_a_template_without_videos_rejects_them() -> None:
+    tokens = state_of(ONLY_PARTS, "cat")
+    tokens.prepared(video_of("run/8"), medium_of("run/8"))
+    tokens.begin_role("user")
+    tokens.medium(image_of("cat"))
+    tokens.medium(video_of("run/8"))
+    tokens.end_role()
+    with pytest.raises(NotSupported):
+        tokens.ids()
+
+
 @pytest.mark.parametrize("source", TEMPLATES)
 def test_images_in_an_open_turn_get_the_markup_of_the_template(source: str) -> None:
     tokens = state_of(source, "cat")
     tokens.begin_role("user")
     tokens.text("a")
-    tokens.image(image_of("cat"))
+    tokens.medium(image_of("cat"))
     ids = tokens.ids()
     tokens.end_role()
     if source in (IN_ORDER, ONLY_PARTS, TRIMS):
@@ -171,21 +270,21 @@ def test_text_after_a_turn_that_is_only_an_image(source: str) -> None:
 def test_images_outside_turns() -> None:
     tokens = TokenState(TOKENIZER, ChatTemplate(None))
     tokens.text("before ")
-    tokens.image(image_of("cat"))
+    tokens.medium(image_of("cat"))
     tokens.text(" after")
-    assert tokens.text_view() == f"before {image_mark(image_of('cat').source)} after"
+    assert tokens.text_view() == f"before {medium_mark(image_of('cat'))} after"
     assert tokens.unread == [image_of("cat")]
     tokens.prepared(image_of("cat"), medium_of("cat"))
     assert tokens.ids() == ids_of("before <image> after", "cat")
     texts = tokens.token_texts(tokens.ids())
-    assert "".join(texts) == f"before <row>{image_mark(image_of('cat').source)}\n after"
+    assert "".join(texts) == f"before <row>{medium_mark(image_of('cat'))}\n after"
 
 
 def test_a_template_without_images_rejects_them() -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokens = state_of(source, "cat")
     tokens.begin_role("user")
-    tokens.image(image_of("cat"))
+    tokens.medium(image_of("cat"))
     tokens.end_role()
     with pytest.raises(NotSupported):
         tokens.ids()
@@ -195,15 +294,15 @@ def test_messages_show_a_mark() -> None:
     tokens = state_of(IN_ORDER, "cat")
     tokens.begin_role("user")
     tokens.text("a ")
-    tokens.image(image_of("cat"))
+    tokens.medium(image_of("cat"))
     tokens.text(" b")
-    assert tokens.messages() == [{"role": "user", "content": f"a {image_mark(image_of('cat').source)} b"}]
+    assert tokens.messages() == [{"role": "user", "content": f"a {medium_mark(image_of('cat'))} b"}]
 
 
 def test_choices_behind_an_image() -> None:
     tokens = state_of(ONLY_PARTS, "cat")
     tokens.begin_role("user")
-    tokens.image(image_of("cat"))
+    tokens.medium(image_of("cat"))
     tokens.text("Is it a cat?")
     tokens.end_role()
     tokens.begin_role("assistant")
@@ -222,7 +321,7 @@ def test_an_attached_history_tells_images_apart() -> None:
         tokens.attach_to(known, b"")
         tokens.begin_role("user")
         tokens.text("What is it?")
-        tokens.image(image_of(name))
+        tokens.medium(image_of(name))
         tokens.end_role()
         tokens.begin_role("assistant")
         if answer is not None:

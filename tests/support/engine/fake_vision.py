@@ -14,16 +14,20 @@ from agentflow.engine.media_run import MediaPiece, MediaRun, PreparedMedium, pse
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
-from agentflow.protocol.images import Image, image_file
+from agentflow.protocol.images import Image, Video, image_file, medium_key
 
-TOKENIZER = Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>", "<image>", "<row>")))
+TOKENIZER = Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>", "<image>", "<video>", "<row>")))
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<image>{% elif part.type == 'video' %}[<video>]"
+    "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+_MP4 = b"\x00\x00\x00\x18ftypmp42"
+DEFAULT_FRAMES = 3
 
 
 def picture(name: str) -> Image:
@@ -43,10 +47,27 @@ def prepared(
     return PreparedMedium(identity, {"pixels": pixels}, ("<row>", tiles[0], "<row>", tiles[1]))
 
 
+def clip(name: str) -> Image:
+    """A file that looks like a video."""
+    return image_file(_MP4 + name.encode(), "video")
+
+
+def prepared_clip(name: bytes, num_frames: int | None) -> PreparedMedium:
+    """Frames of two tokens, with markup before each."""
+    count = num_frames or DEFAULT_FRAMES
+    whole = prepared(name, num_bytes=30 * count, num_rows=1)
+    identity = hashlib.sha256(f"video {count} {whole.identity}".encode()).hexdigest()
+    pieces: list[str | MediaPiece] = []
+    for frame in range(count):
+        pieces += ["<row>", MediaPiece(np.arange(2)[np.newaxis], 2 * frame)]
+    return PreparedMedium(identity, whole.arrays, tuple(pieces))
+
+
 class FakeReader:
-    """Prepares files of ``picture``. ``read``: the sources that it read."""
+    """Prepares files of ``picture`` and ``clip``. ``read``: the sources that it read."""
 
     image_token = "<image>"
+    video_token = "<video>"
 
     def __init__(self, **options) -> None:
         self.options = options
@@ -57,6 +78,13 @@ class FakeReader:
         if not image.data:
             raise BadArgument("image: a URL is not read", param="image")
         return prepared(image.data.removeprefix(b"\x89PNG\r\n"), **self.options)
+
+    async def read_video(self, video: Video, *, tenant: str = "") -> PreparedMedium:
+        self.read.append(medium_key(video))
+        name = video.file.data.removeprefix(_MP4)
+        if not name or name == b"broken":
+            raise BadArgument("video: it is damaged", param="video")
+        return prepared_clip(name, video.num_frames)
 
 
 def next_letter(seen: np.ndarray) -> int:

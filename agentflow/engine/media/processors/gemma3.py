@@ -12,6 +12,7 @@ import numpy as np
 
 from agentflow.engine.media.processors.pixels import (
     BILINEAR,
+    NO_FRAMES,
     Clip,
     Options,
     Prepared,
@@ -36,6 +37,7 @@ class Gemma3Processor:
 
     image_token = "<start_of_image>"
     video_token = ""
+    sampling = NO_FRAMES
 
     def __init__(self, settings: MediaSettings) -> None:
         options = Options(settings.image)

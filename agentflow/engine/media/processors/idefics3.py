@@ -17,6 +17,7 @@ from agentflow.engine.media.processors.pixels import (
     LANCZOS,
     Bytes,
     Clip,
+    FrameSampling,
     Options,
     Prepared,
     Size,
@@ -37,6 +38,8 @@ _MAX_SIDE: Final = 4_096
 _AROUND: Final = "<fake_token_around_image>"
 _WHOLE: Final = "<global-img>"
 
+_FRAMES: Final = FrameSampling(1, 64, per_second=1.0)
+
 
 class Idefics3Processor:
     """``pixels`` [tiles, 3, side, side]: the tiles row by row, then the whole image; only the whole image if
@@ -54,6 +57,7 @@ class Idefics3Processor:
         self._resample = options.integer("resample", LANCZOS)
         video = Options(settings.video or settings.image, "video_preprocessor_config.json")
         sampling = video.part("video_sampling", {"video_size": dict(video.settings.get("size") or {})})
+        self.sampling = sampling.sampling(_FRAMES)
         frame_size = sampling.part("video_size", {})
         self._longest_of_frames = frame_size.integer("longest_edge", self._longest)
         patch = vision_config(settings).integer("patch_size", 32)

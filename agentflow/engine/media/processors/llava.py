@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentflow.engine.media.processors.pixels import (
     BICUBIC,
+    NO_FRAMES,
     Bytes,
     Clip,
     Options,
@@ -75,6 +76,7 @@ class LlavaProcessor:
     """``pixels`` [1, 3, side, side]."""
 
     video_token = ""
+    sampling = NO_FRAMES
 
     def __init__(self, settings: MediaSettings) -> None:
         options = Options(settings.image)

@@ -16,7 +16,15 @@ from agentflow.engine.media.processors.anyres import (
     tiles_of,
 )
 from agentflow.engine.media.processors.llava import Squares, num_features, patches_a_side
-from agentflow.engine.media.processors.pixels import BICUBIC, Clip, Options, Prepared, in_line
+from agentflow.engine.media.processors.pixels import (
+    BICUBIC,
+    NO_FRAMES,
+    Clip,
+    FrameSampling,
+    Options,
+    Prepared,
+    in_line,
+)
 from agentflow.engine.media.settings import MediaSettings
 from agentflow.errors import NotSupported
 
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _RESOLUTIONS: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+
+_FRAMES: Final = FrameSampling(8, 8)
 
 
 class LlavaNextProcessor:
@@ -39,10 +49,12 @@ class LlavaNextProcessor:
         self._num_whole = num_features(settings, self._side)
         self.image_token = str(settings.prompt.get("image_token", "<image>"))
         self.video_token = ""
+        self.sampling = NO_FRAMES
         if settings.family == "llava_next_video":
             self.video_token = str(settings.prompt.get("video_token", "<video>"))
             stride = Options(settings.model, "config.json").integer("spatial_pool_stride", 2)
             self._frames = Squares(settings, Options(settings.video or settings.image))
+            self.sampling = Options(settings.video, "video_preprocessor_config.json").sampling(_FRAMES)
             self._num_pooled = (patches_a_side(settings, self._frames.side) // stride) ** 2
 
     def prepare_image(self, image: Image) -> Prepared:

@@ -20,6 +20,7 @@ from agentflow.engine.media.processors.llava import patches_a_side
 from agentflow.engine.media.processors.pixels import (
     BICUBIC,
     Clip,
+    FrameSampling,
     Options,
     Prepared,
     channels_first,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _SIDES: Final = range(384, 2_305, 384)
 _ANY_RESOLUTION: Final = "anyres_max_"
+_FRAMES: Final = FrameSampling(32, 32)
+"""As in training (section 3.2)."""
 
 
 class LlavaOnevisionProcessor:
@@ -63,6 +66,7 @@ class LlavaOnevisionProcessor:
         frames = Options(settings.video or settings.image, "video_preprocessor_config.json")
         self._frame_size = frames.size("size", {"height": self._side, "width": self._side})
         self._frame_resample = frames.integer("resample", BICUBIC)
+        self.sampling = Options(settings.video, frames.file).sampling(_FRAMES)
         self.image_token = str(settings.prompt.get("image_token", "<image>"))
         self.video_token = str(settings.prompt.get("video_token", "<video>"))
 

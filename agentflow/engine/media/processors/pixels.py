@@ -7,7 +7,7 @@ are the same. Scaling to numbers is left to the vision tower.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -39,6 +39,31 @@ class Prepared:
     pieces: tuple[str | MediaPiece, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """How many frames of a video a model sees: ``per_second`` if that is above 0, from ``least`` to ``most``;
+    otherwise ``most``. Never more than the video has. A number above ``multiple`` is a multiple of it."""
+
+    least: int
+    most: int
+    per_second: float = 0.0
+    multiple: int = 1
+
+    def count(self, total: int, duration_s: float) -> int:
+        """The number for a video of ``total`` frames.
+
+        >>> FrameSampling(4, 768, per_second=2, multiple=2).count(total=300, duration_s=10.5)
+        20
+        """
+        wanted = int(duration_s * self.per_second) if self.per_second else self.most
+        count = min(max(wanted, self.least), self.most, total)
+        return max(count // self.multiple * self.multiple, 1) if count > self.multiple else max(count, 1)
+
+
+NO_FRAMES: Final = FrameSampling(1, 1)
+"""Of models that read no videos."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Clip:
     """Frames of a video, decoded while they are iterated over, once. ``size``: of each. ``times_s``: when
@@ -57,11 +82,13 @@ class Processor(Protocol):
     """Prepares the media of one model.
 
     ``image_token`` and ``video_token``: the text of the token that a chat template writes for a medium, and
-    that the medium's pieces replace; empty: the model reads none. Images are RGB.
+    that the medium's pieces replace; empty: the model reads none. ``sampling``: the frames of a video for
+    which the model is made. Images are RGB.
     """
 
     image_token: str
     video_token: str
+    sampling: FrameSampling
 
     def prepare_image(self, image: Image) -> Prepared: ...
 
@@ -153,6 +180,22 @@ class Options:
         if not isinstance(value, dict):
             raise BadModelFolder(f"{self.file}: {name} must be an object, not {value!r}")
         return Options({key: number for key, number in value.items() if number is not None}, self.file)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.settings.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise BadModelFolder(f"{self.file}: {name} must be a number from 0, not {value!r}")
+        return float(value)
+
+    def sampling(self, default: FrameSampling) -> FrameSampling:
+        """The settings ``num_frames``, or ``fps``, ``min_frames`` and ``max_frames``."""
+        if self.settings.get("num_frames") is not None:
+            count = max(self.integer("num_frames"), 1)
+            return FrameSampling(count, count)
+        most = max(self.integer("max_frames", default.most), 1)
+        least = min(self.integer("min_frames", default.least), most)
+        return replace(default, least=least, most=most, per_second=self.number("fps", default.per_second))
 
     def size(self, name: str, default: Mapping[str, int]) -> Size:
         part = self.part(name, default)

@@ -13,6 +13,7 @@ import numpy as np
 from agentflow.engine.media.processors.pixels import (
     BICUBIC,
     Clip,
+    FrameSampling,
     Options,
     Prepared,
     Size,
@@ -52,6 +53,8 @@ class QwenVLProcessor:
         self._least, self._most = _pixel_limits(options, 56 * 56, 28 * 28 * 1_280)
         unit = 32 * 32 if self._is_third else 28 * 28
         video = Options(settings.video or settings.image, "video_preprocessor_config.json")
+        multiple = 1 if self._is_third else self._time_patch
+        self.sampling = video.sampling(FrameSampling(4, 768, per_second=2.0, multiple=multiple))
         self._least_video, self._most_video = _pixel_limits(video, 128 * unit, 768 * unit)
 
     @property
