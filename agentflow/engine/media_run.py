@@ -124,7 +124,9 @@ def rope_positions(num_prompt: int, media: Sequence[MediaRun]) -> Positions:
     """The rotary positions of a prompt with ``media``, which are in order.
 
     Text counts one position for each token on all axes, and continues after the largest position of a medium
-    (Wang et al., "Qwen2-VL", 2024, section 2.1).
+    on any axis (Wang et al., "Qwen2-VL", 2024, section 2.1), as in the authors' code. transformers 5 differs
+    for Qwen2-VL and Qwen2.5-VL: after a clip with more times than rows and columns, text repeats positions of
+    the clip, until the first generated token continues after all of it.
 
     Returns:
         [A, num_prompt + 1]: the last column is the position of the first generated token.

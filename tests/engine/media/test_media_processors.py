@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 )
 from transformers.models.llava_onevision.processing_llava_onevision import (
     LlavaOnevisionProcessor as TheirOnevision,
+)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniPreTrainedModelForConditionalGeneration,
 )
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -381,6 +385,36 @@ def test_positions_of_qwen_are_those_of_transformers(
     np.testing.assert_array_equal(rope_positions(len(kinds), runs)[:, :-1], theirs[:, 0].numpy())
 
 
+@pytest.mark.parametrize(
+    ("name", "settings_of_video", "counts"),
+    [
+        # The numbers of frames for clips of 1, 100 and 3000 frames with 10 a second.
+        ("llava_next_video", {}, [1, 8, 8]),
+        ("llava_next_video", {"num_frames": 16}, [1, 16, 16]),
+        ("llava_onevision", {}, [1, 32, 32]),
+        ("smolvlm", {}, [1, 10, 64]),
+        ("smolvlm", {"video_sampling": {"fps": 2, "max_frames": 24}}, [1, 20, 24]),
+        ("qwen2_vl", {}, [1, 20, 600]),
+        ("qwen2_5_vl", {"fps": 0.55}, [1, 4, 164]),
+        ("qwen3_vl", {"max_frames": 99}, [1, 20, 99]),
+    ],
+)
+def test_a_family_chooses_the_number_of_frames(
+    name: str, settings_of_video: dict[str, Any], counts: list[int]
+) -> None:
+    like = {"smolvlm": "idefics3", "qwen2_vl": "qwen2_5_vl"}
+    given = FAMILIES[like.get(name, name)]().settings
+    sampling = PROCESSORS[name](
+        MediaSettings(
+            {**given.model, "model_type": name},
+            given.image,
+            {**given.image, **settings_of_video} if settings_of_video else {},
+            given.prompt,
+        )
+    ).sampling
+    assert [sampling.count(total, total / 10) for total in (1, 100, 3000)] == counts
+
+
 def _clip(count: int, size: tuple[int, int] = (40, 60)) -> Clip:
     frames = [_image(size, seed) for seed in range(count)]
     return Clip(frames, size, [index / 2 for index in range(count)], count / 2)
@@ -418,6 +452,31 @@ def test_frames_of_qwen_have_times(count: int) -> None:
         model, 0, torch.tensor([times, rows, columns]), 1, 2, torch.tensor(2 * 2 / 2.0)
     )
     np.testing.assert_array_equal(run.positions, theirs.numpy())
+
+
+@pytest.mark.parametrize("count", [2, 8, 32])
+def test_text_continues_after_all_frames_of_a_clip(count: int) -> None:
+    """As in transformers' Qwen2.5-Omni, which has the rotary positions of Qwen2.5-VL: after the largest
+    position, also if that is a time."""
+    prepared = _qwen("qwen2_5_vl", Qwen2_5_VLProcessor).ours.prepare_video(_clip(count))
+    (run,) = _runs(prepared, 4)
+    video, start, end = 3, 1, 2
+    ids = [9, 9, 9, start, *[video] * run.num_tokens, end, 9, 9]
+    special = {"image_token_id": 4, "video_token_id": video, "audio_token_id": 5, "audio_start_token_id": 6}
+    timing = {"position_id_per_seconds": 2, "seconds_per_chunk": 2, "vision_start_token_id": start}
+    model = SimpleNamespace(spatial_merge_size=2, config=SimpleNamespace(**special, **timing))
+    model.get_llm_pos_ids_for_vision = partial(
+        Qwen2_5OmniPreTrainedModelForConditionalGeneration.get_llm_pos_ids_for_vision, model
+    )
+    theirs, deltas = Qwen2_5OmniPreTrainedModelForConditionalGeneration.get_rope_index(
+        model,
+        torch.tensor([ids]),
+        video_grid_thw=torch.tensor(prepared.arrays["grid"][None]),
+        second_per_grids=torch.tensor([1.0]),  # two frames of half a second
+    )
+    ours = rope_positions(len(ids), [run])
+    np.testing.assert_array_equal(ours[:, :-1], theirs[:, 0].numpy())
+    assert ours[0, -1] == len(ids) + deltas.item()  # of the first generated token
 
 
 @pytest.mark.parametrize("count", [2, 5])

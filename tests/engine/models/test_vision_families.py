@@ -24,7 +24,7 @@ from support.engine.vision_models import (
     saved_vision_model,
 )
 
-from agentflow.engine.media_run import PreparedMedium
+from agentflow.engine.media_run import PreparedMedium, rope_positions
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -86,8 +86,10 @@ def targets_of(walker: Walker) -> np.ndarray[Any, Any]:
     return np.random.default_rng(len(walker.tokens)).integers(0, 320, len(walker.tokens))
 
 
-def assert_likely(model: Any, prompt: Prompt, walker: Walker, logprobs: Sequence[float]) -> None:
-    logits = expected_logits(model, prompt)
+def assert_likely(
+    model: Any, prompt: Prompt, walker: Walker, logprobs: Sequence[float], **arguments: torch.Tensor
+) -> None:
+    logits = expected_logits(model, prompt, **arguments)
     targets = torch.from_numpy(targets_of(walker)).unsqueeze(1)
     exact = torch.log_softmax(logits, -1).gather(1, targets).squeeze(1)[-len(logprobs) :]
     scale = float(logits.abs().max())
@@ -172,6 +174,22 @@ def test_videos_with_times(name: str, patch: int, tmp_path: Path) -> None:
     walker = walker_of(driver, prompt)
     (found,) = computed(driver, [walker], 40)
     assert_likely(case.model, prompt, walker, found)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_text_after_a_clip_of_more_times_than_rows(is_divided: bool, tmp_path: Path) -> None:
+    """transformers 5.23 lets text continue after the rows and columns of a clip, at positions that its later
+    frames have, too. It gets the positions of the authors' code, which continue after all frames."""
+    name, patch = ("qwen3_vl", 16) if is_divided else ("qwen2_5_vl", 14)
+    case = Case(name, tmp_path)
+    videos = [read_qwen_frames(patch, is_divided=is_divided, seed=seed, num_times=9) for seed in (1, 2)]
+    prompt = prompt_of(videos)
+    case.encode(prompt)
+    driver = Driver(case.runner)
+    walker = walker_of(driver, prompt)
+    (found,) = computed(driver, [walker], 40)
+    positions = torch.from_numpy(rope_positions(len(prompt.tokens), prompt.media)[:, :-1])
+    assert_likely(case.model, prompt, walker, found, position_ids=positions.unsqueeze(1))
 
 
 def features(case: Case, medium: PreparedMedium, cuts: Sequence[int], slice_flops: float) -> torch.Tensor:

@@ -177,22 +177,23 @@ def read_frames(num_tokens: int, num_frames: int, seed: int) -> Reading:
     return Reading(medium, {"pixel_values_videos": numbers.unsqueeze(0)})
 
 
-def read_qwen_frames(patch: int, *, is_divided: bool, seed: int) -> Reading:
-    """A video of 4 frames, with CLIP's scaling. ``is_divided``: there is text between its two times."""
+def read_qwen_frames(patch: int, *, is_divided: bool, seed: int, num_times: int = 2) -> Reading:
+    """A video of two frames for each time, with CLIP's scaling. ``is_divided``: there is text between its
+    times."""
     height, width = 4, 6
-    shape = 4, 3, height * patch, width * patch
+    shape = 2 * num_times, 3, height * patch, width * patch
     pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_CLIP["image_mean"], _CLIP["image_std"]))
     numbers = (torch.from_numpy(pixels) / 255 - mean) / std
-    squares = numbers.view(2, 2, 3, height // 2, 2, patch, width // 2, 2, patch)
-    patches = squares.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(2 * height * width, -1)
+    squares = numbers.view(num_times, 2, 3, height // 2, 2, patch, width // 2, 2, patch)
+    patches = squares.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(num_times * height * width, -1)
     rows, columns = np.arange(height // 2), np.arange(width // 2)
-    times = [[0], [0]] if is_divided else [[0, 1]]
+    times = [[0]] * num_times if is_divided else [list(range(num_times))]
     places = [np.stack(np.meshgrid(t, rows, columns, indexing="ij")).reshape(3, -1) for t in times]
     pieces: list[str | MediaPiece] = []
     for number, place in enumerate(places):
         pieces += ["before", MediaPiece(place, number * place.shape[1])]
-    grid = np.array([2, height, width])
+    grid = np.array([num_times, height, width])
     arguments = {"pixel_values_videos": patches, "video_grid_thw": torch.from_numpy(grid).unsqueeze(0)}
     if not is_divided:
         arguments["second_per_grid_ts"] = torch.tensor([0.25])
@@ -255,10 +256,10 @@ def prompt_of(readings: Sequence[Reading], seed: int = 0) -> Prompt:
     return Prompt(tokens, ids, media, list(readings))
 
 
-def expected_logits(model: Any, prompt: Prompt) -> torch.Tensor:
-    """The logits of all tokens, [T, vocabulary], by transformers. Tiles of images are independent, so those
-    of all images are one batch."""
-    arguments: dict[str, torch.Tensor] = {}
+def expected_logits(model: Any, prompt: Prompt, **more: torch.Tensor) -> torch.Tensor:
+    """The logits of all tokens, [T, vocabulary], by transformers with more arguments. Tiles of images are
+    independent, so those of all images are one batch."""
+    arguments: dict[str, torch.Tensor] = dict(more)
     for name in {name: None for reading in prompt.readings for name in reading.arguments}:
         parts = [reading.arguments[name] for reading in prompt.readings if name in reading.arguments]
         axis = 1 if model.config.model_type in ("idefics3", "smolvlm") else 0
