@@ -14,7 +14,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -30,17 +30,24 @@ from agentflow.server.addresses import address_of
 from agentflow.version import __version__
 
 FETCH_S: Final = 20.0
-"""The time for one image, with all redirects."""
+"""The time for one image, with all redirects, when it is its turn."""
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 16
 """The most images that are fetched at the same time."""
 MAX_WAITING: Final = 256
 HTTPS_PORT: Final = 443
 _MAX_HEAD_BYTES: Final = 65_536
+_MAX_OTHER_BYTES: Final = 4_000_000
+"""The most bytes of an answer that are not the image: headers, trailers and the sizes of chunks."""
 _CHUNK_BYTES: Final = 65_536
 _FIRST_BYTES: Final = 12
 _NOT_IN_A_REQUEST: Final = re.compile(r"[^\x21-\x7e]")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST: Final = ipaddress.ip_network("2000::/3")
+"""All public addresses of IPv6. ``is_global`` is also true of obsolete networks outside, such as fec0::/10,
+and of other ways to write an address of IPv4."""
+_SPECIAL: Final = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""Networks of protocols and documentation of which ``is_global`` is true."""
 
 
 def is_public(address: str) -> bool:
@@ -55,12 +62,12 @@ def is_public(address: str) -> bool:
     if found is None:
         return False
     if isinstance(found, ipaddress.IPv6Address):
-        inner = found.sixtofour or (found.teredo[1] if found.teredo else None)
         if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None and not is_public(str(inner)):
+            return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+        inner = found.sixtofour or (found.teredo[1] if found.teredo else None)
+        if found not in _UNICAST or (inner is not None and not is_public(str(inner))):
             return False
-    return found.is_global and not found.is_multicast
+    return found.is_global and not found.is_multicast and not any(found in network for network in _SPECIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +104,8 @@ class ImageFetcher:
             raise Overloaded(f"{MAX_WAITING} images are fetched, which is the limit: try again later")
         self._num_waiting += 1
         try:
-            with anyio.fail_after(FETCH_S):
-                async with self._turns:
+            async with self._turns:
+                with anyio.fail_after(FETCH_S):
                     data = await self._follow(target)
         except TimeoutError:
             raise _wrong(f"{target.host} did not answer within {FETCH_S:g} s") from None
@@ -106,8 +113,9 @@ class ImageFetcher:
             self._num_waiting -= 1
         return await anyio.to_thread.run_sync(image_file, data)
 
-    def _checked(self, url: str) -> _Target:
+    def _checked(self, url: str, base: str = "") -> _Target:
         try:
+            url = urljoin(base, url)
             parts = urlsplit(url)
             host, port = (parts.hostname or "").removesuffix("."), parts.port
         except ValueError:
@@ -137,13 +145,14 @@ class ImageFetcher:
             answer = await self._get(target)
             if not answer.redirect:
                 return answer.data()
-            target = self._checked(urljoin(target.url, answer.redirect))
+            target = self._checked(answer.redirect, target.url)
         raise _wrong(f"{target.host} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, target: _Target) -> _Answer:
         answer = _Answer(target.host)
+        host = f"[{target.host}]" if ":" in target.host else target.host
         head = (
-            f"GET {target.path} HTTP/1.1\r\nHost: {target.host}\r\nUser-Agent: agentflow/{__version__}\r\n"
+            f"GET {target.path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: agentflow/{__version__}\r\n"
             "Accept: image/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
         )
         try:
@@ -171,15 +180,14 @@ class _Answer:
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0  # after the headers
         self._body = bytearray()
-        self._num_head_bytes = 0
+        self._num_bytes = 0
         self._has_length = False
 
     def push(self, piece: bytes) -> None:
         """More bytes from the host."""
-        if not self._status:
-            self._num_head_bytes += len(piece)
-            if self._num_head_bytes > _MAX_HEAD_BYTES:
-                raise _wrong(f"the headers of {self._host} are too large")
+        self._num_bytes += len(piece)
+        if not self._status and self._num_bytes > _MAX_HEAD_BYTES:
+            raise _wrong(f"the headers of {self._host} are too large")
         try:
             self._parser.feed_data(piece)
         except httptools.HttpParserError:
@@ -191,6 +199,8 @@ class _Answer:
             raise _wrong(f"{self._host} answered with the status {self._status}")
         elif len(self._body) > MAX_IMAGE_BYTES:
             raise _wrong(f"the image of {self._host} has more than {MAX_IMAGE_BYTES:,} bytes")
+        elif self._num_bytes - len(self._body) > _MAX_OTHER_BYTES:
+            raise _wrong(f"the trailers or chunks of {self._host} are too large")
         elif len(self._body) >= _FIRST_BYTES or self.is_whole:
             self._check_kind()
 
@@ -266,9 +276,13 @@ async def _connect(host: str) -> ByteStream:
 
 
 async def _addresses(host: str) -> list[str]:
+    # Not in the threads of the event loop, which resolve for all of the server: a name server may be slow.
+    resolve = partial(socket.getaddrinfo, host, HTTPS_PORT, type=socket.SOCK_STREAM)
     try:
-        found = await anyio.getaddrinfo(host, HTTPS_PORT, type=socket.SOCK_STREAM)
-    except OSError:
+        found = await anyio.to_thread.run_sync(
+            resolve, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+        )
+    except (OSError, UnicodeError):  # the latter for labels that no name can have
         return []
     return list(dict.fromkeys([str(address[0]) for *_, address in found]))
 

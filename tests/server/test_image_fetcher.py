@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 CERTIFICATE = Path(__file__).parents[1] / "support" / "localhost_for_tests.pem"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(300)
 OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+ONE_CHUNK = b"%x\r\n%b\r\n" % (len(PNG), PNG)
 LENGTH = b"content-length: %d\r\n\r\n" % len(PNG)
 Answers = Callable[[str], bytes]
 
@@ -69,7 +71,7 @@ async def _refused(fetcher: ImageFetcher, url: str) -> str:
 
 ANSWERS = {
     "with a length": OK + LENGTH + PNG,
-    "in chunks": OK + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(PNG), PNG),
+    "in chunks": OK + CHUNKED + ONE_CHUNK + b"0\r\n\r\n",
     "until the end": OK + b"\r\n" + PNG,
     "of another type": OK + b"content-type: text/html\r\n" + LENGTH + PNG,
     "after an informational one": b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK + LENGTH + PNG,
@@ -91,7 +93,7 @@ WRONG = {
     "an svg": OK + b"\r\n<svg xmlns='http://www.w3.org/2000/svg'/>",
     "nothing": OK + b"content-length: 0\r\n\r\n",
     "cut": OK + LENGTH + PNG[:-1],
-    "cut in a chunk": OK + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b" % (len(PNG), PNG[:-1]),
+    "cut in a chunk": OK + CHUNKED + b"%x\r\n%b" % (len(PNG), PNG[:-1]),
     "cut in the head": OK + b"content-le",
     "no http": b"SSH-2.0-OpenSSH_9.9\r\n",
     "silence": b"",
@@ -99,6 +101,8 @@ WRONG = {
     "a redirect to nowhere": b"HTTP/1.1 302 Found\r\n" + LENGTH + PNG,
     "large headers": OK + b"x: %b\r\n" % bytes(b"a" * 100_000) + LENGTH + PNG,
     "a large image": OK + b"\r\n" + PNG + bytes(MAX_IMAGE_BYTES),
+    "tiny chunks": OK + CHUNKED + ONE_CHUNK + b"1\r\na\r\n" * 1_000_000 + b"0\r\n\r\n",
+    "long trailers": OK + CHUNKED + ONE_CHUNK + b"0\r\nx: " + b"a" * 5_000_000 + b"\r\n\r\n",
 }
 
 
@@ -120,6 +124,7 @@ async def test_a_redirect_is_followed_and_checked(monkeypatch: pytest.MonkeyPatc
         "/file": "file:///etc/passwd",
         "/port": "https://localhost:8443/image",
         "/circle": "/circle",
+        "/broken": "https://[/",
     }
 
     def answers(path: str) -> bytes:
@@ -131,7 +136,7 @@ async def test_a_redirect_is_followed_and_checked(monkeypatch: pytest.MonkeyPatc
     async with _host(answers, monkeypatch) as received:
         for path in ("/relative", "/absolute"):
             assert await fetcher.fetch(f"https://localhost{path}") is image_file(PNG)
-        for path in ("/elsewhere", "/plain", "/file", "/port"):
+        for path in ("/elsewhere", "/plain", "/file", "/port", "/broken"):
             received.clear()
             await _refused(fetcher, f"https://localhost{path}")
             assert len(received) == 1
@@ -256,6 +261,13 @@ async def test_other_urls_are_refused(hosts: list[str], url: str, monkeypatch: p
         "fc00::1",
         "fe80::1%eth0",
         "ff02::1",
+        "::7f00:1",
+        "::ffff:0:7f00:1",
+        "64:ff9b:1::7f00:1",
+        "fec0::1",
+        "3fff::1",
+        "5f00::1",
+        "192.0.0.9",
         "localhost",
         "",
     ],
@@ -276,3 +288,9 @@ def test_an_address_in_an_address_is_no_more_public(address: object) -> None:
         assert not is_public(f"::ffff:{bits >> 16:x}:{bits & 0xFFFF:x}")
         assert not is_public(f"64:ff9b::{bits >> 16:x}:{bits & 0xFFFF:x}")
         assert not is_public(f"2002:{bits >> 16:x}:{bits & 0xFFFF:x}::1")
+    assert not is_public(f"::{bits >> 16:x}:{bits & 0xFFFF:x}")
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".example", "a..example"])
+async def test_names_that_cannot_exist_are_not_known(host: str) -> None:
+    assert "not known" in await _refused(ImageFetcher(["*"]), f"https://{host}/")
