@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import pytest
 from support.engine.fake_vision import (
     TEMPLATE,
@@ -28,11 +29,12 @@ from agentflow.backends.local import interpreted
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.generator.media import MOST_AT_ONCE
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.token_state import medium_mark
-from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
+from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded, PromptTooLong
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply
 from agentflow.protocol.images import Image, PlacedImage, Video, placed_medium
@@ -279,6 +281,30 @@ async def test_an_encoding_that_cannot_begin() -> None:
             await answer(generator, ask(generator, "#bad"))
         stats = await client.stats()
         assert stats.media_encoded == 2
+
+
+async def test_reading_ends_with_the_first_image_that_does_not_fit() -> None:
+    async with vision() as (generator, _, _):
+        context = ask(generator, *[f"#{number}" for number in range(400)])  # 14 tokens each, 512 fit
+        with pytest.raises(PromptTooLong):
+            await generator.prompt_ids(context)
+        assert 37 <= len(generator._reader.read) < 37 + MOST_AT_ONCE
+
+
+async def test_few_tasks_read_any_number_of_images() -> None:
+    tasks: set[int] = set()
+
+    class Observed(FakeReader):
+        async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
+            tasks.add(anyio.get_current_task().id)
+            await anyio.lowlevel.checkpoint()
+            return await super().read_image(image, tenant=tenant)
+
+    async with vision() as (generator, _, _):
+        generator._reader = Observed(num_rows=1)
+        await generator.prompt_ids(ask(generator, *[f"#{number}" for number in range(100)]))
+        assert len(generator._reader.read) == 100
+    assert len(tasks) == MOST_AT_ONCE
 
 
 async def test_pixels_are_bounded_and_released() -> None:

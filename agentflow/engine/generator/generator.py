@@ -843,7 +843,7 @@ class EngineGenerator:
                 else:
                     self.capabilities.require_images()
             assert self._reader is not None
-            await read_media(context.tokens, self._reader, self._client, self.tenant.name, media)
+            await read_media(context.tokens, self._reader, self._client, self.tenant.name, media, self.limits)
 
     async def encode_beside(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import anyio
-
 from agentflow.engine.client import EngineClient
+from agentflow.engine.generator.context import PromptLimits
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.images import Image, Medium, MediumKind, Video
@@ -40,7 +39,12 @@ def placeholder_tokens(reader: Reader) -> dict[MediumKind, str]:
 
 
 async def read_media(
-    tokens: TokenState, reader: Reader, client: EngineClient, tenant: str, media: list[Medium]
+    tokens: TokenState,
+    reader: Reader,
+    client: EngineClient,
+    tenant: str,
+    media: list[Medium],
+    limits: PromptLimits,
 ) -> None:
     """Prepares images and videos of a state, and gives them to the engine. Cancelling it cancels the reading.
 
@@ -50,27 +54,32 @@ async def read_media(
         client: the engine.
         tenant: to which their pixels are charged.
         media: the images and videos.
+        limits: the longest prompt. As soon as the media exceed it, no more are read.
 
     Raises:
         BadArgument: one of them cannot be read.
         Overloaded: the media of the tenant, or of all, take too much memory.
+        PromptTooLong: the media have too many tokens.
     """
-    turns = anyio.CapacityLimiter(MOST_AT_ONCE)
+    left = iter(media)
+    num_tokens = 0
 
-    async def read(medium: Medium) -> None:
-        async with turns:
+    async def read() -> None:
+        nonlocal num_tokens
+        for medium in left:
             if isinstance(medium, Video):
                 prepared = await reader.read_video(medium, tenant=tenant)
             else:
                 prepared = await reader.read_image(medium, tenant=tenant)
-            tokens.prepared(medium, client.add_medium(prepared, tenant))
+            num_tokens += tokens.prepared(medium, client.add_medium(prepared, tenant))
+            limits.check_num_tokens(num_tokens)
 
     if len(media) == 1:
-        await read(media[0])
+        await read()
         return
     try:
         async with open_task_group() as group:
-            for medium in media:
-                group.start_soon(read, medium)
+            for _ in range(min(MOST_AT_ONCE, len(media))):
+                group.start_soon(read)
     except ExceptionGroup as failed:  # several, perhaps for the same reason
         raise first_of(failed) from failed

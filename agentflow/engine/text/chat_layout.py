@@ -311,9 +311,9 @@ class Layout:
         return {kind_of(medium): self.text[low:high] for (low, high), medium in self.media}
 
     def contents(self) -> list[Shown]:
-        """Returns the places of the texts and of the images' placeholders, in the order of the text."""
+        """Returns the places of the texts and of the placeholders of media, in the order of the text."""
         turns = [turn for turn, message in enumerate(self.messages) for _ in message.images]
-        placed = [Shown(turn, *place) for turn, (place, _) in zip(turns, self.images, strict=True)]
+        placed = [Shown(turn, *place) for turn, (place, _) in zip(turns, self.media, strict=True)]
         return sorted([*self.shown, *placed], key=lambda part: (part.start, part.end))
 
     def pieces(self) -> list[Piece]:

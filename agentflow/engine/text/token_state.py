@@ -468,8 +468,8 @@ class TokenState:
         """The images and videos whose prepared form ``prepared`` must set before ids are needed."""
         return list(self._unread.values())
 
-    def prepared(self, medium: Medium, prepared: PreparedMedium) -> None:
-        """Sets the prepared form of an image or a video."""
+    def prepared(self, medium: Medium, prepared: PreparedMedium) -> int:
+        """Sets the prepared form of an image or a video. Returns how many tokens it has."""
         ids: list[int] = []
         for piece in prepared.pieces:
             if isinstance(piece, str):
@@ -479,6 +479,7 @@ class TokenState:
         self._media[medium.reference()] = _MediumIds(prepared, tuple(ids))
         self._unread.pop(medium.reference(), None)
         self._has_changed()
+        return len(ids)
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
         """Opens a turn. ``tool_call_id``, ``name``: the call that it answers, and the tool. Raises

@@ -257,7 +257,7 @@ def test_text_after_a_turn_that_is_only_an_image(source: str) -> None:
     tokens = state_of(source, "cat", "dog")
     for name, after in (("cat", "between"), ("dog", "last")):
         tokens.begin_role("user")
-        tokens.image(image_of(name))
+        tokens.medium(image_of(name))
         tokens.end_role()
         tokens.text(after)
     images = [[Message("user", "", images=(PlacedImage(0, image_of(name)),))] for name in ("cat", "dog")]
