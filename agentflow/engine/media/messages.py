@@ -93,6 +93,7 @@ class MediumRead(msgspec.Struct, frozen=True):
     arrays: dict[str, ArrayPlace] = {}
     pieces: tuple[str | PiecePlace, ...] = ()
     failure: ReadFailure | None = None
+    cpu_s: float = 0.0  # the processor time that it took
     is_last: bool = False  # the process has grown too large and reads no more
 
 

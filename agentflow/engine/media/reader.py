@@ -1,8 +1,9 @@
 """Reads images and videos for one model, on the event loop's side.
 
 The files are decoded and prepared in processes that may fail (``worker_handle``). One of them is always left
-to other tenants. Prepared media are kept within a budget of bytes, separately for each tenant, so that the
-time of a call reveals nothing about others.
+to other tenants, and one to quick media: the tenants that lately sent an image that took long, such as a file
+made for that, have only the others, and so have videos. Prepared media are kept within a budget of bytes,
+separately for each tenant, so that the time of a call reveals nothing about others.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 LOAD_S: Final = 60.0
 """How long a process may load."""
+SLOW_S: Final = 2.0
+"""The processor time of an image that is slow. Photos of 50 megapixels take less."""
+SLOW_FOR_S: Final = 300.0
+"""For how long the images of a tenant count as slow after one that was."""
+MAX_FETCHED: Final = 4
+"""The images of one tenant that are fetched from URLs, or were and are not read yet, at the same time."""
 
 _Key = tuple[str, str, int]
 """The tenant, the source of the file, and the frames of a video; 0: as many as the model is made for."""
@@ -123,6 +130,9 @@ class MediaReader:
         self._idle: list[MediaWorkerHandle] = []
         self._turns = anyio.Semaphore(limits.num_processes)
         self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
+        self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))
+        self._slow_until: dict[str, float] = {}  # by tenant
+        self._fetched = _Turns[str](MAX_FETCHED)
         self._kept: dict[_Key, PreparedMedium] = {}  # the least recently used first
         self._kept_bytes = 0
         self._reading = _Turns[_Key](1)
@@ -143,7 +153,8 @@ class MediaReader:
             Overloaded: the machine is too busy.
         """
         if not image.is_file and self._fetch is not None:
-            image = await self._fetch(image.source)
+            async with self._fetched.one(tenant):
+                return await self.read_image(await self._fetch(image.source), tenant=tenant)
         if not image.data:
             raise BadArgument(
                 f"image: this model reads the bytes of images, and fetches none from {image.source[:80]!r}",
@@ -189,26 +200,45 @@ class MediaReader:
         async with self._reading.one(key):
             prepared = self._kept.pop(key, None)
             if prepared is None:
-                async with self._turns_of.one(key[0]), self._turns:
-                    prepared = await self._read_in_process(medium, data)
+                async with self._turn(key[0], medium):
+                    prepared = await self._read_in_process(medium, data, key[0])
                 self._kept_bytes += prepared.nbytes
             self._kept[key] = prepared
         while self._kept_bytes > self._limits.cache_bytes:
             self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
         return prepared
 
-    async def _read_in_process(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
+    @asynccontextmanager
+    async def _turn(self, tenant: str, medium: ReadMedium) -> AsyncIterator[None]:
+        """Waits for a process."""
+        async with self._turns_of.one(tenant):
+            is_slow = medium.kind == "video" or self._slow_until.get(tenant, 0.0) > anyio.current_time()
+            async with self._slow_turns if is_slow else contextlib.nullcontext(), self._turns:
+                yield
+
+    def _note_time(self, tenant: str, seconds: float) -> None:
+        """A medium of the tenant took this time."""
+        if seconds <= SLOW_S:
+            return
+        now = anyio.current_time()
+        self._slow_until = {one: until for one, until in self._slow_until.items() if until > now}
+        self._slow_until[tenant] = now + SLOW_FOR_S
+
+    async def _read_in_process(self, medium: ReadMedium, data: bytes, tenant: str) -> PreparedMedium:
         if self._is_closed:
             raise EngineFailed("the engine has stopped and reads no more images")
         with contextlib.suppress(Killed):  # it had nothing to do, and waited
             if self._idle:
-                return await self._read_in(self._idle.pop(), medium, data)
+                return await self._read_in(self._idle.pop(), medium, data, tenant)
         try:
-            return await self._read_in(await self._start(), medium, data)
+            return await self._read_in(await self._start(), medium, data, tenant)
         except Killed as killed:
             raise EngineFailed(f"the process that reads images {killed}: try again") from None
 
-    async def _read_in(self, worker: MediaWorkerHandle, medium: ReadMedium, data: bytes) -> PreparedMedium:
+    async def _read_in(
+        self, worker: MediaWorkerHandle, medium: ReadMedium, data: bytes, tenant: str
+    ) -> PreparedMedium:
+        began = anyio.current_time()
         cpu_s = self._limits.video_cpu_s if medium.kind == "video" else self._limits.image_cpu_s
         try:
             with anyio.fail_after(cpu_s * self._limits.wall_s):
@@ -218,6 +248,10 @@ class MediaReader:
                 f"{medium.kind}: not read yet, because the processors are busy: try again"
             ) from None
         finally:
+            if medium.kind == "image":
+                self._note_time(
+                    tenant, anyio.current_time() - began if worker.cpu_s is None else worker.cpu_s
+                )
             if worker.is_usable and not self._is_closed:
                 self._idle.append(worker)
             else:

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -92,6 +93,7 @@ class MediaWorker:
         kind, problem = medium.kind, ""
         cpu_s = self._limits.video_cpu_s if kind == "video" else self._limits.image_cpu_s
         is_out_of_memory = False
+        began_s = time.process_time()
         try:
             read = self._work.run(lambda: self._read(medium), cpu_s)
         except OverCpuTime:
@@ -111,7 +113,11 @@ class MediaWorker:
             read = MediumRead(
                 failure=ReadFailure(BadArgument.code, f"{kind}: {problem}: make it smaller", kind)
             )
-        return msgspec.structs.replace(read, is_last=is_out_of_memory or self._work.has_grown)
+        return msgspec.structs.replace(
+            read,
+            is_last=is_out_of_memory or self._work.has_grown,
+            cpu_s=time.process_time() - began_s,
+        )
 
     def _read(self, medium: ReadMedium) -> MediumRead:
         data = _read_bytes(self._file, medium.num_bytes)

@@ -40,9 +40,11 @@ class Killed(Exception):
 
 
 class MediaWorkerHandle(ChildProcess):
-    """Created by ``start``. After ``ready`` it reads media while ``is_usable``; ``end`` ends the process."""
+    """Created by ``start``. After ``ready`` it reads media while ``is_usable``; ``end`` ends the process.
+    ``cpu_s``: the processor time of the last medium; None: it was not finished."""
 
     is_usable = True
+    cpu_s: float | None = None
     _file: int
     _limits: MediaLimits
     _threads: anyio.CapacityLimiter
@@ -77,7 +79,7 @@ class MediaWorkerHandle(ChildProcess):
     async def read(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
         """Returns the prepared medium, or raises its failure, or ``Killed``. After a cancellation, the handle
         must not be used again."""
-        self.is_usable = False
+        self.is_usable, self.cpu_s = False, None
         await self._in_thread(_write, self._file, data)
         try:
             await self.send(to_frame(medium))
@@ -91,6 +93,7 @@ class MediaWorkerHandle(ChildProcess):
                     param=medium.kind,
                 ) from None
             raise Killed(how) from None
+        self.cpu_s = answer.cpu_s
         if answer.failure is not None:
             self.is_usable = not answer.is_last
             raise answer.failure.to_error()

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from PIL import Image as Pictures
 
+from agentflow.engine.media import reader as reader_module
 from agentflow.engine.media.messages import MediaLimits, ReadMedium
-from agentflow.engine.media.reader import MediaReader, media_reader
+from agentflow.engine.media.reader import MAX_FETCHED, MediaReader, media_reader
 from agentflow.engine.media.settings import PixelScaling, pixel_scaling
 from agentflow.engine.media.worker_handle import MediaWorkerHandle
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
@@ -216,6 +217,65 @@ async def test_one_tenant_leaves_a_process_to_others(
             assert len(jobs) == 3
             os.kill(stopped, signal.SIGCONT)
         assert len(jobs) == 6
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 1_000.0])
+async def test_slow_tenants_together_leave_a_process_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float
+) -> None:
+    monkeypatch.setattr(reader_module, "SLOW_S", slow_s)
+    held: list[int] = []
+    one_is, both_are, go_on = anyio.Event(), anyio.Event(), anyio.Event()
+    read = MediaWorkerHandle.read
+
+    async def hold(self: MediaWorkerHandle, medium: ReadMedium, data: bytes) -> PreparedMedium:
+        if data in (large.data, larger.data):
+            held.append(self.pid)
+            (both_are if one_is.is_set() else one_is).set()
+            await go_on.wait()
+        return await read(self, medium, data)
+
+    large, larger = _image(width=100), _image(width=200)
+    monkeypatch.setattr(MediaWorkerHandle, "read", hold)
+    async with _reader(tmp_path, num_processes=2) as reader:
+        await reader.read_image(_image(0), tenant="ann")
+        await reader.read_image(_image(0), tenant="bob")
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(reader.read_image, large, tenant="ann"))
+            group.start_soon(partial(reader.read_image, larger, tenant="bob"))
+            if slow_s:
+                await both_are.wait()
+            else:
+                await one_is.wait()
+                await reader.read_image(_image(0), tenant="eve")
+                assert len(held) == 1
+            go_on.set()
+
+
+async def test_a_medium_in_vain_counts_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "SLOW_S", 0.005)
+    async with _reader(tmp_path, image_cpu_s=0.01, wall_s=6_000) as reader:
+        with pytest.raises(BadArgument):
+            await reader.read_image(image_file(encoded(Pictures.new("RGB", (6_000, 6_000)))), tenant="ann")
+        assert list(reader._slow_until) == ["ann"]
+
+
+async def test_fetched_images_wait_with_few_bytes(tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    async def fetch(url: str) -> Image:
+        fetched.append(url)
+        return _image(len(fetched))
+
+    reader = media_reader(_folder(tmp_path), fetch=fetch) or pytest.fail("it reads images")
+    async with reader._turns, reader._turns, reader._turns, anyio.create_task_group() as group:
+        for number in range(20):
+            group.start_soon(partial(reader.read_image, Image(f"https://example.org/{number}"), tenant="ann"))
+        await anyio.wait_all_tasks_blocked()
+        assert len(fetched) == MAX_FETCHED
+        group.cancel_scope.cancel()
+    await reader.read_image(Image("https://example.org/x"), tenant="ann")
+    await reader.aclose()
 
 
 async def test_a_process_can_be_started_before_the_first_image(
