@@ -32,9 +32,9 @@ from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.simulator.simulation import Served, Simulated
+from agentflow.engine.simulator.simulation import Origins, Served, Simulated
 from agentflow.engine.simulator.workload import Workload
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 
 MODEL = "simulated"
@@ -143,7 +143,7 @@ class SimulatedCluster:
         self._new_runner, self._make_prompt = new_runner, make_prompt
         self._events: list[tuple[float, int, int, object]] = []
         self._ties, self._attempts = itertools.count(), itertools.count()
-        self._numbers: dict[str, int] = {}
+        self._origins = Origins(workload.arrivals, knows_programs=knows_programs)
         self._live: dict[int, _Live] = {}  # by attempt
         self._homeless: list[_Live] = []  # no replica is there
         self._followers: dict[int, list[int]] = {}
@@ -222,9 +222,6 @@ class SimulatedCluster:
         self.counters.preemptions += counters.preemptions
         self.counters.steps += counters.steps
 
-    def _number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
-
     # Requests.
 
     def _arrive(self, indices: Sequence[int]) -> None:
@@ -270,18 +267,7 @@ class SimulatedCluster:
         arrival, engine = live.served.arrival, self._engines[live.call.replica]
         live.attempt = live.call.id = next(self._attempts)
         self._live[live.attempt] = live
-        origin = Origin(
-            tenant=arrival.tenant,
-            cache_salt=arrival.salt,
-            objective=arrival.objective,
-            task_group=self._number(arrival.task_group),
-            state=self._number(arrival.state),
-            label=arrival.label,
-            program=self._number(f"program {arrival.program}")
-            if self._knows_programs and arrival.program
-            else 0,
-        )
-        submit = Submit(live.attempt, [], _PARAMS, origin=origin)
+        submit = Submit(live.attempt, [], _PARAMS, origin=self._origins.origin(arrival))
         tokens = np.frombuffer(live.call.run, dtype=np.int32)
         live.request = Request.of(submit, tokens, arrival.max_new_tokens - len(live.output))
         engine.scheduler.add(live.request)
@@ -328,7 +314,7 @@ class SimulatedCluster:
             self._left_of_state[arrival.state] -= 1
             if not self._left_of_state[arrival.state]:
                 for engine in self._engines.values():
-                    engine.scheduler.close_state(self._number(arrival.state))
+                    engine.scheduler.close_state(self._origins.number(arrival.state))
         for follower in self._followers.get(live.index, ()):
             self._num_missing[follower] -= 1
             if not self._num_missing[follower]:

@@ -11,14 +11,17 @@ knows neither programs nor groups, states or objectives. ``real_programs`` runs 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
 
+from agentflow.cluster.load import EngineShape
 from agentflow.cluster.published import LeastTokens
-from agentflow.cluster.simulation import simulate_cluster
+from agentflow.cluster.router import Policy, Router
+from agentflow.cluster.simulation import MODEL, simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Served, Simulated, simulate
@@ -87,13 +90,18 @@ class Engines:
             return simulate_cluster(
                 workload,
                 config,
-                LeastTokens(),
+                self._router(tpot_target_ms) if knows_programs else LeastTokens(),
                 num_engines=self.count,
                 cost=GPU,
                 max_context=GPU_CONTEXT,
                 knows_programs=knows_programs,
             )
         return simulate(workload, config, cost=GPU, max_context=GPU_CONTEXT, knows_programs=knows_programs)
+
+    def _router(self, tpot_target_ms: int | None) -> Policy:
+        """What places the requests of programs."""
+        tpot_s = math.inf if tpot_target_ms is None else tpot_target_ms / 1e3
+        return Router(EngineShape(GPU, self.max_running, self.kv_tokens, tpot_s), MODEL)
 
     def capacity(self, chats: Chats) -> float:
         """Returns how many of the single requests the engines serve in a second, without the time in which

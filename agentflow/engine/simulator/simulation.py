@@ -74,6 +74,41 @@ class Simulated:
         return self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
 
 
+class Origins:
+    """What schedulers learn of requests, and the numbers that stand for names. ``knows_programs``: they learn
+    which program each request belongs to."""
+
+    def __init__(self, arrivals: Sequence[Arrival], *, knows_programs: bool) -> None:
+        self._knows_programs = knows_programs
+        self._numbers: dict[str, int] = {}
+        self._awaited_groups = awaited_groups(arrivals)
+
+    def number(self, name: str) -> int:
+        """Returns the number that stands for the name of a state; 0 for none."""
+        return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
+
+    def group(self, name: str) -> int:
+        """Returns the number of a task group, as a program's graph gives it; 0 for none."""
+        return self.number(name) + (AWAITED_GROUPS if name in self._awaited_groups else 0)
+
+    def program(self, arrival: Arrival) -> int:
+        """Returns the number of the program of a request; 0 if it has none or is not known."""
+        is_known = self._knows_programs and arrival.program
+        return self.number(f"program {arrival.program}") if is_known else 0
+
+    def origin(self, arrival: Arrival) -> Origin:
+        """Returns the source of a request."""
+        return Origin(
+            tenant=arrival.tenant,
+            cache_salt=arrival.salt,
+            objective=arrival.objective,
+            task_group=self.group(arrival.task_group),
+            state=self.number(arrival.state),
+            label=arrival.label,
+            program=self.program(arrival),
+        )
+
+
 class _Run:
     """One replay."""
 
@@ -92,7 +127,7 @@ class _Run:
         self._knows_steps = knows_steps
         self._ended: set[int] = set()
         self._of_program: dict[str, list[int]] = {}
-        self._knows_programs = knows_programs
+        self._origins = Origins(workload.arrivals, knows_programs=knows_programs)
         self.scheduler = scheduler
         self.cost = cost
         self.now_s = 0.0
@@ -102,8 +137,6 @@ class _Run:
         self.due: list[tuple[float, int]] = []
         self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
-        self._numbers: dict[str, int] = {}
-        self._awaited_groups = awaited_groups(workload.arrivals)
         self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
         for index, arrival in enumerate(workload.arrivals):
             self._of_program.setdefault(arrival.program, []).append(index)
@@ -139,22 +172,10 @@ class _Run:
             self._advance(row)
         return took_s + time.perf_counter() - start
 
-    def _number(self, name: str) -> int:
-        """The number that stands for the name of a state or task group; 0 for none."""
-        return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
-
-    def _group(self, name: str) -> int:
-        """The number of a task group, as a program's graph gives it; 0 for none."""
-        return self._number(name) + (AWAITED_GROUPS if name in self._awaited_groups else 0)
-
-    def _is_known(self, arrival: Arrival) -> bool:
-        return self._knows_programs and bool(arrival.program)
-
     def _tell_return(self, arrival: Arrival, returns_s: float) -> None:
-        program = self._number(f"program {arrival.program}") if self._is_known(arrival) else 0
-        group = self._group(arrival.task_group)
-        state = self._number(arrival.state)
-        self.scheduler.place(state, program, group, arrival.objective, None, returns_s)
+        origin = self._origins.origin(arrival)
+        place = origin.state, origin.program, origin.task_group, origin.objective
+        self.scheduler.place(*place, None, returns_s)
 
     def _tell_steps(self, program: str) -> None:
         """Tells for each state of a program how many requests must end before its next one."""
@@ -168,24 +189,15 @@ class _Run:
             steps[index] = 1 + max([steps[one] for one in before if one in steps], default=0)
             if arrival.state and arrival.state not in told:
                 told.add(arrival.state)
-                state, group = self._number(arrival.state), self._group(arrival.task_group)
-                known = self._number(f"program {program}") if self._is_known(arrival) else 0
-                self.scheduler.place(state, known, group, arrival.objective, steps[index])
+                origin = self._origins.origin(arrival)
+                place = origin.state, origin.program, origin.task_group, origin.objective
+                self.scheduler.place(*place, steps[index])
 
     def _arrive(self, at_s: float, index: int) -> None:
         arrival = self.workload.arrivals[index]
         served = Served(arrival, at_s)
         self.served.append(served)
-        origin = Origin(
-            tenant=arrival.tenant,
-            cache_salt=arrival.salt,
-            objective=arrival.objective,
-            task_group=self._group(arrival.task_group),
-            state=self._number(arrival.state),
-            label=arrival.label,
-            program=self._number(f"program {arrival.program}") if self._is_known(arrival) else 0,
-        )
-        submit = Submit(index, [], _PARAMS, origin=origin)
+        submit = Submit(index, [], _PARAMS, origin=self._origins.origin(arrival))
         request = Request.of(submit, arrival.prompt, arrival.max_new_tokens)
         try:
             self.scheduler.add(request)
@@ -216,7 +228,7 @@ class _Run:
         state = served.arrival.state
         self.left_of_state[state] -= 1
         if state and not self.left_of_state[state]:
-            self.scheduler.close_state(self._number(state))
+            self.scheduler.close_state(self._origins.number(state))
         self._ended.add(index)
         if self._knows_steps and served.arrival.program:
             self._tell_steps(served.arrival.program)
