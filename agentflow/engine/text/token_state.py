@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from msgspec import structs
 
-from agentflow.engine.media_run import PreparedMedium, pseudo_tokens
+from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
 from agentflow.engine.text.channel_output import read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
@@ -394,6 +394,7 @@ class TokenState:
         self._parts: list[Part] = []
         self._pending: list[str] = []
         self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
+        self._edges: dict[str, tuple[str, str]] = {}  # of ``_with_edges``
         self._markup: dict[MediumKind, MediumMarkup | None] = {}
         self._unread: dict[Medium, Medium] = {}  # media that are not prepared, by the same
         self._layout: Layout | None = None
@@ -470,16 +471,33 @@ class TokenState:
 
     def prepared(self, medium: Medium, prepared: PreparedMedium) -> int:
         """Sets the prepared form of an image or a video. Returns how many tokens it has."""
+        pieces, lead, tail = self._without_edges(prepared)
         ids: list[int] = []
-        for piece in prepared.pieces:
+        for piece in pieces:
             if isinstance(piece, str):
                 ids += self._tokenizer.encode_markup(piece, continues=True)
             else:
                 ids += pseudo_tokens(piece.at(prepared.identity, 0)).tolist()
         self._media[medium.reference()] = _MediumIds(prepared, tuple(ids))
+        if lead or tail:
+            self._edges[prepared.identity] = lead, tail
         self._unread.pop(medium.reference(), None)
         self._has_changed()
         return len(ids)
+
+    def _without_edges(self, medium: PreparedMedium) -> tuple[list[str | MediaPiece], str, str]:
+        """Returns the pieces of a medium without the text before its first special token and after its last
+        one, and these two texts."""
+        pieces, lead, tail = list(medium.pieces), "", ""
+        first = pieces[0] if pieces else None
+        if isinstance(first, str):
+            start = next(iter(self._tokenizer.closed_places(first)), (len(first), 0))[0]
+            lead, pieces[0] = first[:start], first[start:]
+        last = pieces[-1] if len(pieces) > 1 else None
+        if isinstance(last, str):
+            end = max([end for _, end in self._tokenizer.closed_places(last)], default=0)
+            tail, pieces[-1] = last[end:], last[:end]
+        return [piece for piece in pieces if piece != ""], lead, tail
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
         """Opens a turn. ``tool_call_id``, ``name``: the call that it answers, and the tool. Raises
@@ -603,6 +621,7 @@ class TokenState:
         child = TokenState(self._tokenizer, self.template, self._check)
         child._pending = list(self._pending)
         child._media = dict(self._media)
+        child._edges = dict(self._edges)
         child._unread = dict(self._unread)
         child._markup = self._markup
         child.placeholder_tokens = self.placeholder_tokens
@@ -754,6 +773,7 @@ class TokenState:
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
             spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
+        spans = _with_edges(spans, self._edges) if self._edges else spans
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:
@@ -823,6 +843,25 @@ def _marked(message: Message) -> str:
     """Returns the content with a mark for each image and video."""
     parts = message.parts
     return "".join([part if isinstance(part, str) else medium_mark(part) for part in parts])
+
+
+def _with_edges(spans: Sequence[Span], edges: Mapping[str, tuple[str, str]]) -> list[Span]:
+    """Returns the spans with plain text at the edges of media, which is encoded together with the markup
+    next to it. ``edges``: the texts before and after a medium, by its identity."""
+    found: list[Span] = []
+    tail = ""
+    for span in spans:
+        if tail:
+            joins = span.is_markup and span.ids is None
+            span, rest = (replace(span, text=tail + span.text), "") if joins else (span, tail)
+            found += [Span(rest, is_markup=True)] if rest else []
+        lead, tail = edges.get(span.medium, ("", ""))
+        if lead:
+            joins = bool(found) and found[-1].is_markup and found[-1].ids is None
+            before = found.pop().text if joins else ""
+            found.append(Span(before + lead, is_markup=True))
+        found.append(span)
+    return [*found, Span(tail, is_markup=True)] if tail else found
 
 
 def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
