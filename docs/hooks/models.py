@@ -1,5 +1,4 @@
-"""An mkdocs hook that writes the tables of architectures of operating/models.md and concepts/images.md from the
-families."""
+"""An mkdocs hook that writes the tables of architectures of operating/models.md and concepts/images.md."""
 
 from __future__ import annotations
 
