@@ -1,7 +1,7 @@
-// The small mark of an image in a text.
+// The small mark of an image or a video in a text.
 import "./images.css";
 
-export function ImageMark({ name }: { name?: string }) {
+export function ImageMark({ name }: { name?: string | undefined }) {
   return (
     <span class="image-mark" data-testid="image-mark">
       <svg viewBox="0 0 16 16" aria-hidden="true">

@@ -59,24 +59,25 @@ function Prompt({ call, reader }: { call: Call; reader: RecordingReader }) {
     if (box.current) box.current.scrollTop = box.current.scrollHeight;
   }, [call]);
   let room = MAX_PROMPT_CHARS;
-  const turns = promptOf(call, reader).reverse().flatMap(({ role, text, images = [] }) => {
+  const turns = promptOf(call, reader).reverse().flatMap(({ role, text, media = [] }) => {
     if (room <= 0) return [];
     const left = Math.max(0, text.length - room); // of its beginning
     room -= text.length;
-    const places = [left, ...images.filter((at) => at >= left), text.length];
+    const shown = media.filter(({ at }) => at >= left);
+    const places = [left, ...shown.map(({ at }) => at), text.length];
     const pieces = places.slice(1).map((at, index) => text.slice(places[index], at));
-    return [{ role, pieces: left ? [`…${pieces[0]}`, ...pieces.slice(1)] : pieces }];
+    return [{ role, shown, pieces: left ? [`…${pieces[0]}`, ...pieces.slice(1)] : pieces }];
   });
   if (turns.length === 0) return null;
   return (
     <div ref={box} class="call-prompt" tabIndex={0} role="region" aria-label="Prompt" data-testid="call-prompt">
-      {turns.reverse().map(({ role, pieces }, index) => (
+      {turns.reverse().map(({ role, pieces, shown }, index) => (
         <div key={index}>
           {role !== null && <span class="role">{role}</span>}
           <p class="model-text" dir="auto">
             {pieces.map((piece, number) => (
               <Fragment key={number}>
-                {number > 0 && <ImageMark />}
+                {number > 0 && <ImageMark name={shown[number - 1]?.kind} />}
                 {piece}
               </Fragment>
             ))}

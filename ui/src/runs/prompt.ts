@@ -2,12 +2,18 @@
 import type { Call, Piece, RecordingReader } from "./recording";
 import { textOf } from "./words";
 
+/** An image or a video, before a character of a text. */
+export interface Placed {
+  readonly at: number;
+  readonly kind: "image" | "video";
+}
+
 /** A turn of the prompt. `role`: null for text without turns. */
 export interface PromptTurn {
   readonly role: string | null;
   readonly text: string;
-  /** Where its images stand in the text, if it has any. */
-  readonly images?: readonly number[];
+  /** Its images and videos in the order of the text, if it has any. */
+  readonly media?: readonly Placed[];
 }
 
 /** What the model had read when the call began: texts of the recording, and values as far as it has them. */
@@ -18,7 +24,7 @@ export function promptOf(call: Call, reader: RecordingReader): PromptTurn[] {
     parts.push(state.content.slice(0, length));
     length = state.contentBefore;
   }
-  const turns: { role: string | null; text: string; images?: number[] }[] = [];
+  const turns: { role: string | null; text: string; media?: Placed[] }[] = [];
   let isOpen = false;
   for (const piece of parts.reverse().flat()) {
     if ("role" in piece) turns.push({ role: piece.role, text: "" });
@@ -26,7 +32,8 @@ export function promptOf(call: Call, reader: RecordingReader): PromptTurn[] {
     if ("role" in piece || "end" in piece) continue;
     let last = turns.at(-1);
     if (!last || !(isOpen || last.role === null)) turns.push((last = { role: null, text: "" }));
-    if ("image" in piece) (last.images ??= []).push(last.text.length);
+    const kind = "image" in piece ? "image" : "video";
+    if ("image" in piece || "video" in piece) (last.media ??= []).push({ at: last.text.length, kind });
     else last.text += "text" in piece ? piece.text : valueOf(piece, reader);
   }
   return turns;

@@ -53,12 +53,13 @@ export interface Call {
   readonly place: number;
 }
 
-/** A piece of a state's content: a turn's beginning or end, text, an image, a variable's value, or what a call appends. */
+/** A piece of a state's content: a turn's beginning or end, text, an image or a video, a variable's value, or what a call appends. */
 export type Piece =
   | { readonly role: string }
   | { readonly end: true }
   | { readonly text: string }
   | { readonly image: string }
+  | { readonly video: string }
   | { readonly variable: number; readonly transforms: readonly unknown[] };
 
 /** What a state did, in order: as much as the times need. */
@@ -332,6 +333,9 @@ export class RecordingReader {
       case "image":
         state.content.push({ image: textOf(op["source"]) });
         return true;
+      case "video":
+        state.content.push({ video: textOf(op["source"]) });
+        return true;
       case "converse":
         this.converse(messagesOf(op["conversation"]), state);
         return true;
@@ -566,7 +570,7 @@ function isHigh(code: number): boolean {
   return code >= 0xd800 && code <= 0xdbff;
 }
 
-/** A message's text, and its images before the characters that they name. */
+/** A message's text, and its images and videos before the characters that they name. */
 function cutAt(text: string, images: readonly Json[]): Piece[] {
   if (images.length === 0) return [{ text }];
   const chars = [...text];
@@ -575,7 +579,8 @@ function cutAt(text: string, images: readonly Json[]): Piece[] {
   for (const placed of images) {
     const at = Math.min(chars.length, Math.max(done, numberOf(placed["at"])));
     if (at > done) pieces.push({ text: chars.slice(done, at).join("") });
-    pieces.push({ image: isObject(placed["image"]) ? textOf(placed["image"]["source"]) : "" });
+    const source = isObject(placed["image"]) ? textOf(placed["image"]["source"]) : "";
+    pieces.push(placed["video"] === true ? { video: source } : { image: source });
     done = at;
   }
   if (done < chars.length) pieces.push({ text: chars.slice(done).join("") });

@@ -96,9 +96,9 @@ describe("the prompt of a call", () => {
     ]);
   });
 
-  it("marks where images stand", () => {
+  it("marks where images and videos stand", () => {
     const image = { source: "https://example.com/a.png" };
-    const images = [{ at: 2, image }, { at: 99, image }, { at: 1, image: "wrong" }];
+    const images = [{ at: 2, image }, { at: 99, image, video: true }, { at: 1, image: "wrong" }];
     const reader = read([
       { at_s: 0, sent: { op: "open", state: 1 } },
       { at_s: 0, sent: { op: "converse", state: 1, conversation: { messages: [{ role: "user", content: "😀 a", images }] } } },
@@ -108,12 +108,15 @@ describe("the prompt of a call", () => {
       { at_s: 0, sent: { op: "begin", state: 2, role: "user" } },
       { at_s: 0, sent: { op: "text", state: 2, parts: ["See "] } },
       { at_s: 0, sent: { op: "image", state: 2, source: "sha256:00" } },
+      { at_s: 0, sent: { op: "text", state: 2, parts: [" and "] } },
+      { at_s: 0, sent: { op: "video", state: 2, source: "sha256:11", num_frames: 8 } },
       { at_s: 0, sent: { op: "end", state: 2 } },
       { at_s: 0, sent: gen(2, 2) },
     ]);
     const [first, second] = callsOf(reader.runs);
-    expect(promptOf(first!, reader)[0]).toEqual({ role: "user", text: "😀 a", images: [3, 4, 4] });
-    expect(promptOf(second!, reader)).toEqual([{ role: "user", text: "See ", images: [4] }]);
+    expect(promptOf(first!, reader)[0]).toEqual({ role: "user", text: "😀 a", media: [{ at: 3, kind: "image" }, { at: 4, kind: "video" }, { at: 4, kind: "image" }] });
+    const media = [{ at: 4, kind: "image" }, { at: 9, kind: "video" }];
+    expect(promptOf(second!, reader)).toEqual([{ role: "user", text: "See  and ", media }]);
   });
 
   it("counts the variables of a graph from its base", () => {
