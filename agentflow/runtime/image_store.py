@@ -64,7 +64,10 @@ class ImageStore:
     def _take(self, op: ops.Upload) -> Iterator[None]:
         if op.source in self._images:
             return
+        if op.at and op.source in self._errors:
+            return  # an earlier part failed
         if not op.at:
+            self._errors.pop(op.source, None)
             if len(self._partial) >= _MAX_PARTIAL:
                 raise BadArgument(f"upload: {_MAX_PARTIAL} images are uploaded in part: complete one first")
             self._partial[op.source] = _Upload(op, self._memory)
@@ -87,7 +90,6 @@ class ImageStore:
         media_type = video_type_of(data) if op.kind == "video" else media_type_of(data)
         image = Image(op.source, media_type, data)
         finalize(image, _forget, upload.reservation)
-        self._errors.pop(op.source, None)
         self._images[op.source] = image
 
     def release(self, source: str) -> None:

@@ -130,6 +130,15 @@ def test_a_wrong_upload_is_the_error_of_the_ops_that_use_it(op: ops.Upload, expe
     assert used(store, source_of(whole)).data == whole
 
 
+def test_the_first_error_of_an_upload_is_the_one_that_is_raised() -> None:
+    store = ImageStore(MemoryBudget(10))
+    first, rest = FILES[0][:4], FILES[0][4:]
+    upload(store, ops.Upload(source_of(FILES[0]), len(FILES[0]), 0, first))
+    upload(store, ops.Upload(source_of(FILES[0]), len(FILES[0]), 4, rest))
+    with pytest.raises(Overloaded):
+        used(store, source_of(FILES[0]))
+
+
 def test_few_uploads_may_be_unfinished() -> None:
     memory = MemoryBudget()
     store = ImageStore(memory)

@@ -20,6 +20,7 @@ from support.apis.fake_server import FakeServer, fake_server
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.http import file_slots
 from agentflow.backends.apis.http.file_slots import (
     FilledBody,
     files_in,
@@ -264,6 +265,19 @@ async def test_a_slot_has_its_file_while_any_session_has_it() -> None:
     del third
     with pytest.raises(af.errors.EngineFailed):
         files_in(body)
+
+
+def test_a_file_is_found_while_another_with_its_bytes_is_forgotten() -> None:
+    image = image_file(b"\x89PNG\r\nforgotten")
+    body = slot(image).encode()
+    digest = image.source.removeprefix("sha256:")
+
+    def ends() -> None:  # as a reference to a file that ends in this moment
+        file_slots._forget(digest, ends)  # type: ignore[arg-type]
+
+    known = file_slots._files[digest]
+    file_slots._files[digest] = type(known)([ends, *known])  # type: ignore[list-item]
+    assert files_in(body) == [image]
 
 
 async def test_a_request_that_is_repeated_has_its_image_again() -> None:

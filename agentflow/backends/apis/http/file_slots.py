@@ -27,28 +27,29 @@ _SLOT: Final = re.compile(_HEAD.encode() + b"([0-9a-f]{64})")
 _PIECE_BYTES: Final = 3 * 131_072
 """The bytes of a file that are encoded in one step: less than a millisecond."""
 _lock: Final = threading.RLock()
-_files: Final[dict[str, list[weakref.ref[Image]]]] = {}
-"""The living files by digest. Several sessions may have the same file, each for as long as it lives."""
+_files: Final[dict[str, tuple[weakref.ref[Image], ...]]] = {}
+"""The living files by digest. Several sessions may have the same file, each for as long as it lives. Tuples,
+because a file may be forgotten while they are iterated over."""
 
 
 def slot(image: Image) -> str:
     """Stands for the bytes of the file in base64. The image must live until the request was sent."""
     digest = image.source.removeprefix(DIGEST)
     with _lock:
-        known = _files.get(digest, [])
-        if not any(one() is image for one in known):
-            known.append(weakref.ref(image, partial(_forget, digest)))
-        _files[digest] = known  # ``_forget`` may run in between
+        alive = [one for one in _files.get(digest, ()) if one() is not None]  # ``_forget`` may run in between
+        if not any(one() is image for one in alive):
+            alive.append(weakref.ref(image, partial(_forget, digest)))
+        _files[digest] = tuple(alive)
     return _HEAD + digest
 
 
 def _forget(digest: str, gone: weakref.ref[Image]) -> None:
     """The garbage collector may call this in any thread."""
     with _lock:
-        known = _files.get(digest, [])
-        if gone in known:
-            known.remove(gone)
-        if not known:
+        known = tuple([one for one in _files.get(digest, ()) if one is not gone])
+        if known:
+            _files[digest] = known
+        else:
             _files.pop(digest, None)
 
 
