@@ -185,8 +185,12 @@ class MediaReader:
     async def warm_up(self) -> None:
         """Starts a process, which otherwise the first image waits for. Raises as ``read_image``."""
         async with self._turns:
-            if not self._idle:
-                self._idle.append(await self._start())
+            if self._idle or self._is_closed:
+                return
+            worker = await self._start()
+            self._idle.append(worker)
+            if self._is_closed:  # meanwhile
+                await self.aclose()
 
     async def aclose(self) -> None:
         """Ends the processes. Later calls raise ``EngineFailed``."""

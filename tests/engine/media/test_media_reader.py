@@ -287,6 +287,23 @@ async def test_a_process_can_be_started_before_the_first_image(
         await reader.read_image(_image())
 
 
+async def test_a_process_that_starts_during_the_end_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: list[MediaWorkerHandle] = []
+    ready = MediaWorkerHandle.ready
+
+    async def observed(self: MediaWorkerHandle) -> None:
+        workers.append(self)
+        await reader.aclose()
+        await ready(self)
+
+    monkeypatch.setattr(MediaWorkerHandle, "ready", observed)
+    async with _reader(tmp_path) as reader:
+        await reader.warm_up()
+        assert [worker.exit_code is None for worker in workers] == [False]
+
+
 async def test_a_cancelled_reader_leaves_the_image_to_the_next(tmp_path: Path) -> None:
     found: list[PreparedMedium] = []
 
