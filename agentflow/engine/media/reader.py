@@ -128,6 +128,7 @@ class MediaReader:
         self._settings = settings
         self._limits = limits
         self._idle: list[MediaWorkerHandle] = []
+        self._loading: list[MediaWorkerHandle] = []  # nobody waits for them any more
         self._turns = anyio.Semaphore(limits.num_processes)
         self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
         self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))
@@ -195,8 +196,9 @@ class MediaReader:
     async def aclose(self) -> None:
         """Ends the processes. Later calls raise ``EngineFailed``."""
         self._is_closed = True
-        while self._idle:
-            await self._idle.pop().end()
+        for workers in (self._idle, self._loading):
+            while workers:
+                await workers.pop().end()
 
     async def _read(self, key: _Key, medium: ReadMedium, data: bytes) -> PreparedMedium:
         """Reads a medium unless it is kept. If others want the same, one reads it; if that one is cancelled,
@@ -264,7 +266,11 @@ class MediaReader:
     async def _start(self) -> MediaWorkerHandle:
         """Returns a new process that has loaded."""
         try:
-            worker = MediaWorkerHandle.start(self._settings, self._limits)
+            worker = (
+                self._loading.pop()
+                if self._loading
+                else MediaWorkerHandle.start(self._settings, self._limits)
+            )
         except OSError as error:
             raise EngineFailed(f"the process that reads images cannot be started: {error}") from error
         try:
@@ -272,7 +278,11 @@ class MediaReader:
                 await worker.ready()
         except TimeoutError:
             raise Overloaded("image: the process that reads images does not start: try again") from None
+        except anyio.get_cancelled_exc_class():
+            if not self._is_closed:
+                self._loading.append(worker)  # for the next image: to load takes long
+            raise
         finally:
-            if not worker.is_usable:
+            if not worker.is_usable and worker not in self._loading:
                 await worker.end()
         return worker

@@ -287,6 +287,31 @@ async def test_a_process_can_be_started_before_the_first_image(
         await reader.read_image(_image())
 
 
+async def test_a_process_goes_on_loading_for_the_next_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: list[MediaWorkerHandle] = []
+    ready = MediaWorkerHandle.ready
+
+    async def observed(self: MediaWorkerHandle) -> None:
+        workers.append(self)
+        if len(workers) < 3:
+            scope.cancel()
+        await ready(self)
+
+    monkeypatch.setattr(MediaWorkerHandle, "ready", observed)
+    async with _reader(tmp_path) as reader:
+        for _ in range(2):
+            with anyio.CancelScope() as scope:
+                await reader.read_image(_image())
+        await reader.read_image(_image())
+        assert workers == 3 * workers[:1]
+        with anyio.CancelScope() as scope:
+            workers.clear()
+            await reader._start()
+    assert workers[0].exit_code is not None
+
+
 async def test_a_process_that_starts_during_the_end_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
