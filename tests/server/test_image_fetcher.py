@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -40,16 +40,13 @@ async def _host(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
     async def serve(plain: SocketStream) -> None:
         async with plain:
-            stream = await TLSStream.wrap(
-                plain, server_side=True, ssl_context=context, standard_compatible=False
-            )
-            received.append(await stream.receive())
-            path = received[-1].split(b" ")[1].decode()
-            try:
-                await stream.send(answers(path))
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError, OSError):  # the client has left
+                stream = await TLSStream.wrap(
+                    plain, server_side=True, ssl_context=context, standard_compatible=False
+                )
+                received.append(await stream.receive())
+                await stream.send(answers(received[-1].split(b" ")[1].decode()))
                 await stream.aclose()
-            except (anyio.BrokenResourceError, OSError):
-                pass
 
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     monkeypatch.setattr(image_fetcher, "HTTPS_PORT", listener.extra(anyio.abc.SocketAttribute.local_port))
