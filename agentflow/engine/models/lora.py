@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig, read_json
+from agentflow.engine.models.families.family import WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.adapted_products import Place
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
@@ -135,7 +136,12 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def _projections(config: DecoderConfig) -> Iterator[tuple[str, _Projection]]:
     """Yields the projections of all layers, without projections of experts, by their modules' names."""
-    names = FAMILIES[config.architecture].names
+    family = FAMILIES[config.architecture]
+    for names in (family.names, *family.other_names):  # an adapter may be of another release than the model
+        yield from _projections_named(config, names)
+
+
+def _projections_named(config: DecoderConfig, names: WeightNames) -> Iterator[tuple[str, _Projection]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = [queries, keys, keys] if len(names.qkv) == 3 else [queries + 2 * keys]

@@ -18,9 +18,12 @@ from support.engine.device import DEVICE
 from support.engine.family_models import IN_BLOCKS, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver, Walker
+from support.engine.vision_models import saved_vision_model
 from support.faults import has_param
 
 from agentflow.engine.models import lora
+from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import AdapterInfo
 from agentflow.errors import BadArgument, BadModelFolder
@@ -289,6 +292,25 @@ def test_files_that_are_no_adapter(
         (folder / name).write_bytes(content)
     with pytest.raises(BadModelFolder, check=has_param(name)):
         load(runner, folder)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+def test_an_adapter_has_the_tensor_names_of_any_release_of_a_model_with_vision(
+    name: str, tmp_path: Path
+) -> None:
+    saved_vision_model(name, tmp_path / "model")
+    config = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")._config
+    assert isinstance(config, DecoderConfig)
+    family = FAMILIES[config.architecture]
+    assert family.other_names
+    for names in (family.names, *family.other_names):
+        q = f"{names.layers.format(1)}self_attn.q_proj"
+        up = torch.ones(config.num_heads * config.head_dim, 4)
+        tensors = {f"{q}.lora_A": torch.ones(4, config.hidden_size), f"{q}.lora_B": up}
+        folder = write_plain_adapter(tmp_path / names.embedding, tensors)
+        ((place, parts),) = lora.read_adapter(folder, config, torch.float32).parts.items()
+        assert place == (1, "qkv")
+        assert torch.equal(parts[0][2], 2 * up)
 
 
 def test_a_model_that_runs_through_transformers_has_no_adapters(tmp_path: Path) -> None:
