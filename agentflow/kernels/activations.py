@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+PlainActivation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""The activations of one value."""
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
 """In the order of ``native/activation.h``."""
 

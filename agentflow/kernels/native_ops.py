@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
-from agentflow.kernels.activations import ACTIVATIONS, Activation
+from agentflow.kernels.activations import ACTIVATIONS, Activation, PlainActivation
 from agentflow.kernels.decoder_weights import DecoderWeights, LatentWeights
 from agentflow.kernels.inputs import (
     Adapter,
@@ -218,7 +218,12 @@ def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]])
 def gated_linear(
     x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
 ) -> Tensor:
-    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), added, gating=activation)
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    return _product(x, weight, out, added, activation=activation, is_gated=True)
+
+
+def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
+    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]), activation=activation)
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -231,13 +236,15 @@ def _product(
     out: Tensor,
     added: Tensor | None = None,
     *,
-    gating: Activation | None = None,
+    activation: Activation | None = None,
+    is_gated: bool = False,
     exact: bool = False,
 ) -> Tensor:
     x, added = x.contiguous(), None if added is None else added.contiguous()
+    function = len(ACTIVATIONS) if activation is None else ACTIVATIONS.index(activation)
     _team().af_linear(
         *(_is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight)),
-        *(gating is not None, ACTIVATIONS.index(gating or "silu"), exact, pointer(added), out.data_ptr()),
+        *(is_gated, function, exact, pointer(added), out.data_ptr()),
     )
     return out
 
@@ -359,6 +366,7 @@ class NativeForward:
         self._decoder, self._native_head = native_decoder(weights, self._heads), native_weight(head)
         self._library = library()  # the library that packed the weights
         self.keeps_order = native_level() != "amx"
+        self.nbytes = sum(heads.nbytes for heads in self._heads if heads is not None)
         self._dtype = weights.final_norm.weight.dtype
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
         self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures

@@ -352,6 +352,10 @@ class PackedHeads:
     key_up: Sequence[LinearWeight]  # [kv_rank, plain_dim] each
     value_up: Sequence[LinearWeight]  # [value_dim, kv_rank] each
 
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in (*self.key_up, *self.value_up))
+
 
 def native_latent(latent: LatentWeights, packed: PackedHeads, rotated_dim: int) -> NativeLatent:
     q_norm = None if latent.q_norm is None else Norm(latent.q_norm, None, latent.eps)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import native_ops, reference_ops, torch_ops
-from agentflow.kernels.activations import Activation
+from agentflow.kernels.activations import Activation, PlainActivation
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
@@ -38,6 +38,7 @@ class Forward(Protocol):
     waits for its end and returns the result. The function must be called before any other kernel."""
 
     keeps_order: bool  # a row's sums have the same order regardless of the rest of the batch
+    nbytes: int  # of weights that it holds in its layout in addition to those of the decoder
 
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         """Writes the KV of all rows. The result is the normed last hidden states of ``given.rows``, [S,
@@ -129,6 +130,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """[T, in] to [T, out / 2]: the activation of the first half times the second half of ``linear``
         (SwiGLU and its relatives, arXiv 2002.05202)."""
+
+    def activated_linear(self, x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
+        """[T, in] to [T, out]: the activation of ``linear``."""
 
     def rope_and_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels.activations import Activation, gated
+from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
@@ -82,6 +82,10 @@ def gated_linear(
     gate, up = linear(x, weight, added).chunk(2, dim=-1)
     silu = (gate.float() / (1 + torch.exp(-gate.float()))).to(gate.dtype)
     return silu * up
+
+
+def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
+    return activated(linear(x, weight), activation)
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.activations import Activation, gated
+from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
 from agentflow.kernels.attention_plan import AttentionPlan, Group
 from agentflow.kernels.attention_plan import plan_attention as plan_groups
 from agentflow.kernels.decoder_weights import DecoderWeights
@@ -112,6 +112,10 @@ def gated_linear(
     x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
 ) -> Tensor:
     return gated(linear(x, weight, added), activation)
+
+
+def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
+    return activated(linear(x, weight), activation)
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:

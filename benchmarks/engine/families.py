@@ -187,4 +187,6 @@ def read_bytes(model: Decoder) -> int:
             of_all = sum(expert.gate_up.nbytes + expert.down.nbytes for expert in experts)
             unread += of_all * (len(experts) - layer.mlp.routing.num_used) // len(experts)
     is_tied = weights.embedding is model._head
+    if model.whole_forward is not None:
+        unread += model.whole_forward.nbytes  # it reads these instead of the decoder's
     return model.nbytes - unread - (0 if is_tied else weights.embedding.nbytes)

@@ -356,6 +356,18 @@ def test_a_whole_model_gives_what_the_reference_gives(
     assert torch.equal(kv[:, others].view(torch.int16), expected_kv[:, others].view(torch.int16))
 
 
+@NATIVE_KERNELS
+@pytest.mark.parametrize(
+    "sizes", [each for each in SIZES if each.routing is not None], ids=lambda s: s.activation
+)
+def test_many_rows_use_experts(kernels: Kernels, sizes: Sizes) -> None:
+    """More than the experts that are computed together."""
+    step = step_of(sizes, [Shape(-1, 0, 0, 700)], [True], torch.float32, 2)
+    hidden, _ = step.run(model_of(sizes, kernels, torch.float32), kernels)
+    expected, _ = step.run(model_of(sizes, reference_ops, torch.float32), reference_ops)
+    torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
+
+
 def with_given_rows(step: Step, sizes: Sizes, num_deep: int, has_axes: bool, seed: int) -> Step:
     """The step with random embeddings for some rows. ``num_deep``: layers after which more is added to
     them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
-from agentflow.kernels.activations import ACTIVATIONS, Activation, gated
+from agentflow.kernels.activations import ACTIVATIONS, Activation, PlainActivation, activated, gated
 from agentflow.kernels.inputs import LinearWeight, LowRank, LowRankPart
 from agentflow.kernels.ops import Kernels
 
@@ -98,6 +98,20 @@ def test_gated_linear(
         torch.testing.assert_close(expected.double(), gate * gate.sigmoid() * up, **tolerance)
     else:
         torch.testing.assert_close(expected.double(), gated(wide, activation), **tolerance)
+
+
+@QUICK_KERNELS
+@DTYPES
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(get_args(PlainActivation)), SEEDS)
+def test_activated_linear(
+    kernels: Kernels, dtype: torch.dtype, num_rows: int, num_out: int, activation: PlainActivation, seed: int
+) -> None:
+    x, weight = random(num_rows, 24, seed=seed, dtype=dtype), random(num_out, 24, seed=seed + 1, dtype=dtype)
+    bias = random(num_out, seed=seed + 2, dtype=dtype)
+    result = kernels.activated_linear(x, kernels.pack_linear(weight, bias), activation)
+    wide = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    tolerance = {"rtol": 3 * TOLERANCE[dtype], "atol": 6 * TOLERANCE[dtype]}
+    torch.testing.assert_close(result.double(), activated(wide, activation), **tolerance)
 
 
 @DTYPES

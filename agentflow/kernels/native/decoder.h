@@ -246,11 +246,13 @@ class Forward {
 
     void add_mlp(int64_t i) {
         const LayerWeights& layer = w_.layers[i];
-        const int64_t stride = m_.mlp.fit(layer.mlp, num_);
+        MlpPortions mlp;
+        mlp.add(layer.mlp, num_);
+        int64_t stride;
         {
             const Timed timed(GATE_UP);
             const S* change = added(m_.normed.data(), m_.hidden_stride, i, layer.mlp.gate_up, &LayerAdapter::gate_up);
-            inner_rows(m_.normed.data(), m_.hidden_stride, num_, layer.mlp, w_.gating(), m_.mlp, change);
+            stride = inner_rows(m_.normed.data(), m_.hidden_stride, mlp, w_.gating(), m_.mlp, change);
         }
         add_product(DOWN, m_.mlp.inner, stride, i, layer.mlp.down, &LayerAdapter::down, layer.output_norm);
     }

@@ -112,8 +112,8 @@ EXPORT int af_rows_of(int is_bf16, const Weight* weight, const int64_t* ids, int
     });
 }
 
-// out: of type S, or float if `exact`; the gated product with an Activation if `gated`. `added` [num_rows][num_out] of type S,
-// or null.
+// out: of type S, or float if `exact`. `activation`: an Activation of the product, or of its gate if `gated`; NUM_ACTIVATIONS:
+// none. `added` [num_rows][num_out] of type S, or null.
 EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int64_t activation, int exact,
                      const void* added, void* out) {
     return with_team(is_bf16, [&](auto type) {
@@ -128,7 +128,7 @@ EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight*
         } else if (exact) {
             linear<S>(rows.data(), stride, num_rows, *weight, static_cast<float*>(out), weight->num_out, change);
         } else {
-            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out, change);
+            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out, change, Activation(activation));
         }
     });
 }

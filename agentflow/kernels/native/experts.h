@@ -38,58 +38,74 @@ void fill_up(Row* row, int64_t size, int64_t stride) {
     std::fill(row + size, row + stride, Row{});
 }
 
+// A row's use of an expert.
+struct Use {
+    int32_t expert, row;
+    float weight;
+};
+
 // Buffers that the MLPs of a forward pass use in turn.
 template <class S>
 struct MlpMemory {
     std::vector<RowOf<S>> inner, gathered;
     std::vector<S> scores, outputs;
-    std::vector<float> weights;   // of one row's experts
-    std::vector<int32_t> chosen;  // the numbers of one row's experts
+    std::vector<float> likely;  // of the experts, for one row
+    std::vector<Use> uses;
+};
 
-    // Makes room for the inner values of an MLP. Returns the distance of two rows.
-    int64_t fit(const Mlp& mlp, int64_t num_rows) {
-        const int64_t stride = round_up<int64_t>(mlp.down.num_in, PANEL);
-        grow(inner, (num_rows + MAX_TILE_ROWS) * stride);
-        return stride;
+// The products of an MLP, or of several that have the same shape.
+struct MlpPortions {
+    Portions gate_up, down;
+    int64_t num_rows = 0;
+
+    void add(const Mlp& mlp, int64_t num) {
+        gate_up.push_back({&mlp.gate_up, num_rows, num});
+        down.push_back({&mlp.down, num_rows, num});
+        num_rows += num;
     }
 };
 
-// Writes the activated values between the two products of an MLP to memory.inner. `added`: as in linear.h.
+// Writes the activated values between the two products of MLPs to memory.inner. Returns the distance of two rows. `added`: as in
+// linear.h.
 template <class S>
-void inner_rows(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Mlp& mlp, const Gating& gating, MlpMemory<S>& memory,
-                const S* added = nullptr) {
-    const int64_t size = mlp.down.num_in, inner_stride = memory.fit(mlp, num_rows);
+int64_t inner_rows(const RowOf<S>* x, int64_t stride, const MlpPortions& mlps, const Gating& gating, MlpMemory<S>& memory,
+                   const S* added = nullptr) {
+    const int64_t size = mlps.down[0].weight->num_in, inner_stride = round_up<int64_t>(size, PANEL);
+    grow(memory.inner, (mlps.num_rows + MAX_TILE_ROWS) * inner_stride);
     RowOf<S>* to = memory.inner.data();
-    if (gating.is_gated) gated_linear<S>(x, stride, num_rows, mlp.gate_up, gating.activation, to, inner_stride, added);
-    else linear<S>(x, stride, num_rows, mlp.gate_up, to, inner_stride, added, gating.activation);
-    for (int64_t t = 0; size < inner_stride && t < num_rows; t++) fill_up(to + t * inner_stride, size, inner_stride);
+    if (gating.is_gated) gated_linear<S>(x, stride, mlps.gate_up, gating.activation, to, inner_stride, added);
+    else linear<S>(x, stride, mlps.gate_up, to, inner_stride, added, gating.activation);
+    for (int64_t t = 0; size < inner_stride && t < mlps.num_rows; t++) fill_up(to + t * inner_stride, size, inner_stride);
+    return inner_stride;
 }
 
 // out [num_rows][hidden_size] = the MLP of each row.
 template <class S>
-void apply(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Mlp& mlp, const Gating& gating, MlpMemory<S>& memory, S* out) {
-    inner_rows(x, stride, num_rows, mlp, gating, memory);
-    linear<S>(memory.inner.data(), memory.fit(mlp, num_rows), num_rows, mlp.down, out, mlp.down.num_out);
+void apply(const RowOf<S>* x, int64_t stride, const MlpPortions& mlps, const Gating& gating, MlpMemory<S>& memory, S* out) {
+    const int64_t inner_stride = inner_rows(x, stride, mlps, gating, memory);
+    linear<S>(memory.inner.data(), inner_stride, mlps.down, out, mlps.down[0].weight->num_out);
 }
 
-// Chooses the experts of a row, from scores [num]. Writes their numbers in ascending order, and their weights.
+// Appends the experts of a row to `uses`, in the order of their numbers, from scores [num].
 template <class S>
-void route(const S* scores, const Experts& experts, int32_t* chosen, float* weights) {
+void route(const S* scores, const Experts& experts, int32_t row, std::vector<float>& likely, std::vector<Use>& uses) {
     const int64_t num = experts.num, in_group = num / experts.num_groups;
-    std::vector<float> likely(num);
+    likely.resize(num);
     std::transform(scores, scores + num, likely.begin(), [](S score) { return to_float(score); });
-    const auto to_shares = [](auto first, auto last) {  // softmax
-        const float most = *std::max_element(first, last);
-        float total = 0;
-        for (auto at = first; at < last; at++) total += *at = std::exp(*at - most);
-        for (auto at = first; at < last; at++) *at /= total;
+    const auto to_shares = [](auto first, auto last, const auto& value) {  // softmax
+        float most = value(*first), total = 0;
+        for (auto at = first; at < last; at++) most = std::max(most, value(*at));
+        for (auto at = first; at < last; at++) total += value(*at) = std::exp(value(*at) - most);
+        for (auto at = first; at < last; at++) value(*at) /= total;
     };
-    if (!experts.normalises) to_shares(likely.begin(), likely.end());
+    if (!experts.normalises) to_shares(likely.begin(), likely.end(), [](float& value) -> float& { return value; });
     // The numbers of the `wanted` largest of `values`, in ascending order; of equal values, the first.
     const auto largest = [](const std::vector<float>& values, int64_t wanted) {
         std::vector<int32_t> order(values.size());
         std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return values[a] > values[b]; });
+        std::partial_sort(order.begin(), order.begin() + wanted, order.end(), [&](int32_t a, int32_t b) {
+            return values[a] != values[b] ? values[a] > values[b] : a < b;
+        });
         order.resize(wanted);
         std::sort(order.begin(), order.end());
         return order;
@@ -104,10 +120,45 @@ void route(const S* scores, const Experts& experts, int32_t* chosen, float* weig
             if (!std::binary_search(used.begin(), used.end(), int32_t(e / in_group))) likely[e] = 0;
         }
     }
-    const std::vector<int32_t> used = largest(likely, experts.num_used);
-    for (int64_t i = 0; i < experts.num_used; i++) chosen[i] = used[i], weights[i] = likely[used[i]];
-    if (experts.normalises) to_shares(weights, weights + experts.num_used);
-    else for (int64_t i = 0; i < experts.num_used; i++) weights[i] *= experts.scale;
+    for (int32_t e : largest(likely, experts.num_used)) uses.push_back({e, row, likely[e]});
+    const auto first = uses.end() - experts.num_used;
+    if (experts.normalises) to_shares(first, uses.end(), [](Use& use) -> float& { return use.weight; });
+    else for (auto use = first; use < uses.end(); use++) use->weight *= experts.scale;
+}
+
+// Adds the outputs of some experts to out [num_rows][hidden_size]. `uses`: of one expert after the other.
+template <class S>
+void add_experts(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Experts& experts, const Use* uses, int64_t num_uses,
+                 const Gating& gating, MlpMemory<S>& memory, S* out) {
+    MlpPortions mlps;
+    for (int64_t first = 0, end = 0; first < num_uses; first = end) {
+        while (end < num_uses && uses[end].expert == uses[first].expert) end++;
+        mlps.add(experts.experts[uses[first].expert], end - first);
+    }
+    const RowOf<S>* from = x;
+    int64_t from_stride = 0;
+    if (num_rows > 1) {
+        from_stride = stride;
+        grow(memory.gathered, (num_uses + MAX_TILE_ROWS) * stride);
+        team().loop(num_uses, 8, [&](int64_t first, int64_t end, int) {
+            for (int64_t i = first; i < end; i++) std::copy_n(x + uses[i].row * stride, stride, memory.gathered.data() + i * stride);
+        });
+        from = memory.gathered.data();
+    }
+    const int64_t size = experts.experts[0].down.num_out;
+    grow(memory.outputs, num_uses * size);
+    apply(from, from_stride, mlps, gating, memory, memory.outputs.data());
+    // Divided by columns, because several uses may be of one row.
+    team().loop((size + LANES - 1) / LANES, 32, [&](int64_t first, int64_t end, int) {
+        const int64_t begin = first * LANES, num = std::min(end * LANES, size) - begin;
+        for (int64_t i = 0; i < num_uses; i++) {
+            const Vec weight = rounded<S>(broadcast(uses[i].weight));
+            S* to = out + uses[i].row * size + begin;
+            each_lanes(memory.outputs.data() + i * size + begin, num, [&](int64_t k, int lanes, Vec value) {
+                store_first(to + k, add(load_first(to + k, lanes), rounded<S>(mul(value, weight))), lanes);
+            });
+        }
+    });
 }
 
 // out [num_rows][hidden_size] = the sum of each row's experts, in the order of their numbers, and of the shared one before
@@ -115,37 +166,25 @@ void route(const S* scores, const Experts& experts, int32_t* chosen, float* weig
 template <class S>
 void mixture(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Experts& experts, const Gating& gating,
              MlpMemory<S>& memory, S* out) {
-    const int64_t num_used = experts.num_used, size = experts.experts[0].down.num_out;
-    if (experts.shared) apply(x, stride, num_rows, *experts.shared, gating, memory, out);
-    else std::fill_n(out, num_rows * size, S{});
-    grow(memory.scores, num_rows * experts.num);
-    grow(memory.chosen, num_used);
-    grow(memory.weights, num_used);
-    linear<S>(x, stride, num_rows, experts.router, memory.scores.data(), experts.num);
-    std::vector<std::vector<std::pair<int32_t, float>>> rows_of(experts.num);  // of each expert: its rows and their weights
-    for (int32_t t = 0; t < num_rows; t++) {
-        route(memory.scores.data() + t * experts.num, experts, memory.chosen.data(), memory.weights.data());
-        for (int64_t i = 0; i < num_used; i++) rows_of[memory.chosen[i]].push_back({t, memory.weights[i]});
+    constexpr int64_t MANY_USES = 512;  // experts are computed together up to this number, which bounds the memory
+    if (experts.shared) {
+        MlpPortions shared;
+        shared.add(*experts.shared, num_rows);
+        apply(x, stride, shared, gating, memory, out);
+    } else {
+        std::fill_n(out, num_rows * experts.experts[0].down.num_out, S{});
     }
-    for (int64_t e = 0; e < experts.num; e++) {
-        const auto& rows = rows_of[e];
-        const int64_t num = int64_t(rows.size());
-        if (!num) continue;
-        const RowOf<S>* from = x;
-        if (num < num_rows) {
-            grow(memory.gathered, (num + MAX_TILE_ROWS) * stride);
-            for (int64_t i = 0; i < num; i++) std::copy_n(x + rows[i].first * stride, stride, memory.gathered.data() + i * stride);
-            from = memory.gathered.data();
-        }
-        grow(memory.outputs, num * size);
-        apply(from, stride, num, experts.experts[e], gating, memory, memory.outputs.data());
-        for (int64_t i = 0; i < num; i++) {
-            const Vec weight = rounded<S>(broadcast(rows[i].second));
-            S* to = out + rows[i].first * size;
-            each_lanes(memory.outputs.data() + i * size, size, [&](int64_t k, int lanes, Vec value) {
-                store_first(to + k, add(load_first(to + k, lanes), rounded<S>(mul(value, weight))), lanes);
-            });
-        }
+    grow(memory.scores, num_rows * experts.num);
+    linear<S>(x, stride, num_rows, experts.router, memory.scores.data(), experts.num);
+    std::vector<Use>& uses = memory.uses;
+    uses.clear();
+    for (int32_t t = 0; t < num_rows; t++) route(memory.scores.data() + t * experts.num, experts, t, memory.likely, uses);
+    std::stable_sort(uses.begin(), uses.end(), [](const Use& a, const Use& b) { return a.expert < b.expert; });
+    const int64_t num_uses = int64_t(uses.size());
+    for (int64_t first = 0, end = 0; first < num_uses; first = end) {
+        do end++;
+        while (end < num_uses && (uses[end].expert == uses[end - 1].expert || end - first < MANY_USES));
+        add_experts(x, stride, num_rows, experts, uses.data() + first, end - first, gating, memory, out);
     }
 }
 

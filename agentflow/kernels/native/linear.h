@@ -66,6 +66,18 @@ const S* dense_panel(const PanelPlace& place, int64_t begin, int64_t depth, std:
 
 inline bool is_quantised(const Weight& weight) { return weight.segments[0].format != DENSE; }
 
+// Rows `first` to `first` + `num` (exclusive) of a batch, which are multiplied with one weight. The portions of a product divide its
+// rows in order, and their weights have the same shape. One loop computes them all, because the threads wait for each other at
+// the end of a loop: the products of single experts are short.
+struct Portion {
+    const Weight* weight;
+    int64_t first, num;
+};
+
+using Portions = std::vector<Portion>;
+
+inline int64_t num_panels_of(const Weight& weight) { return (weight.num_out + PANEL - 1) / PANEL; }
+
 // How a product is divided. A *unit*, which one thread computes, is a block of rows times one panel. If the private cache of
 // a core would hold only a few rows of a deep product, a unit has more rows and processes the depth in slices, so that a panel
 // is read from memory once for all of them (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix
@@ -74,12 +86,11 @@ struct Division {
     static constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // the rows that fit a core's private cache together with the panels
     static constexpr int64_t SLICED_ROWS = 192;             // the rows of a unit that processes the depth in slices
 
-    int64_t num_rows, num_panels, depth;        // of the product
+    int64_t depth;  // of the product
     int64_t block_rows, num_blocks, slice_depth;
 
     // `few`: the fewest rows that are worth reading a panel for; a block has a multiple of a quarter of it.
-    Division(int64_t num_rows, int64_t num_panels, int64_t depth, int64_t value_bytes, int64_t few)
-        : num_rows(num_rows), num_panels(num_panels), depth(depth) {
+    Division(int64_t num_rows, int64_t depth, int64_t value_bytes, int64_t few) : depth(depth) {
         const int64_t fitting = ROW_BLOCK_BYTES / (depth * value_bytes) / (few / 4) * (few / 4);
         const bool is_whole = fitting >= few || num_rows <= few;
         block_rows = is_whole ? std::max(fitting, few) : std::min(num_rows, SLICED_ROWS);
@@ -91,45 +102,61 @@ struct Division {
 
 // The rows and the panel of a unit, for a part of the depth.
 struct Slice {
+    const Weight* weight;
     int64_t first_row, num_rows, panel, begin, depth;  // `begin`, `depth`: the part of the depth
     float* sums;  // of the rows; they hold the sums of the slices before this one
     int64_t stride;  // floats between the sums of two rows; 0: all tiles may use the same memory
     bool is_first, is_last;  // in the unit
 };
 
-// Calls body for each slice of a product, on the team's threads. Each thread holds an InUse meanwhile.
-template <class InUse, class Body>
-void each_slice(const Division& by, const Body& body) {
-    team().loop_at_homes(by.num_blocks, by.num_panels, [&](Team::Units units) {
+// Calls body for each slice of a product, on the team's threads. Each thread holds an InUse meanwhile. `divide` returns the
+// Division of a number of rows.
+template <class InUse, class Divide, class Body>
+void each_slice(const Portions& portions, int64_t num_panels, const Divide& divide, const Body& body) {
+    struct Round {
+        const Portion* portion;
+        Division by;
+        int64_t block;
+    };
+    std::vector<Round> rounds;
+    for (const Portion& portion : portions) {
+        const Division by = divide(portion.num);
+        for (int64_t block = 0; block < by.num_blocks; block++) rounds.push_back({&portion, by, block});
+    }
+    team().loop_at_homes(int64_t(rounds.size()), num_panels, [&](Team::Units units) {
         static thread_local std::vector<float> sums;
-        const bool is_whole = by.slice_depth == by.depth;
-        grow(sums, ((is_whole ? 0 : by.block_rows) + MAX_TILE_ROWS) * PANEL);
         const InUse in_use;
         while (units()) {
-            const int64_t row = units.round() * by.block_rows, panel = units.item();
-            const int64_t num = std::min(by.block_rows, by.num_rows - row);
+            const auto& [portion, by, block] = rounds[units.round()];
+            const bool is_whole = by.slice_depth == by.depth;
+            grow(sums, ((is_whole ? 0 : by.block_rows) + MAX_TILE_ROWS) * PANEL);
+            const int64_t row = portion->first + block * by.block_rows, panel = units.item();
+            const int64_t num = std::min(by.block_rows, portion->first + portion->num - row);
             for (int64_t begin = 0; begin < by.depth; begin += by.slice_depth) {
                 const int64_t depth = std::min(by.slice_depth, by.depth - begin);
-                body(Slice{row, num, panel, begin, depth, sums.data(), is_whole ? 0 : PANEL, begin == 0, begin + depth == by.depth});
+                body(Slice{portion->weight, row, num, panel, begin, depth, sums.data(), is_whole ? 0 : PANEL, begin == 0,
+                           begin + depth == by.depth});
             }
         }
     });
 }
 
-// Receives the tiles of a product: (first row, number of rows, panel, sums [rows][PANEL]). Refers to a body, which must outlive
+// Receives the tiles of a product: (weight, first row, number of rows, panel, sums [rows][PANEL]). Refers to a body, which must outlive
 // it. Products are compiled once for all bodies, because they have many variants.
 class PutTile {
   public:
     template <class Body>
     PutTile(const Body& body)
-        : body_(&body), call_([](const void* of, int64_t row, int num, int64_t panel, const float* sums) {
-              (*static_cast<const Body*>(of))(row, num, panel, sums);
+        : body_(&body), call_([](const void* of, const Weight& weight, int64_t row, int num, int64_t panel, const float* sums) {
+              (*static_cast<const Body*>(of))(weight, row, num, panel, sums);
           }) {}
-    void operator()(int64_t row, int num, int64_t panel, const float* sums) const { call_(body_, row, num, panel, sums); }
+    void operator()(const Weight& weight, int64_t row, int num, int64_t panel, const float* sums) const {
+        call_(body_, weight, row, num, panel, sums);
+    }
 
   private:
     const void* body_;
-    void (*call_)(const void*, int64_t, int, int64_t, const float*);
+    void (*call_)(const void*, const Weight&, int64_t, int, int64_t, const float*);
 };
 
 #if defined(__AVX512VNNI__)
@@ -141,55 +168,69 @@ inline int64_t max_byte_rows() {
     return std::numeric_limits<int64_t>::max();
 }
 
-// `multiply` for a quantised weight, which quantises the rows too.
+// `multiply` for quantised weights, which quantises the rows too.
 template <class Row>
-void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const PutTile& put) {
+void multiply_bytes(const Row* rows, int64_t stride, const Portions& portions, int64_t num_panels, const PutTile& put) {
     struct Nothing {
         Nothing() {}
     };
+    const int64_t num_rows = portions.back().first + portions.back().num, depth = portions[0].weight->num_in;
     ByteRows& bytes = byte_rows();
-    bytes.fit(num_rows, weight.num_in);
+    bytes.fit(num_rows, depth);
     team().loop(num_rows, 8, [&](int64_t first, int64_t end, int) {
         for (int64_t t = first; t < end; t++) bytes.set(t, rows + t * stride);
     });
-    const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
-    each_slice<Nothing>(Division(num_rows, num_panels, weight.num_in, 1, 8 * MAX_BYTE_ROWS), [&](const Slice& slice) {
-        const PanelPlace place = panel_of<bf16>(weight, slice.panel);
+    const auto divide = [&](int64_t num) { return Division(num, depth, 1, 8 * MAX_BYTE_ROWS); };
+    each_slice<Nothing>(portions, num_panels, divide, [&](const Slice& slice) {
+        const PanelPlace place = panel_of<bf16>(*slice.weight, slice.panel);
         with_format(place.format, [&](auto format) {
             constexpr WeightFormat F = decltype(format)::value;
             const int64_t group = slice.begin / GROUP;
             const uint8_t* codes = static_cast<const uint8_t*>(place.start) + group * Codes<F>::BYTES;
             multiply_panel<F>(bytes.at(slice.first_row, group), slice.num_rows, codes, slice.depth / GROUP, slice.sums, slice.stride,
                               !slice.is_first, [&](int64_t row, int num, const float* sums) {
-                                  if (slice.is_last) put(slice.first_row + row, num, slice.panel, sums);
+                                  if (slice.is_last) put(*slice.weight, slice.first_row + row, num, slice.panel, sums);
                               });
         });
     });
 }
 #endif
 
-// Calls put for every tile of rows W^T. `rows` must be followed by readable memory for MAX_TILE_ROWS more rows.
+// `multiply` for weights that are dense, or are converted.
 template <class S>
-void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const PutTile& put) {
-#if defined(__AVX512VNNI__)
-    if constexpr (std::is_same_v<S, bf16>) {
-        if (is_quantised(weight) && num_rows <= max_byte_rows()) return multiply_bytes(rows, stride, num_rows, weight, put);
-    }
-#endif
-    const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
-    const Division by(num_rows, num_panels, padded_depth<S>(weight.num_in), sizeof(RowOf<S>), 4 * max_rows<S>());
-    const bool is_streamed = !is_quantised(weight);  // otherwise `columns` are in the cache already
-    each_slice<TilesInUse>(by, [&](const Slice& slice) {
+void multiply_dense(const RowOf<S>* rows, int64_t stride, const Portions& portions, int64_t num_panels, const PutTile& put) {
+    const int64_t depth = padded_depth<S>(portions[0].weight->num_in);
+    const auto divide = [&](int64_t num) { return Division(num, depth, sizeof(RowOf<S>), 4 * max_rows<S>()); };
+    each_slice<TilesInUse>(portions, num_panels, divide, [&](const Slice& slice) {
         static thread_local std::vector<S> widened;
-        const S* columns = dense_panel<S>(panel_of<S>(weight, slice.panel), slice.begin, slice.depth, widened);
+        const bool is_streamed = !is_quantised(*slice.weight);  // otherwise `columns` are in the cache already
+        const S* columns = dense_panel<S>(panel_of<S>(*slice.weight, slice.panel), slice.begin, slice.depth, widened);
         each_tile<S>(slice.num_rows, [&](int64_t at, int num) {
             const int64_t row = slice.first_row + at;
             float* sums = slice.sums + at * slice.stride;
             tile<S>(num, rows + row * stride + slice.begin, stride, columns, slice.depth, sums, !slice.is_first,
                     is_streamed && at == 0);
-            if (slice.is_last) put(row, num, slice.panel, sums);
+            if (slice.is_last) put(*slice.weight, row, num, slice.panel, sums);
         });
     });
+}
+
+// Calls put for every tile of a product, in `num_panels` panels. `rows` must be followed by readable memory for MAX_TILE_ROWS
+// more rows. A stride of 0: all rows are the same.
+template <class S>
+void multiply(const RowOf<S>* rows, int64_t stride, const Portions& portions, int64_t num_panels, const PutTile& put) {
+#if defined(__AVX512VNNI__)
+    if constexpr (std::is_same_v<S, bf16>) {
+        Portions as_bytes, as_dense;
+        for (const Portion& portion : portions) {
+            (is_quantised(*portion.weight) && portion.num <= max_byte_rows() ? as_bytes : as_dense).push_back(portion);
+        }
+        if (!as_bytes.empty()) multiply_bytes(rows, stride, as_bytes, num_panels, put);
+        if (!as_dense.empty()) multiply_dense<S>(rows, stride, as_dense, num_panels, put);
+        return;
+    }
+#endif
+    multiply_dense<S>(rows, stride, portions, num_panels, put);
 }
 
 // Adds the bias to LANES sums of one row.
@@ -224,10 +265,10 @@ ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t pan
 // out [num_rows][num_out] of type Out = rows W^T + b, or the activation of it, which is rounded to S. `added`
 // [num_rows][num_out], here and below, is added to the product after it is rounded to S; null: nothing is added.
 template <class S, class Out>
-void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
-            int64_t out_stride, const S* added = nullptr, Activation activation = NUM_ACTIVATIONS) {
+void linear(const RowOf<S>* rows, int64_t stride, const Portions& portions, Out* out, int64_t out_stride, const S* added = nullptr,
+            Activation activation = NUM_ACTIVATIONS) {
     const bool is_activated = activation != NUM_ACTIVATIONS;
-    multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
+    const auto put = [&](const Weight& weight, int64_t row, int num, int64_t panel, const float* sums) {
         for (int i = 0; i < num; i++) {
             each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
                 const S* change = place_in(added, (row + i) * weight.num_out + column);
@@ -236,15 +277,22 @@ void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight
                 store_first(out + (row + i) * out_stride + column, value, width);
             });
         }
-    });
+    };
+    multiply<S>(rows, stride, portions, num_panels_of(*portions[0].weight), put);
+}
+
+template <class S, class Out>
+void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
+            int64_t out_stride, const S* added = nullptr, Activation activation = NUM_ACTIVATIONS) {
+    linear<S>(rows, stride, {{&weight, 0, num_rows}}, out, out_stride, added, activation);
 }
 
 // logits [num_rows][num_out] = rows W^T + b, capped unless `cap` is 0. Writes the highest logit of each panel to highest
 // [num_rows][panels], or infinity if one is NaN, so that a choice of tokens need not read all logits again.
 template <class S>
 void head_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, float cap, float* logits, float* highest) {
-    const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
-    multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
+    const int64_t num_panels = num_panels_of(weight);
+    const auto put = [&](const Weight&, int64_t row, int num, int64_t panel, const float* sums) {
         for (int64_t i = 0; i < num; i++) {
             Vec most = broadcast(MINUS_INFINITY);
             uint32_t are_numbers = 0xFFFF;
@@ -257,14 +305,15 @@ void head_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const W
             });
             highest[(row + i) * num_panels + panel] = are_numbers == 0xFFFF ? largest(most) : -MINUS_INFINITY;
         }
-    });
+    };
+    multiply<S>(rows, stride, {{&weight, 0, num_rows}}, num_panels, put);
 }
 
 // residual += rows W^T + b; the product and the sum are each rounded to S.
 template <class S>
 void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, S* residual,
                 int64_t residual_stride, const S* added = nullptr) {
-    multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
+    const auto put = [&](const Weight&, int64_t row, int num, int64_t panel, const float* sums) {
         for (int i = 0; i < num; i++) {
             each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
                 S* place = residual + (row + i) * residual_stride + column;
@@ -272,30 +321,33 @@ void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const We
                 store_first(place, add(load_first(place, width), changed<S>(value, change, width)), width);
             });
         }
-    });
+    };
+    multiply<S>(rows, stride, {{&weight, 0, num_rows}}, num_panels_of(weight), put);
 }
 
 // out [num_rows][num_out / 2] = activation(rows Wg^T) * (rows Wu^T) for a gated weight. Both products, the activation and
 // the result are each rounded to S.
 template <class S, class Out>
-void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Activation activation, Out* out,
-                  int64_t out_stride, const S* added = nullptr) {
-    const int64_t half = weight.num_out / 2;
-    Weight gate = weight, up = weight;
-    if (weight.bias) up.bias = static_cast<const S*>(weight.bias) + half;
-    // Each panel holds 16 outputs of both halves; the last one may be padded.
-    Weight both = weight;
-    both.num_out = round_up<int64_t>(half, LANES) * 2;
-    multiply<S>(rows, stride, num_rows, both, [&](int64_t row, int num, int64_t panel, const float* sums) {
-        const int64_t column = panel * LANES;
+void gated_linear(const RowOf<S>* rows, int64_t stride, const Portions& portions, Activation activation, Out* out, int64_t out_stride,
+                  const S* added = nullptr) {
+    const int64_t num_out = portions[0].weight->num_out, half = num_out / 2;
+    const auto put = [&](const Weight& weight, int64_t row, int num, int64_t panel, const float* sums) {
+        const int64_t column = panel * LANES;  // of both halves; the last panel may be padded
         const int width = int(std::min<int64_t>(LANES, half - column));
         for (int i = 0; i < num; i++) {
-            const S* change = place_in(added, (row + i) * weight.num_out + column);
-            const Vec g = changed<S>(biased<S>(sums + i * PANEL, gate, column, width), change, width);
-            const Vec u = changed<S>(biased<S>(sums + i * PANEL + LANES, up, column, width), place_in(change, half), width);
+            const S* change = place_in(added, (row + i) * num_out + column);
+            const Vec g = changed<S>(biased<S>(sums + i * PANEL, weight, column, width), change, width);
+            const Vec u = changed<S>(biased<S>(sums + i * PANEL + LANES, weight, half + column, width), place_in(change, half), width);
             store_first(out + (row + i) * out_stride + column, gated<S>(activation, g, u), width);
         }
-    });
+    };
+    multiply<S>(rows, stride, portions, (half + LANES - 1) / LANES, put);
+}
+
+template <class S, class Out>
+void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Activation activation, Out* out,
+                  int64_t out_stride, const S* added = nullptr) {
+    gated_linear<S>(rows, stride, {{&weight, 0, num_rows}}, activation, out, out_stride, added);
 }
 
 // Row n of W, [num_in].

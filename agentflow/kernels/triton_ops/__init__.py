@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
-from agentflow.kernels.activations import Activation, gated
+from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     MAX_HEAD_DIM,
@@ -86,6 +86,10 @@ def gated_linear(
 ) -> Tensor:
     product = linear(x, weight, added)
     return silu_and_multiply(product) if activation == "silu" else gated(product, activation)
+
+
+def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
+    return activated(linear(x, weight), activation)
 
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:

@@ -104,7 +104,8 @@ class Decoder:
             and head.transposed is not None
             and embedding.transposed.data_ptr() == head.transposed.data_ptr()
         )
-        return self.weights.nbytes + head.nbytes - (embedding.nbytes if is_shared else 0)
+        nbytes = self.weights.nbytes + head.nbytes - (embedding.nbytes if is_shared else 0)
+        return nbytes + (0 if self.whole_forward is None else self.whole_forward.nbytes)
 
     @property
     def keeps_order(self) -> bool:

@@ -8,7 +8,7 @@ whole segments. Segments are images, tiles, or windows of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.models.forward.decoder import apply_norm
+from agentflow.kernels.activations import PlainActivation, activated
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import IntArray, LinearWeight
 from agentflow.kernels.ops import Kernels
 
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
+Activation = PlainActivation | Literal["quick_gelu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,6 @@ class Encoder:
         self.shape = shape
         self._kernels = kernels
         self._layers = layers
-        self._activation = _ACTIVATIONS[shape.activation]
 
     @property
     def nbytes(self) -> int:
@@ -122,29 +122,18 @@ class Encoder:
         attended = self._kernels.segment_attention(queries, rows.kv, starts, first, scale)
         hidden = self._kernels.linear(attended, layer.output, hidden)
         normed = apply_norm(hidden, layer.mlp_norm, self._kernels)
-        inner = self._inner(self._kernels.linear(normed, layer.up))
+        inner = self._inner(normed, layer.up)
         rows.hidden[first:end].copy_(self._kernels.linear(inner, layer.down, hidden))
 
-    def _inner(self, inner: Tensor) -> Tensor:
-        if not self.shape.is_gated:
-            return self._activation(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        return self._activation(gate) * up
+    def _inner(self, normed: Tensor, up: LinearWeight) -> Tensor:
+        activation, kernels = self.shape.activation, self._kernels
+        if self.shape.is_gated:
+            gate, values = kernels.linear(normed, up).chunk(2, dim=-1)
+            return _activated(gate, activation) * values
+        if activation == "quick_gelu":
+            return _activated(kernels.linear(normed, up), activation)
+        return kernels.activated_linear(normed, up, activation)
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "silu": torch.nn.functional.silu,
-    "relu": torch.relu,
-}
-
-
-def activated(name: Activation, x: Tensor) -> Tensor:
-    """Applies an activation by its name."""
-    return _ACTIVATIONS[name](x)
+def _activated(x: Tensor, activation: Activation) -> Tensor:
+    return x * torch.sigmoid(1.702 * x) if activation == "quick_gelu" else activated(x, activation)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from agentflow.engine.media.processors.pixels import Size
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig, architectures_of
 from agentflow.engine.models.text_config import text_config, vision_config
-from agentflow.engine.models.vision.any_resolution import Size, grid_of, pack, reduced
-from agentflow.engine.models.vision.encoder import Activation, Rows, activated
+from agentflow.engine.models.vision.any_resolution import grid_of, pack, reduced
+from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.siglip import (
     TileEncoder,
     TileTower,
@@ -28,6 +29,7 @@ from agentflow.engine.models.vision.siglip import (
 from agentflow.engine.models.vision.tower import Arrays, Features, Part
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.kernels.activations import PlainActivation
 from agentflow.kernels.inputs import LinearWeight
 
 
@@ -36,7 +38,7 @@ class Projector:
     """The MLP between a tower and its text model."""
 
     first: LinearWeight
-    activation: Activation
+    activation: PlainActivation
     second: LinearWeight
 
 
@@ -108,7 +110,7 @@ class LlavaTower(TileTower):
         if packing is not None and packing.pool_before is not None:
             features = _pooled(features, packing.pool_before)
         kernels, projector = self._tiles.kernels, self._projector
-        inner = activated(projector.activation, kernels.linear(features.flatten(0, 1), projector.first))
+        inner = kernels.activated_linear(features.flatten(0, 1), projector.first, projector.activation)
         projected = kernels.linear(inner, projector.second).view(*features.shape[:2], -1)
         if packing is not None and packing.pool_after is not None:
             projected = _pooled(projected, packing.pool_after)

@@ -67,7 +67,7 @@ class Merger:
         """[patches, hidden_size] to [tokens, hidden_size of the text model]."""
         size = square * hidden.shape[-1]
         normed = apply_norm(hidden.view(-1, size) if self.norms_squares else hidden, self.norm, kernels)
-        inner = torch.nn.functional.gelu(kernels.linear(normed.view(-1, size), self.first))
+        inner = kernels.activated_linear(normed.view(-1, size), self.first, "gelu")
         return kernels.linear(inner, self.second)
 
 

@@ -20,6 +20,7 @@ from agentflow.engine.models.vision.encoder import Activation, Encoder, EncoderS
 from agentflow.engine.models.vision.tower import Arrays, Part, Tower
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.kernels.activations import PlainActivation
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
@@ -74,7 +75,7 @@ def read_tiles(vision: RawConfig) -> TileShape:
     )
 
 
-def plain_activation(vision: RawConfig) -> Activation:
+def plain_activation(vision: RawConfig) -> PlainActivation:
     """Returns ``hidden_act``."""
     name = activation_of(vision, "hidden_act")
     assert name != "clamped_swiglu"
