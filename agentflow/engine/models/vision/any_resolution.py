@@ -13,23 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from agentflow.engine.media.processors.anyres import best_resolution
+from agentflow.engine.media.processors.pixels import Size
 from agentflow.errors import BadArgument
-
-Size = tuple[int, int]
-"""Height and width."""
 
 
 def grid_of(size: Size, resolutions: Sequence[Size], side: int) -> Size:
-    """Returns the rows and columns of tiles of an image of ``size``: those of the resolution that keeps most
-    of it, and of equal ones of the smallest."""
-    height, width = size
-
-    def worth(resolution: Size) -> tuple[int, int]:
-        scale = min(resolution[1] / width, resolution[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, -resolution[0] * resolution[1]
-
-    rows, columns = max(resolutions, key=worth)
+    """Returns the rows and columns of tiles of an image of ``size``."""
+    rows, columns = best_resolution(size, resolutions)
     return rows // side, columns // side
 
 
