@@ -17,6 +17,11 @@ The cost of a request of n tokens, of which a replica holds h, and of an expecte
   tokens (Lin et al., "Parrot", OSDI 2024, section 5.4: 2,000 instead of 64,000). The first request of the
   objective ``latency`` on a replica stops the part of its batch that is above; a request for throughput on a
   replica with readers waits if there is no room.
+- *a bound that replicas keep* (``keeps_tpot``): beside a reader, prompts have only the part of a step that
+  the bound leaves; without one they have nearly all. While work for throughput comes, a request of the
+  objective ``latency`` costs MIXED times the prompts' time that it takes from a replica. Of k readers, one
+  more keeps the replica bounded longer by a (k + 1)th of its time. So readers share few replicas, and the
+  others compute prompts at full speed. Prompts delay a reader within the bound only, which counts THROUGHPUT.
 - *tenants*: a replica is fair, so a tenant waits there at most as long as its own queue, once for each tenant
   that waits.
 - *adapters*: the time to load an adapter where it is missing.
@@ -37,7 +42,7 @@ from numpy.typing import NDArray
 
 from agentflow.cluster.prefix_tree import Replica
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
-from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_STEP_S
+from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_STEP_S, PROMPT_STEP_S
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.submit import Objective
 
@@ -46,10 +51,13 @@ Seconds = NDArray[np.float64]
 THROUGHPUT = 0.2
 REUSE = 0.5
 COMPUTED = 2.0
+MIXED = 2.0
 MIN_STRETCH = 1.1  # as in ``engine.scheduling.pace``
 FULL = 0.95
 """Part of a pool that is in use when the next request has to wait."""
 _NOBODY = (0, 0.0)
+KEPT_S = 10.0
+"""After this time without a request for throughput, no more are expected."""
 LEARNED_PART = 0.02
 """How much of the mean output length the latest request decides."""
 
@@ -62,6 +70,7 @@ class EngineShape:
     max_running: int  # requests in one batch
     kv_tokens: int  # its pool
     tpot_s: float = math.inf  # the bound of readers on the time per output token
+    keeps_tpot: bool = False  # steps beside readers are bounded by it (``SchedulerConfig.tpot_target_ms``)
     latency_tokens: float = math.inf  # KV tokens of a batch that keeps this bound
 
 
@@ -126,6 +135,7 @@ class Loads:
         self._present: set[Replica] = set()
         self._output, self._mean_output = 64.0, 64  # the mean length
         self._sum_others = 0.0  # of all replicas
+        self._throughput_at = -math.inf  # when a request for throughput came last
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
         self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
         self._resize(8)
@@ -149,6 +159,7 @@ class Loads:
         self._others = grown("_others", 0.0)  # requests that decode, by their weight
         self._over_s = grown("_over_s", 0.0)  # the time of others for each token, above the bound on steps
         self._stall = grown("_stall", 0.0)  # the same for a reader beside work for throughput
+        self._mixed = grown("_mixed", 0.0)  # what a reader takes from throughput, for each token
         self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
         for adapter, seconds in self._missing.items():
             self._missing[adapter] = np.pad(seconds, (0, size - old))
@@ -237,6 +248,8 @@ class Loads:
                 others += self._stall * output
             else:
                 own += self._closed_s
+        if self._shape.keeps_tpot and call.objective == "latency" and now_s - self._throughput_at <= KEPT_S:
+            others += self._mixed * output
         if call.adapter in self._missing:
             own += self._missing[call.adapter]
         return Terms(own, others)
@@ -272,6 +285,7 @@ class Loads:
         if call.objective == "latency":
             load.num_latency += 1
         else:
+            self._throughput_at = now_s
             load.num_throughput += 1
             load.throughput_tokens += call.num_tokens + call.expected_tokens
         self._refresh(replica)
@@ -325,10 +339,13 @@ class Loads:
         load, shape, cost = self._loads[replica], self._shape, self._shape.cost
         running = load.num_running
         step_s = cost.base_s + (cost.row_s + cost.logits_s) * running + cost.read_s * load.read_tokens
-        share = 1.0
-        if running:
-            longest_s = max(min(max(MAX_STRETCH * step_s, MIN_STEP_S), shape.tpot_s), MIN_STRETCH * step_s)
-            share = 1 - step_s / longest_s
+        share = _share(step_s, shape.tpot_s) if running else 1.0
+        if shape.keeps_tpot:
+            free = PROMPT_STEP_S / (step_s + PROMPT_STEP_S)
+            if running and not load.num_latency:
+                share = free
+            lost = 1 - _share(step_s, shape.tpot_s) / free
+            self._mixed[replica] = MIXED * shape.tpot_s * lost / (1 + load.num_latency)
         queue_s = load.queue_s / share
         head_s = queue_s / load.num_waiting if load.num_waiting else 0.0
         room_s = 0.0
@@ -346,7 +363,8 @@ class Loads:
         self._sum_others += float(others - before)
         self._others[replica] = others
         fill = min(1.0, max(load.cached_tokens, load.used_tokens) / shape.kv_tokens)
-        self._others_token_s[replica] = cost.row_s * (others + REUSE * fill)
+        delayed = THROUGHPUT * running if shape.keeps_tpot else others
+        self._others_token_s[replica] = cost.row_s * (delayed + REUSE * fill)
         is_over = step_s + cost.row_s > shape.tpot_s
         self._over_s[replica] = (others + 1) * step_s if is_over else 0.0
         if shape.latency_tokens < math.inf:
@@ -354,3 +372,9 @@ class Loads:
             self._stall[replica] = 0.0 if load.num_latency else load.num_throughput * above * step_s
             is_closed = load.num_latency and load.used_tokens > shape.latency_tokens
             self._closed_s[replica] = self._output * step_s if is_closed else 0.0
+
+
+def _share(step_s: float, bound_s: float) -> float:
+    """The part of a step that prompts have, beside decoding that takes ``step_s``."""
+    longest_s = max(min(max(MAX_STRETCH * step_s, MIN_STEP_S), bound_s), MIN_STRETCH * step_s)
+    return 1 - step_s / longest_s

@@ -11,7 +11,6 @@ knows neither programs nor groups, states or objectives. ``real_programs`` runs 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,7 +89,7 @@ class Engines:
             return simulate_cluster(
                 workload,
                 config,
-                self._router(tpot_target_ms) if knows_programs else LeastTokens(),
+                LeastTokens() if tpot_target_ms is None else self._router(tpot_target_ms / 1e3),
                 num_engines=self.count,
                 cost=GPU,
                 max_context=GPU_CONTEXT,
@@ -98,10 +97,9 @@ class Engines:
             )
         return simulate(workload, config, cost=GPU, max_context=GPU_CONTEXT, knows_programs=knows_programs)
 
-    def _router(self, tpot_target_ms: int | None) -> Policy:
-        """What places the requests of programs."""
-        tpot_s = math.inf if tpot_target_ms is None else tpot_target_ms / 1e3
-        return Router(EngineShape(GPU, self.max_running, self.kv_tokens, tpot_s), MODEL)
+    def _router(self, tpot_s: float) -> Policy:
+        """What places requests by their objectives."""
+        return Router(EngineShape(GPU, self.max_running, self.kv_tokens, tpot_s, keeps_tpot=True), MODEL)
 
     def capacity(self, chats: Chats) -> float:
         """Returns how many of the single requests the engines serve in a second, without the time in which

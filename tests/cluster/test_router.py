@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -158,6 +160,47 @@ def test_throughput_avoids_engines_without_room_beside_readers() -> None:
     run_on(router, 0, 4)
     run_on(router, 1, 30, objective="throughput")
     assert place(router, call(1, tokens(1, 100), objective="throughput")) == [1]
+
+
+KEPT = EngineShape(COST, max_running=64, kv_tokens=400_000, tpot_s=0.010, keeps_tpot=True)
+
+
+def test_readers_share_replicas_with_a_kept_bound_while_there_is_work_for_throughput() -> None:
+    router = router_of(4, KEPT)
+    document = call(0, tokens(1, 1000), objective="throughput", output_tokens=50)
+    work = place(router, document)
+    readers = [place(router, call(i, tokens(i, 100), output_tokens=300))[0] for i in range(1, 41)]
+    assert len({*readers}) == 1
+    assert not {*readers} & {*work}
+    later = [place(router, call(i, tokens(i, 100), output_tokens=300), now_s=11.0)[0] for i in range(50, 65)]
+    assert len({*later}) == 3
+
+
+def test_readers_that_would_wait_long_open_another_replica() -> None:
+    router = router_of(2, replace(KEPT, max_running=8))
+    place(router, call(0, tokens(1, 1000), objective="throughput", output_tokens=50))
+    run_on(router, 1, 8)
+    placed = [place(router, call(i, tokens(i, 100)))[0] for i in range(1, 40)]
+    assert placed[:8] == [1] * 8
+    assert 0 in placed
+
+
+def test_work_for_throughput_uses_replicas_without_readers_at_their_full_speed() -> None:
+    router = router_of(2, KEPT)
+    run_on(router, 0, 10, objective="throughput")
+    run_on(router, 1, 10)
+    documents = [call(i, tokens(i, 2000), objective="throughput", output_tokens=50) for i in range(1, 5)]
+    assert {*place(router, *documents)} == {0}
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_a_replica_whose_requests_have_ended_costs_as_a_new_one(objective: str) -> None:
+    router = router_of(2, KEPT)
+    for one in run_on(router, 0, 5, objective=objective):
+        router.ended(one, 0, 0.0)
+    terms = router.loads.terms(call(9, tokens(9, 100)), {}, 1.0)
+    assert terms.own[0] == pytest.approx(terms.own[1])
+    assert terms.others[0] == pytest.approx(terms.others[1])
 
 
 def test_a_tenant_waits_at_most_for_its_part_of_a_queue() -> None:

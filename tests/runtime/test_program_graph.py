@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentflow.engine.generator.context import group_of_place
+from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
 from agentflow.protocol import ops
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
@@ -392,6 +394,20 @@ def test_awaited_branch_counts_by_latency() -> None:
     for state in (2, 3, 4):
         graph.end(gen(state, 10 + state))
     assert [place.objective for place in places_of(graph, 2, 3, 4)] == ["latency", "throughput", "throughput"]
+
+
+def test_task_group_with_an_explicit_objective_has_it_to_its_consumer() -> None:
+    """Members of one stage below an awaited request: those that ask for throughput do not rank by it."""
+    graph = graph_after(*forked())
+    graph.want(22, objective="throughput")
+    graph.end(gen(1, 11))
+    for state in (2, 3, 4):
+        graph.end(gen(state, 10 + state))
+    asked, *rest = places_of(graph, 2, 3, 4)
+    assert {place.group for place in rest} == {asked.group}
+    assert {place.objective for place in (asked, *rest)} == {"throughput"}
+    assert (asked.group_objective, {place.group_objective for place in rest}) == ("throughput", {"latency"})
+    assert group_of_place(asked) >= PATIENT_GROUPS > group_of_place(rest[0]) >= AWAITED_GROUPS
 
 
 def test_objective_of_a_program_and_of_a_variable() -> None:

@@ -106,7 +106,7 @@ from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
-from agentflow.engine.scheduling.policies import Peek, Policy, Preempted
+from agentflow.engine.scheduling.policies import Clock, Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 
@@ -140,7 +140,7 @@ class FairLongestPrefix(Policy):
 
     pauses_programs = True
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peek: Peek, token_budget: int, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._peek = peek
         self._token_budget = token_budget
@@ -378,9 +378,7 @@ class TenantQueue:
     - ``short``, ``long``: requests that were short, or not, when they arrived.
     """
 
-    def __init__(
-        self, name: str, number: int, token_budget: int, clock: Callable[[], float], used: float
-    ) -> None:
+    def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:
         self.name = name
         self.number = number
         self._clock = clock

@@ -24,6 +24,8 @@ from agentflow.engine.submit import Origin
 
 Peek = Callable[[CacheIdentity, TokenRun], int]
 """How many tokens of a run are cached under an identity. Changes nothing."""
+Clock = Callable[[], float]
+"""Seconds: the times in requests are on this clock."""
 MAX_PASSED_OVER = 128
 """Policies without a tree look at this many blocked requests for one that is not."""
 
@@ -183,7 +185,7 @@ class SimplePolicy(Policy):
 class FirstCome(SimplePolicy):
     """In order of arrival."""
 
-    def __init__(self, peek: Peek, token_budget: int) -> None:
+    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
         super().__init__()
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
@@ -200,8 +202,8 @@ class RandomOrder(FirstCome):
     """In a random order, from a fixed seed. A request once drawn stays first until it is admitted, also while
     it waits for memory."""
 
-    def __init__(self, peek: Peek, token_budget: int) -> None:
-        super().__init__(peek, token_budget)
+    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+        super().__init__(peek, token_budget, clock)
         self._random = random.Random(0)
         self._order: list[Request] = []
 
@@ -220,7 +222,7 @@ class RandomOrder(FirstCome):
 class LongestPrefix(SimplePolicy):
     """Longest cached prefix first; of equals roughly the oldest."""
 
-    def __init__(self, peek: Peek, token_budget: int) -> None:
+    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
         super().__init__()
         self._peek = peek
         self._tree = WaitingTree()

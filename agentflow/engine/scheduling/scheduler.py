@@ -39,7 +39,7 @@ from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgress
 from agentflow.engine.scheduling.kv_memory import KVMemory, NewLiveness
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.pace import Pace, is_urgent
-from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
+from agentflow.engine.scheduling.policies import Clock, FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
@@ -64,8 +64,8 @@ CHUNKS_PER_STEP = 8
 MIN_CHUNK = 16
 """A chunk is an eighth of the tokens that prompts have in a step, but at least this many."""
 
-NewPolicy = Callable[[Peek, int], Policy]
-"""Makes a policy for a scheduler with this token budget."""
+NewPolicy = Callable[[Peek, int, Clock], Policy]
+"""Makes a policy for a scheduler with this token budget and clock."""
 POLICIES: Mapping[str, NewPolicy] = {
     DEFAULT_POLICY: FairLongestPrefix,
     "lpm": LongestPrefix,
@@ -110,7 +110,7 @@ class Scheduler:
         policies: The policies that ``config.policy`` may name.
         model: The identity of the model.
         on_blocks: As of ``RadixCache``.
-        clock: Seconds, for the times between the requests of a state.
+        clock: Seconds, for the patience of requests and the times between the requests of a state.
         new_liveness: As of ``KVMemory``.
         media: The encodings of images; None: the runner needs none.
 
@@ -139,7 +139,7 @@ class Scheduler:
         if config.policy not in policies:
             known = ", ".join(policies)
             raise BadArgument(f"unknown scheduling policy {config.policy!r}; known: {known}", param="policy")
-        self.waiting = policies[config.policy](self._peek, config.token_budget)
+        self.waiting = policies[config.policy](self._peek, config.token_budget, clock)
         self.running: dict[int, Request] = {}
         self.num_decode_tokens = 0
         """Of the batch that was scheduled last: the scheduled tokens of requests that decode."""

@@ -2,7 +2,6 @@
 
 Read ``workload`` (requests as files, and generators of them), ``recording`` (records a server's requests),
 ``cost_model`` (the time of a forward pass), ``depth_first`` (a policy for comparison), ``published``
-(published rules for programs), ``simulation`` (the replay), ``placement`` (which of several
-engines takes a request), ``summary`` (its figures), ``side_by_side``
-(``agentflow simulate``).
+(published rules for programs), ``simulation`` (the replay), ``summary`` (its figures), ``side_by_side``
+(``agentflow simulate``). ``agentflow.cluster`` simulates several engines.
 """

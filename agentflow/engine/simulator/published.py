@@ -7,17 +7,16 @@ request waits, and none knows tenants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.kv_memory import KVMemory, Liveness, NewLiveness, ProgramKey, _End
-from agentflow.engine.scheduling.policies import FirstCome, Peek
+from agentflow.engine.scheduling.policies import Clock, FirstCome, Peek
 from agentflow.engine.scheduling.scheduler import NewPolicy
 from agentflow.engine.simulator.cost_model import CostModel
 
-Clock = Callable[[], float]
 MAX_GAPS = 256
 """Times of tools that Continuum remembers."""
 _FAR_S = 1e9
@@ -128,8 +127,8 @@ class ProgramOrder(FirstCome):
 
     memory: KVMemory
 
-    def __init__(self, peek: Peek, token_budget: int) -> None:
-        super().__init__(peek, token_budget)
+    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+        super().__init__(peek, token_budget, clock)
         self._known: dict[ProgramKey, _Known] = {}
 
     def add(self, request: Request) -> None:

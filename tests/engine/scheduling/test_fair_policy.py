@@ -771,3 +771,22 @@ def test_f7f_siblings_that_wait_for_one_prefix_are_asked_about_together(num_sibl
         scheduler.complete(run_batch(runner, batch))
         assert len(scheduler.running) == 1
         assert num_asked <= 12
+
+
+@pytest.mark.parametrize(("now", "chosen"), [(10.0, 1), (30.0, 0)])
+def test_the_patience_of_requests_is_on_the_clock_of_the_scheduler(now, chosen):
+    config = SchedulerConfig(max_running=1, token_budget=64)
+    scheduler = Scheduler(num_slots=4096, max_context=256, config=config, clock=lambda: now)
+    runner = FakeRunner(num_slots=4096, max_context=256)
+    prefix = np.arange(64, dtype=np.int32)
+    first = request_of(9, prefix, 1, SamplingParams())
+    scheduler.add(first)
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.complete(run_batch(runner, batch))
+    scheduler.finish(first)
+    cold = request_of(0, np.full(10, 200, dtype=np.int32), 1, SamplingParams(), patience_end=20.0)
+    scheduler.add(cold)
+    scheduler.add(request_of(1, np.append(prefix, 7).astype(np.int32), 1, SamplingParams()))
+    assert scheduler.schedule() is not None
+    assert [*scheduler.running] == [chosen]
