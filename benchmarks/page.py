@@ -76,9 +76,9 @@ REMARKS = {
         "Arrivals are a Poisson process, and a batch holds 12,288 tokens, as in the artifact. Copilots and "
         "applications are single requests: their gain comes from the prefix cache, which both sides have, "
         "and the engine with the fewest tokens takes each. In the mix, the router of `benchmarks cluster` "
-        "places requests on four engines by one cost, without knowing how long outputs are: chats share the engines "
-        "on which that costs documents least; without programs each request goes to the engine with the "
-        "fewest tokens, outputs included. "
+        "places requests on four engines by one cost, without knowing how long outputs are: chats share the "
+        "engines on which that costs documents least; without programs each request goes to the engine with "
+        "the fewest tokens, outputs included. "
         "At 0.9 of the served rate, this load is more than four engines of 64 requests can serve within the "
         "target, so documents wait."
     ),
