@@ -115,9 +115,9 @@ class Decoder:
 
     @property
     def queues_work(self) -> bool:
-        """Whether ``launch`` never waits for the device. It does for experts, to divide the rows among
-        them."""
-        return self._kernels.QUEUES_WORK and self._is_queued
+        """Whether ``launch`` never waits for the device, if the kernels queue their work. It does for experts,
+        to divide the rows among them."""
+        return self._is_queued
 
     def graphs(self) -> DecodeGraphs:
         """Returns graphs of decode steps, without any captured."""
