@@ -39,9 +39,9 @@ class FakeRunner:
     """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
     among ``vocab_size``. ``embedding_size``: makes embeddings of this many dimensions (``word_embedding`` of
     the ids) and generates nothing. ``on_step`` is called with every batch before it runs, in the engine's
-    thread: tests block a step there, or raise. ``launches_ahead``: as in ``RunnerInfo``. ``needs_features``:
-    images must be encoded. ``on_slices`` is called before slices of an encoding run, with the identity and
-    their number."""
+    thread: tests block a step there, or raise. ``launches_ahead``, ``reads_media``: as in ``RunnerInfo``.
+    ``needs_features``: images must be encoded. ``on_slices`` is called before slices of an encoding run, with
+    the identity and their number."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class FakeRunner:
         next_token: NextToken | None = None,
         on_step: Callable[[Batch], None] | None = None,
         launches_ahead: bool = False,
+        reads_media: bool = True,
         needs_features: bool = True,
         on_slices: Callable[[str, int], None] | None = None,
     ) -> None:
@@ -69,6 +70,7 @@ class FakeRunner:
             weights="no weights",
             identity="fake",
             launches_ahead=launches_ahead,
+            reads_media=reads_media,
         )
         self._next_token = next_token
         self._on_step = on_step

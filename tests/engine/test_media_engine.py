@@ -227,6 +227,15 @@ async def test_a_broken_clip_fails_alone() -> None:
             await pictures_only.prompt_ids(context)
 
 
+async def test_a_runner_without_a_tower_reads_no_media() -> None:
+    async with vision(runner=vision_runner(reads_media=False)) as (generator, _, _):
+        assert not generator.capabilities.images
+        assert not generator.capabilities.videos
+        for part in ("#cat", "@dog"):
+            with pytest.raises(NotSupported):
+                ask(generator, part)
+
+
 async def test_choices_and_questions_behind_a_picture() -> None:
     async with vision() as (generator, runner, _):
         context = ask(generator, "#cat", "A cat?")

@@ -144,6 +144,7 @@ class EngineGenerator:
         reader: Reader | None = None,
     ) -> None:
         self._embedding = embedding
+        reader = reader if client.info.reads_media else None
         self._reader = reader
         self.patience_s = patience_s
         self._use_hints = use_hints

@@ -117,14 +117,14 @@ class MediaReader:
     """Made by ``media_reader``. Belongs to the event loop's thread.
 
     ``image_token``, ``video_token``: the text that a chat template writes for a medium, and that the medium's
-    pieces replace; empty: the model reads none.
+    pieces replace; empty: the model reads none, or a package is not installed.
     """
 
     def __init__(self, settings: MediaSettings, limits: MediaLimits, fetch: FetchImage | None = None) -> None:
         self._fetch = fetch
         processor = PROCESSORS[settings.family](settings)
         self.image_token = processor.image_token
-        self.video_token = processor.video_token
+        self.video_token = processor.video_token if importlib.util.find_spec("av") is not None else ""
         self._settings = settings
         self._limits = limits
         self._idle: list[MediaWorkerHandle] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -404,6 +405,17 @@ async def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(NotSupported) as raised:
             await reader.read_image(_image())
     assert "agentflow-lm[vision]" in str(raised.value)
+
+
+async def test_without_its_decoder_a_model_reads_no_videos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "av" else find(name))
+    async with _reader(tmp_path) as reader:
+        assert (reader.image_token, reader.video_token) == ("<image>", "")
+        with pytest.raises(BadArgument):
+            await reader.read_video(_clip(video(4), 2))
 
 
 async def test_nothing_is_read_after_the_end(tmp_path: Path) -> None:
