@@ -13,6 +13,7 @@ import importlib.util
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Generic, TypeVar
@@ -36,6 +37,9 @@ SLOW_S: Final = 2.0
 """The processor time of an image that is slow. Photos of 50 megapixels take less."""
 SLOW_FOR_S: Final = 300.0
 """For how long the images of a tenant count as slow after one that was."""
+PATIENCE_S: Final = 2.0
+"""If a medium waits longer for a process, a job that has run longer does not count any more, and another
+process is started. On a busy machine, ten seconds of processor time may take a minute."""
 MAX_FETCHED: Final = 4
 """The images of one tenant that are fetched from URLs, or were and are not read yet, at the same time."""
 
@@ -113,6 +117,14 @@ class _Turns(Generic[KeyT]):
                 del self._used[key]
 
 
+@dataclass(slots=True)
+class _Job:
+    """A medium that is read in a process since ``began``. ``is_late``: its turn was given to another."""
+
+    began: float
+    is_late: bool = False
+
+
 class MediaReader:
     """Made by ``media_reader``. Belongs to the event loop's thread.
 
@@ -133,6 +145,8 @@ class MediaReader:
         self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
         self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))
         self._slow_until: dict[str, float] = {}  # by tenant
+        self._jobs: list[_Job] = []  # the oldest first
+        self._num_late = 0
         self._fetched = _Turns[str](MAX_FETCHED)
         self._kept: dict[_Key, PreparedMedium] = {}  # the least recently used first
         self._kept_bytes = 0
@@ -219,8 +233,31 @@ class MediaReader:
         """Waits for a process."""
         async with self._turns_of.one(tenant):
             is_slow = medium.kind == "video" or self._slow_until.get(tenant, 0.0) > anyio.current_time()
-            async with self._slow_turns if is_slow else contextlib.nullcontext(), self._turns:
-                yield
+            async with self._slow_turns if is_slow else contextlib.nullcontext():
+                job = await self._wait_for_process()
+                try:
+                    yield
+                finally:
+                    self._jobs.remove(job)
+                    if job.is_late:
+                        self._num_late -= 1
+                    else:
+                        self._turns.release()
+
+    async def _wait_for_process(self) -> _Job:
+        """Waits for a turn of all tenants. If it takes long, late jobs leave their turns to others."""
+        while True:
+            with anyio.move_on_after(PATIENCE_S):
+                await self._turns.acquire()
+                job = _Job(anyio.current_time())
+                self._jobs.append(job)
+                return job
+            before = anyio.current_time() - PATIENCE_S
+            late = next((job for job in self._jobs if not job.is_late and job.began <= before), None)
+            if late is not None and self._num_late < max(1, self._limits.num_processes - 1):
+                late.is_late = True
+                self._num_late += 1
+                self._turns.release()
 
     def _note_time(self, tenant: str, seconds: float) -> None:
         """A medium of the tenant took this time."""
@@ -258,7 +295,8 @@ class MediaReader:
                 self._note_time(
                     tenant, anyio.current_time() - began if worker.cpu_s is None else worker.cpu_s
                 )
-            if worker.is_usable and not self._is_closed:
+            has_room = len(self._idle) < self._limits.num_processes
+            if worker.is_usable and has_room and not self._is_closed:
                 self._idle.append(worker)
             else:
                 await worker.end()

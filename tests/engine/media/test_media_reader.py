@@ -244,13 +244,17 @@ async def test_slow_tenants_together_leave_a_process_to_others(
         async with anyio.create_task_group() as group:
             group.start_soon(partial(reader.read_image, large, tenant="ann"))
             group.start_soon(partial(reader.read_image, larger, tenant="bob"))
-            if slow_s:
+            if slow_s:  # and if they were not known as slow before, they soon do not count any more
                 await both_are.wait()
+                monkeypatch.setattr(reader_module, "PATIENCE_S", 0.01)
+                await reader.read_image(_image(0), tenant="eve")
+                assert reader._num_late == 1
             else:
                 await one_is.wait()
                 await reader.read_image(_image(0), tenant="eve")
                 assert len(held) == 1
             go_on.set()
+        assert (reader._num_late, reader._turns.value, len(reader._idle)) == (0, 2, 2)
 
 
 async def test_a_medium_in_vain_counts_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
