@@ -115,8 +115,8 @@ class Decoder:
 
     @property
     def queues_work(self) -> bool:
-        """Whether ``launch`` never waits for the device, if the kernels queue their work. It does for experts,
-        to divide the rows among them."""
+        """Whether ``launch`` never waits for the device, if the kernels queue their work. It waits for
+        experts, to divide the rows among them."""
         return self._is_queued
 
     def graphs(self) -> DecodeGraphs:
