@@ -82,7 +82,7 @@ class StagedGenerator(ScriptedGenerator):
     async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
         """As a model that sees its images."""
         await super().converse(context, conversation)
-        self.seen += conversation.images
+        self.seen += [medium for medium in conversation.media if isinstance(medium, Image)]
 
     async def generate(
         self,
