@@ -84,6 +84,8 @@ export class FakeServer {
             max_context: null,
             constraints: [],
             images: false,
+            videos: false,
+            video_frames: false,
             token_ids: true,
             conversations: true,
             watch: true,
