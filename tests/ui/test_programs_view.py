@@ -13,12 +13,19 @@ from playwright.sync_api import expect
 from support.api_server import ApiServer, api_server
 from support.ui.accessibility import axe_violations, scrolls_sideways
 from support.ui.screen import Screen
-from support.ui.stage import Stage
+from support.ui.stage import Stage, open_stage
 from support.ui.tenants import KEYS, tenants
 
 import agentflow as af
 
 Visit = Callable[..., Screen]
+
+
+@pytest.fixture(scope="module")
+def shared_stage() -> Iterator[Stage]:
+    """A server without the sessions of other tests, which the view would show."""
+    with open_stage() as stage:
+        yield stage
 
 
 async def review(s: af.State) -> str:

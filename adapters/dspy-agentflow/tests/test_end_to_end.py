@@ -169,7 +169,7 @@ def test_fields_stream(lm: AgentflowLM) -> None:
 
     *chunks, found = asyncio.run(main())
     said = "".join(chunk.chunk for chunk in chunks if isinstance(chunk, dspy.streaming.StreamResponse))
-    assert len(chunks) > 3
+    assert len(chunks) > 1
     assert found.reasoning.startswith(said.strip()[:10])
     assert isinstance(found.answer, str)
 
