@@ -400,6 +400,7 @@ class TenantQueue:
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_Place] = []  # requests that continue their programs, in order
         self._places: dict[int, _Place] = {}  # of requests that have a program, by id
+        self._of_program: dict[int, dict[int, Request]] = {}  # the same, by program and id
         self._deadlines = TimeHeaps(self.arrivals.waiting)
         self._patience_ends = TimeHeaps(self.arrivals.waiting)
 
@@ -418,6 +419,7 @@ class TenantQueue:
         tree.add(request, run, match, rank)
         if program is not None:
             place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
+            self._of_program.setdefault(request.origin.program, {})[request.id] = request
             if program.has_begun:
                 insort(self._continuing, place)
         priority = request.origin.priority
@@ -440,6 +442,10 @@ class TenantQueue:
         self._tree_of(request).remove(request)
         place = self._places.pop(request.id, None)
         if place is not None:
+            siblings = self._of_program[request.origin.program]
+            del siblings[request.id]
+            if not siblings:
+                del self._of_program[request.origin.program]
             index = bisect_left(self._continuing, place)
             if index < len(self._continuing) and self._continuing[index].request is request:
                 del self._continuing[index]
@@ -473,11 +479,10 @@ class TenantQueue:
 
     def put_aside(self, program: int) -> None:
         """The requests of a program wait aside."""
-        in_line = [*self.preempted, *[waiting.request for waiting in self.arrivals.waiting.values()]]
-        for request in in_line:
-            if request.origin.program == program:
-                self.remove(request)
-                self.aside[request.id] = request
+        preempted = [request for request in self.preempted if request.origin.program == program]
+        for request in [*preempted, *self._of_program.get(program, {}).values()]:
+            self.remove(request)
+            self.aside[request.id] = request
 
     def match_of(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""

@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -343,13 +343,15 @@ def program_key(request: Request) -> ProgramKey | None:
 
 
 class LiveProgram:
-    """A program with open states. ``number``: in the order in which their first requests ended."""
+    """A program with open states. ``number``: in the order in which their first requests ended.
+    ``priority``: of its latest request."""
 
-    __slots__ = ("is_paused", "number", "states")
+    __slots__ = ("is_paused", "number", "priority", "states")
 
     def __init__(self, number: int, *, is_paused: bool) -> None:
         self.number = number
         self.states: dict[Hashable, None] = {}
+        self.priority = 0
         self.is_paused = is_paused
 
 
@@ -459,6 +461,32 @@ class Liveness:
         """How many tokens the state had when its last request ended."""
         end = self._ends.get(state)
         return 0 if end is None else end.match.num_tokens
+
+    def num_tokens_together(self, states: Iterable[Hashable]) -> int:
+        """How many tokens the states had when their last requests ended. Tokens that several of them share
+        count once, while they are cached."""
+        seen: set[Node] = set()
+        total = 0
+        for end in [self._ends[state] for state in states if state in self._ends]:
+            node = end.match.node
+            while node.moved_to is not None:
+                node = node.moved_to
+            total += max(0, end.match.num_tokens - node.start - len(node.slots))  # were evicted
+            while node.parent is not None and node not in seen:
+                seen.add(node)
+                total += len(node.slots)
+                node = node.parent
+        return total
+
+    def late_at(self, state: Hashable, gap_s: float) -> float:
+        """The time from which the state is late; infinite while it has a request. ``gap_s``: for states whose
+        mean time between requests is not known."""
+        end = self._ends.get(state)
+        if end is None:
+            return -math.inf
+        if state in self._arrivals:
+            return math.inf
+        return end.ended + LATE_AFTER * max(self._gaps.get(state, gap_s), LEAST_WAIT_S)
 
     def pause(self, program: ProgramKey) -> None:
         """Keeps the tokens of a program no longer."""

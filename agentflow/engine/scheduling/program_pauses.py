@@ -7,17 +7,21 @@ first (ThunderAgent, 2026; the working sets of Denning, 1968).
 
 **When.** A state is *dear* if computing its tokens again takes at least 1 / DEAR_GAPS of the mean time
 between its requests. Tokens of other states, such as those of people who read, are evicted and computed
-again. The engine thrashes if it spends more than THRASHING of its time on computing tokens of dear states
-again.
+again. A tenant thrashes if more than THRASHING of the engine's time goes to computing tokens of its dear
+states again.
 
-**Who.** If it thrashes, and eviction would take tokens of a dear state, the cheapest program of the same
-tenant is paused: the one with the fewest tokens, which are computed again the fastest. It has a dear state
-and no running request, and was not resumed without a request since. The last program of a tenant is never
-paused. The tokens of a paused program are evicted first, as room is needed, and its requests wait aside.
+**Who.** If it thrashes, and eviction would take tokens of a dear state, the cheapest of the tenant's programs
+with the lowest priority is paused: the one with the fewest tokens, which are computed again the fastest. It
+has a dear state and no running request, and was not resumed without a request since. The last program of a
+tenant is never paused. The tokens of a paused program are evicted first, as room is needed, and its requests
+wait aside.
 
-**Until when.** The programs of a tenant are resumed in the order of their first requests, as soon as the
-first of them has room. A program is resumed in any case after PAUSED_POOLS times the pool was charged to its
-tenant, or after PAUSED_S. Its requests are then first in the tenant's queue, as preempted ones are.
+**Until when.** The programs of a tenant are resumed by priority, and then in the order of their first
+requests, as soon as the first of them has room, and GROWTH_PART of the pool is left for the others to grow.
+It does not wait for programs that do not come back: if no request of the other programs waits or runs, and
+all of their states are late, it is resumed. A state is late after LATE_AFTER times the mean time between its
+requests (``kv_memory``). A program is resumed in any case after PAUSED_POOLS times the pool was charged to its tenant,
+or after PAUSED_S. Its requests are then first in the tenant's queue, as preempted ones are.
 
 **Bound.** Let r be a request whose program is paused, and c the token budget. While r waits aside, at most
 PAUSED_POOLS * pool + c tokens are charged to its tenant, in at most PAUSED_S and a step. After that r goes
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,18 +46,21 @@ from agentflow.engine.scheduling.policies import Policy
 from agentflow.engine.scheduling.step_limits import StepCost
 
 DEAR_GAPS = 8
-THRASHING = 0.1
+THRASHING = 0.01
 WINDOW_S = 10.0
 """Recomputation is averaged over about this time."""
-PAUSED_POOLS = 1
-PAUSED_S = 120.0
+GROWTH_PART = 0.1
+MAX_TENANTS = 4096
+"""Tenants whose recomputation is remembered: those with the latest."""
+PAUSED_POOLS = 2
+PAUSED_S = 240.0
 
 
 @dataclass(slots=True, order=True)
 class _Paused:
     """A paused program."""
 
-    number: int  # the order in which it is resumed
+    rank: tuple[int, int]  # the order in which it is resumed
     key: ProgramKey = field(compare=False)
     need: int = field(compare=False)  # tokens
     until: int = field(compare=False)  # of the tenant's ``num_charged``
@@ -65,7 +73,16 @@ class _TenantPauses:
 
     num_charged: int = 0  # tokens since the tenant has any
     by_pause: dict[ProgramKey, _Paused] = field(default_factory=dict)
-    by_number: list[_Paused] = field(default_factory=list)
+    by_rank: list[_Paused] = field(default_factory=list)
+    late_at: float = -math.inf  # the other programs are late no sooner than this
+
+
+@dataclass(slots=True)
+class _Lost:
+    """Decayed seconds of recomputation, at a time."""
+
+    lost_s: float = 0.0
+    at: float = -math.inf
 
 
 class ProgramPauses:
@@ -81,9 +98,9 @@ class ProgramPauses:
         self._resumed: set[ProgramKey] = set()  # without a request that ended since
         self._started: dict[int, ProgramKey] = {}  # running requests, by id, with their programs at the start
         self._num_running: dict[ProgramKey, int] = {}
+        self._num_running_of: Counter[str] = Counter()  # by tenant
         self._without: set[str] = set()  # tenants in which nothing more can be paused in this step
-        self._lost_s = 0.0  # decayed seconds of recomputation
-        self._decayed_at = -math.inf
+        self._lost: OrderedDict[str, _Lost] = OrderedDict()  # by tenant
 
     def started(self, request: Request, match: int) -> None:
         """A request starts to run, with ``match`` cached tokens."""
@@ -92,14 +109,19 @@ class ProgramPauses:
             return
         self._started[request.id] = key
         self._num_running[key] = self._num_running.get(key, 0) + 1
+        self._num_running_of[key[0]] += 1
         if request.was_admitted or key in self._resumed:
             return
         num_lost = self._memory.liveness.num_tokens(state) - match
         if num_lost > 0:
             lost_s = self._cost.chunk_s(num_lost, match, is_first=True)
             if self._is_dear(state, lost_s):
-                self._decay()
-                self._lost_s += lost_s
+                lost = self._decayed(request.tenant)
+                lost.lost_s += lost_s
+                self._lost[request.tenant] = lost
+                self._lost.move_to_end(request.tenant)
+                if len(self._lost) > MAX_TENANTS:
+                    self._lost.popitem(last=False)
 
     def stopped(self, request: Request, *, has_ended: bool) -> None:
         """A running request stopped: it ended or was preempted."""
@@ -109,8 +131,16 @@ class ProgramPauses:
         self._num_running[key] -= 1
         if not self._num_running[key]:
             del self._num_running[key]
+        self._num_running_of[key[0]] -= 1
+        if not self._num_running_of[key[0]]:
+            del self._num_running_of[key[0]]
         if has_ended:
             self._resumed.discard(key)
+        if key[0] in self._tenants:
+            self._tenants[key[0]].late_at = -math.inf
+        program = self._memory.liveness.programs.get(key[0], {}).get(key)
+        if program is not None:
+            program.priority = request.origin.priority
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens are charged to a tenant."""
@@ -120,12 +150,11 @@ class ProgramPauses:
 
     def make_room(self, leaf: Node) -> bool:
         """As ``MakeRoom`` of the cache: pauses a program if that is better than to evict the leaf."""
-        now = self._decay()
         redo_s = self._redo_s(leaf.start + len(leaf.slots))
-        if self._lost_s <= THRASHING * WINDOW_S or leaf.returns - now > DEAR_GAPS * redo_s:
-            return False
         tenant = str(leaf.account.owner)
-        if tenant in self._without:
+        if tenant in self._without or leaf.returns - self._clock() > DEAR_GAPS * redo_s:
+            return False
+        if self._decayed(tenant).lost_s <= THRASHING * WINDOW_S:
             return False
         active = {
             key: program
@@ -136,7 +165,8 @@ class ProgramPauses:
         if len(active) < 2 or not sizes:
             self._without.add(tenant)
             return False
-        self._pause(min(sizes, key=lambda key: (sizes[key], -active[key].number)), active, sizes)
+        cheapest = min(sizes, key=lambda key: (active[key].priority, sizes[key], -active[key].number))
+        self._pause(cheapest, active, sizes)
         return True
 
     def resume(self) -> None:
@@ -145,7 +175,7 @@ class ProgramPauses:
         for tenant, pauses in [*self._tenants.items()]:
             while pauses.by_pause and (paused := self._next(tenant, pauses)) is not None:
                 del pauses.by_pause[paused.key]
-                pauses.by_number.remove(paused)
+                pauses.by_rank.remove(paused)
                 self._resumed.add(paused.key)
                 self._memory.liveness.resume(paused.key)
                 self._policy.resume(*paused.key)
@@ -162,25 +192,47 @@ class ProgramPauses:
     @property
     def resumes_in_s(self) -> float:
         """Seconds until the first program is resumed in any case; infinite if none is paused."""
-        ends = [next(iter(pauses.by_pause.values())).until_s for pauses in self._tenants.values()]
+        ends = [
+            min(next(iter(pauses.by_pause.values())).until_s, self._late_at(tenant))
+            for tenant, pauses in self._tenants.items()
+        ]
         return max(0.0, min(ends) - self._clock()) if ends else math.inf
 
     def _next(self, tenant: str, pauses: _TenantPauses) -> _Paused | None:
-        longest, first = next(iter(pauses.by_pause.values())), pauses.by_number[0]
-        if pauses.num_charged >= longest.until or self._clock() >= longest.until_s:
+        longest, first = next(iter(pauses.by_pause.values())), pauses.by_rank[0]
+        now = self._clock()
+        if pauses.num_charged >= longest.until or now >= longest.until_s:
             return longest
-        programs = self._memory.liveness.programs.get(tenant, {})
-        none_is_active = all(program.is_paused for program in programs.values())
-        return first if none_is_active or self._memory.room_for(tenant) >= first.need else None
+        need = first.need + int(GROWTH_PART * self._memory.slots.total)
+        if self._memory.room_for(tenant) >= need:
+            return first
+        if tenant in self._num_running_of or now < pauses.late_at:
+            return None
+        pauses.late_at = self._late_at(tenant)
+        return first if now >= pauses.late_at else None
+
+    def _late_at(self, tenant: str) -> float:
+        """The time from which all states of the tenant's other programs are late; infinite while one of them
+        has a request. Before a state has a mean time, it has the longest one of the tenant."""
+        if tenant in self._num_running_of:
+            return math.inf
+        liveness = self._memory.liveness
+        programs = liveness.programs.get(tenant, {}).values()
+        gaps = [liveness.gap(state) for program in programs for state in program.states]
+        gap_s = max([gap for gap in gaps if gap is not None], default=math.inf)
+        others = [state for program in programs if not program.is_paused for state in program.states]
+        return max([liveness.late_at(state, gap_s) for state in others], default=-math.inf)
 
     def _pause(
         self, key: ProgramKey, active: dict[ProgramKey, LiveProgram], sizes: dict[ProgramKey, int]
     ) -> None:
         pauses = self._tenants.setdefault(key[0], _TenantPauses())
         until = pauses.num_charged + int(PAUSED_POOLS * self._memory.slots.total)
-        paused = _Paused(active[key].number, key, sizes[key], until, self._clock() + PAUSED_S)
+        rank = -active[key].priority, active[key].number
+        paused = _Paused(rank, key, sizes[key], until, self._clock() + PAUSED_S)
         pauses.by_pause[key] = paused
-        insort(pauses.by_number, paused)
+        pauses.late_at = -math.inf
+        insort(pauses.by_rank, paused)
         self._memory.liveness.pause(key)
         self._policy.pause(*key)
 
@@ -198,10 +250,11 @@ class ProgramPauses:
         return self._cost.chunk_s(num_tokens, 0, is_first=True)
 
     def _size(self, program: LiveProgram) -> int:
-        return sum(map(self._memory.liveness.num_tokens, program.states))
+        return self._memory.liveness.num_tokens_together(program.states)
 
-    def _decay(self) -> float:
-        now = self._clock()
-        self._lost_s *= math.exp((self._decayed_at - now) / WINDOW_S)
-        self._decayed_at = now
-        return now
+    def _decayed(self, tenant: str) -> _Lost:
+        """What the tenant has lost, decayed until now."""
+        lost, now = self._lost.get(tenant, _Lost()), self._clock()
+        lost.lost_s *= math.exp((lost.at - now) / WINDOW_S)
+        lost.at = now
+        return lost

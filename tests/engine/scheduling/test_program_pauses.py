@@ -55,6 +55,46 @@ def num_paused(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counter
 
 
+class ByHand:
+    """A scheduler with a pool of 64 tokens, whose requests run one after the other. A second passes at each
+    look at the clock."""
+
+    def __init__(self) -> None:
+        times = itertools.count()
+        config = SchedulerConfig(max_running=4)
+        self.scheduler = Scheduler(
+            num_slots=64, max_context=64, config=config, clock=lambda: float(next(times))
+        )
+        self.runner = FakeRunner(num_slots=64, max_context=64)
+        self.num_requests = 0
+
+    def run_request(
+        self,
+        size: int,
+        state: int,
+        program: int,
+        *,
+        moves_to: int | None = None,
+        fill: int | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Runs a request whose tokens are ``fill``, or the number of the state."""
+        prompt = np.full(size, state if fill is None else fill, dtype=np.int32)
+        self.scheduler.add(
+            request_of(self.num_requests, prompt, 2, state=state, program=program, priority=priority)
+        )
+        self.num_requests += 1
+        for _ in range(2):
+            batch = self.scheduler.schedule()
+            assert batch is not None
+            if moves_to is not None:
+                self.scheduler.place(state, moves_to, 0, "latency")
+            took_s = 0.01 + 0.001 * len(batch.token_ids)
+            for row in self.scheduler.complete(run_batch(self.runner, batch), took_s):
+                if row.request.num_generated == 2:
+                    self.scheduler.finish(row.request)
+
+
 def test_sessions_that_need_twice_the_pool_end_sooner(monkeypatch):
     arrivals = sessions(3, per_s=0.2)
     pool = 3 * FULL // 2
@@ -106,6 +146,54 @@ def test_a_program_is_resumed_in_time_if_nothing_else_happens(monkeypatch):
     assert program_times(done)["agent 1"] < 1000
 
 
+def test_a_program_does_not_wait_for_another_one_that_does_not_come_back(monkeypatch):
+    """The tool of the other session takes an hour. Tools take at most 10 s before."""
+    monkeypatch.setattr(program_pauses, "PAUSED_S", math.inf)
+    paused = num_paused(monkeypatch)
+    arrivals = sessions(2, per_s=0.5)
+    last = max(index for index, one in enumerate(arrivals) if one.program == "agent 0")
+    arrivals[last] = replace(arrivals[last], at_s=3600.0)
+    done = run(arrivals, FULL + 1000)
+    assert paused
+    assert program_times(done)["agent 1"] < 1000
+
+
+def test_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
+    monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
+    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    steps = ByHand()
+    for _ in range(2):
+        steps.run_request(10, state=1, program=1, priority=1)
+        steps.run_request(20, state=2, program=2)
+    steps.run_request(50, state=4, program=0)
+    assert steps.scheduler.pauses.paused == [("", 2)]
+
+
+def test_what_states_share_counts_once_in_the_size_of_a_program(monkeypatch):
+    """Program 1 has two states of 20 tokens, of which 18 are the same. Program 2 has 24."""
+    monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
+    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    steps = ByHand()
+    for _ in range(2):
+        steps.run_request(18, state=11, program=1, fill=1)
+        steps.run_request(18, state=12, program=1, fill=1)
+        steps.run_request(24, state=2, program=2)
+    steps.run_request(40, state=4, program=0)
+    assert steps.scheduler.pauses.paused == [("", 1)]
+
+
+def test_recomputation_of_one_tenant_pauses_no_program_of_another(monkeypatch):
+    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    paused = num_paused(monkeypatch)
+    greedy = [replace(one, tenant="greedy") for one in sessions(3, per_s=0.5)]
+    people = [
+        replace(one, tenant="people", after=None if one.after is None else one.after + len(greedy))
+        for one in sessions(2, seed=9, least_gap_s=60.0, most_gap_s=120.0)
+    ]
+    run([*greedy, *people], 4 * FULL)
+    assert {tenant for tenant, _ in paused} <= {"greedy"}
+
+
 def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
     paused = num_paused(monkeypatch)
     greedy = [replace(one, tenant="greedy") for one in sessions(4, per_s=0.5)]
@@ -124,29 +212,13 @@ def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
 def test_a_program_is_not_busy_with_a_request_that_was_placed_in_another_one(monkeypatch):
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
     monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
-    config = SchedulerConfig(max_running=4)
-    times = itertools.count()
-    scheduler = Scheduler(num_slots=64, max_context=64, config=config, clock=lambda: float(next(times)))
-    runner = FakeRunner(num_slots=64, max_context=64)
-
-    def run_request(number: int, size: int, state: int, program: int, moves_to: int | None = None) -> None:
-        scheduler.add(
-            request_of(number, np.full(size, state, dtype=np.int32), 2, state=state, program=program)
-        )
-        for _ in range(2):
-            batch = scheduler.schedule()
-            assert batch is not None
-            if moves_to is not None:
-                scheduler.place(state, moves_to, 0, "latency")
-            for row in scheduler.complete(run_batch(runner, batch), 0.01):
-                if row.request.num_generated == 2:
-                    scheduler.finish(row.request)
-
-    run_request(0, 4, state=9, program=1, moves_to=3)
+    steps = ByHand()
+    scheduler, run_request = steps.scheduler, steps.run_request
+    run_request(4, state=9, program=1, moves_to=3)
     scheduler.close_state(9)
-    for number, (size, state) in enumerate([(10, 1), (20, 2), (10, 1), (20, 2)], 1):
-        run_request(number, size, state=state, program=state)
-    run_request(5, 50, state=4, program=0)
+    for size, state in [(10, 1), (20, 2), (10, 1), (20, 2)]:
+        run_request(size, state=state, program=state)
+    run_request(50, state=4, program=0)
     assert scheduler.pauses.paused == [("", 1)]
 
 
