@@ -393,7 +393,7 @@ class Engine:
                 request = self._requests[request_id]
                 if request.origin.state == placed.state:
                     request.origin = request.origin.at(
-                        placed.program, placed.task_group, placed.objective, placed.tpot_s
+                        placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
                     )
         self.scheduler.place(
             placed.state,
@@ -403,6 +403,7 @@ class Engine:
             placed.steps,
             placed.returns_s,
             placed.tpot_s,
+            placed.ttft_s,
         )
 
     def _grammar_built(self, built: BuiltGrammar) -> None:

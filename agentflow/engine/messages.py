@@ -47,6 +47,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     steps: int | None = 0
     returns_s: float | None = None
     tpot_s: float | None = None
+    ttft_s: float | None = None
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -59,11 +59,19 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     # It computes known tokens of a state that waits. Other requests do not wait for it.
     is_ahead: bool = False
     tpot_s: float | None = None  # the time of each further token that its reader asks for; None: any
+    ttft_s: float | None = None  # the time from now until the first token that its reader asks for; None: any
 
-    def at(self, program: int, task_group: int, objective: Objective, tpot_s: float | None = None) -> Origin:
+    def at(
+        self,
+        program: int,
+        task_group: int,
+        objective: Objective,
+        tpot_s: float | None = None,
+        ttft_s: float | None = None,
+    ) -> Origin:
         """The same at another place in the program."""
         return msgspec.structs.replace(
-            self, program=program, task_group=task_group, objective=objective, tpot_s=tpot_s
+            self, program=program, task_group=task_group, objective=objective, tpot_s=tpot_s, ttft_s=ttft_s
         )
 
     def check(self) -> None:

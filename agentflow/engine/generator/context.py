@@ -254,7 +254,8 @@ class EngineContext:
         origin = self.origin
         if self.place is not None:
             group = group_of_place(self.place) or origin.task_group
-            origin = origin.at(self.place.program, group, self.place.objective, self.place.tpot_s)
+            place = self.place
+            origin = origin.at(place.program, group, place.objective, place.tpot_s, place.ttft_s)
         if self.deadline is None:
             return origin
         left_s = max(0.0, self.deadline - time.monotonic())

@@ -675,6 +675,7 @@ class EngineGenerator:
                     place.steps,
                     place.returns_s,
                     place.tpot_s,
+                    place.ttft_s,
                 )
             )
 

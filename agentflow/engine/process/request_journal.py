@@ -149,7 +149,9 @@ class RequestJournal:
         for entry in itertools.chain(self._queued.values(), self._sent.values()):
             origin = entry.submit.origin
             if origin.state == placed.state:
-                origin = origin.at(placed.program, placed.task_group, placed.objective, placed.tpot_s)
+                origin = origin.at(
+                    placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
+                )
                 entry.submit = msgspec.structs.replace(entry.submit, origin=origin)
 
     def resubmit(self, request_id: int) -> Submit | None:

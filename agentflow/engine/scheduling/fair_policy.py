@@ -23,7 +23,8 @@ s(a). The same holds with a and b exchanged. ∎
 **Within a tenant.** Waiting requests are ordered thus: preempted requests; then the oldest request, if it has
 been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
 all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
-the request whose patience ended first; then siblings in the task group that was admitted last, or in an
+the request whose patience ended first, or that must start now for its first token to come in ``ttft_s``; then
+siblings in the task group that was admitted last, or in an
 earlier one of which some still wait (if the group's consumer counts by its throughput, they go behind all
 requests with the objective ``latency``); then the objective ``latency`` before ``throughput``, where a group
 whose consumer counts by its latency counts as ``latency``, too: it takes its turn among them, as the consumer
@@ -176,7 +177,7 @@ class FairLongestPrefix(Policy):
             return
         tenant.add(request, run, self._peek(request.extra_key, run), self._program_of(request))
 
-    def place(self, request: Request, origin: Origin) -> None:
+    def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
@@ -187,6 +188,8 @@ class FairLongestPrefix(Policy):
         tenant.take_out(request)
         request.origin = origin
         tenant.put_in(request, request.reusable_run(), match, self._program_of(request))
+        if patience_end < request.patience_end:
+            tenant.lose_patience(request, patience_end)
 
     def restore(self, request: Request) -> None:
         tenant = self._arrived(request)
@@ -410,6 +413,11 @@ class TenantQueue:
         self._deadlines.add(request.deadline, request)
         self._patience_ends.add(request.patience_end, request)
         self.put_in(request, run, match, program)
+
+    def lose_patience(self, request: Request, patience_end: float) -> None:
+        """The patience of a waiting request ends earlier than it did."""
+        request.patience_end = patience_end
+        self._patience_ends.add(patience_end, request)
 
     def put_in(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.

@@ -13,6 +13,7 @@ priorities and programs, and compute one prompt after the other.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -70,8 +71,9 @@ class Policy(ABC):
     def admit(self, request: Request) -> None:
         """A waiting request starts to run."""
 
-    def place(self, request: Request, origin: Origin) -> None:
-        """The program changed the place of a request that waits or runs. The tenant and the priority stay."""
+    def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
+        """The program changed the place of a request that waits or runs. The tenant and the priority stay.
+        ``patience_end``: its patience ends then, if not earlier."""
         request.origin = origin
 
     pauses_programs = False

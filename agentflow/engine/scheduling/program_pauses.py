@@ -20,8 +20,8 @@ wait aside.
 requests, as soon as the first of them has room, and GROWTH_PART of the pool is left for the others to grow.
 It does not wait for programs that do not come back: if no request of the other programs waits or runs, and
 all of their states are late, it is resumed. A state is late after LATE_AFTER times the mean time between its
-requests (``kv_memory``). A program is resumed in any case after PAUSED_POOLS times the pool was charged to its tenant,
-or after PAUSED_S. Its requests are then first in the tenant's queue, as preempted ones are.
+requests (``kv_memory``). A program is resumed in any case after PAUSED_POOLS times the pool was charged to
+its tenant, or after PAUSED_S. Its requests are then first in the tenant's queue, as preempted ones are.
 
 **Bound.** Let r be a request whose program is paused, and c the token budget. While r waits aside, at most
 PAUSED_POOLS * pool + c tokens are charged to its tenant, in at most PAUSED_S and a step. After that r goes

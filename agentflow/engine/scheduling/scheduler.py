@@ -44,7 +44,7 @@ from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_limits import PassSize, StepCost, batch_features
-from agentflow.engine.submit import Objective
+from agentflow.engine.submit import Objective, Origin
 from agentflow.errors import BadArgument, PromptTooLong
 
 MAX_FORCED_TOKENS = 32
@@ -156,6 +156,7 @@ class Scheduler:
             clock=clock,
             new_liveness=new_liveness,
         )
+        self._clock = clock
         self.cost = StepCost()
         target_s = None if config.tpot_target_ms is None else config.tpot_target_ms / 1e3
         self._pace = Pace(self.cost, target_s, config.token_budget)
@@ -186,6 +187,7 @@ class Scheduler:
         room = self.max_total_tokens - request.num_prompt
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.arrival = next(self._arrivals)
+        request.patience_end = min(request.patience_end, self._start_by(request, request.origin))
         self.waiting.add(request)
         self._pace.waits(request)
         if self.media is not None and request.media:
@@ -603,16 +605,27 @@ class Scheduler:
         steps: int | None = 0,
         returns_s: float | None = None,
         tpot_s: float | None = None,
+        ttft_s: float | None = None,
     ) -> None:
         """The program changed the place of a state, as in ``Placed``. The requests of the state that wait or
         run have this place now, and its tokens are kept by the time when it continues."""
         self.memory.liveness.place(state, steps, returns_s)
         for request in self._of_state.get(state, ()):
-            origin = request.origin.at(program, task_group, objective, tpot_s)
+            origin = request.origin.at(program, task_group, objective, tpot_s, ttft_s)
             if origin != request.origin:
-                self.waiting.place(request, origin)
+                is_new = origin.ttft_s != request.origin.ttft_s
+                self.waiting.place(request, origin, self._start_by(request, origin) if is_new else math.inf)
                 if request.status is Status.WAITING:
                     self._pace.waits(request)
+
+    def _start_by(self, request: Request, origin: Origin) -> float:
+        """When the request must start, on the clock, for its first token to come in the time that its reader
+        asks for; infinite if its reader asks for none."""
+        if origin.ttft_s is None or origin.is_ahead or request.num_generated:
+            return math.inf
+        match = self._peek(request.extra_key, request.reusable_run())
+        prompt_s = self.cost.chunk_s(request.num_tokens - match, match, is_first=True)
+        return self._clock() + max(0.0, origin.ttft_s - prompt_s - self.cost.decode_s(1, 1, 0))
 
     def close_state(self, state: Hashable) -> None:
         """A program state was closed: its cached tokens become ordinary cache."""

@@ -573,7 +573,8 @@ class Variable(Reference[ValueT_co]):
 
         Args:
             objective: ``"latency"`` or ``"throughput"``, as in ``s.hint``.
-            ttft_s: The wanted time until the first token, in seconds. The engine does not use it yet.
+            ttft_s: The wanted time until the first token, in seconds. The request goes before the tenant's
+                others of its priority when it must start to meet this.
             tpot_s: The wanted time of each further token, in seconds.
 
         >>> await s["answer"].get(objective="throughput")

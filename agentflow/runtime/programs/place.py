@@ -20,8 +20,7 @@ class Place(msgspec.Struct, frozen=True):
         returns_s: The expected time until a state that waits for its client continues, in seconds; None:
             unknown.
         is_streamed: Somebody reads the next request's text while it grows.
-        ttft_s: The time until its first token that this reader asks for, in seconds; None: none. The engine
-            does not use it yet.
+        ttft_s: The time until its first token that this reader asks for, in seconds; None: none.
         tpot_s: The time of each further token that this reader asks for, in seconds; None: none.
         group_objective: The objective of the consumer of the group.
     """

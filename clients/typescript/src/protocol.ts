@@ -664,7 +664,7 @@ export interface WantOp {
   how?: "stream" | "value";
   /** Of the request that generates it. */
   objective?: "latency" | "throughput" | null;
-  /** The wanted time until its first token, in seconds; the engine does not use it yet. */
+  /** The wanted time until its first token, in seconds. */
   ttft_s?: number | null;
   /** The wanted time of each further token, in seconds. */
   tpot_s?: number | null;

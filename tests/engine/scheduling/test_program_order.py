@@ -348,3 +348,33 @@ def test_a_state_places_its_waiting_and_running_requests():
     for made in (running, waiting, other):
         scheduler.release(made)
     scheduler.check_idle()
+
+
+def test_a_request_whose_first_token_is_wanted_soon_goes_first():
+    now = 100.0
+    config = SchedulerConfig(max_running=1, token_budget=TOKEN_BUDGET)
+    policies = {"fair-lpm": lambda peek, budget: FairLongestPrefix(peek, budget, lambda: now)}
+    scheduler = Scheduler(
+        num_slots=4096, max_context=4096, config=config, policies=policies, clock=lambda: now
+    )
+    runner = FakeRunner(num_slots=4096, max_context=4096)
+    made = {
+        "first": request(0),
+        "later": request(1, state=1),
+        "soon": request(2, ttft_s=5.0),
+        "placed": request(3, state=3),
+        "ahead": request(4, ttft_s=0.0, is_ahead=True),
+    }
+    for one in made.values():
+        scheduler.add(one)
+    scheduler.place(1, 0, 0, "latency", ttft_s=1e9)
+    scheduler.place(3, 0, 0, "latency", ttft_s=0.0)
+    now += 5.0
+    order = []
+    while (batch := scheduler.schedule()) is not None:
+        for row in scheduler.complete(run_batch(runner, batch), 1.0):
+            if row.token_ids:
+                order.append(row.request)
+                scheduler.finish(row.request)
+    names = [name for one in order for name in made if made[name] is one]
+    assert names == ["placed", "soon", "first", "later", "ahead"]
