@@ -353,10 +353,7 @@ def test_a_state_places_its_waiting_and_running_requests():
 def test_a_request_whose_first_token_is_wanted_soon_goes_first():
     now = 100.0
     config = SchedulerConfig(max_running=1, token_budget=TOKEN_BUDGET)
-    policies = {"fair-lpm": lambda peek, budget: FairLongestPrefix(peek, budget, lambda: now)}
-    scheduler = Scheduler(
-        num_slots=4096, max_context=4096, config=config, policies=policies, clock=lambda: now
-    )
+    scheduler = Scheduler(num_slots=4096, max_context=4096, config=config, clock=lambda: now)
     runner = FakeRunner(num_slots=4096, max_context=4096)
     made = {
         "first": request(0),
