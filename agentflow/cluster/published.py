@@ -117,7 +117,25 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
 
-class RayPrefixAware(RoundRobin):
+class _KnowsSent(RoundRobin):
+    """Knows the prompts that each replica was sent. ``max_tokens``: as of ``SentTree``."""
+
+    def __init__(self, max_tokens: int = 2**62) -> None:
+        super().__init__()
+        self._sent = SentTree(max_tokens)
+
+    def add(self, replica: Replica) -> None:
+        """A replica joins."""
+        super().add(replica)
+        self._sent.num_tokens[replica] = 0
+
+    def lose(self, replica: Replica) -> None:
+        """A replica is gone."""
+        super().lose(replica)
+        self._sent.remove(replica)
+
+
+class RayPrefixAware(_KnowsSent):
     """``PrefixCacheAffinityRouter`` of Ray Serve 2.60. Unless queues differ by more than
     ``imbalanced_threshold`` (by default never), the replicas that were sent the longest matching prefix, if
     it is at least ``match_rate_threshold`` of the prompt, else the replicas that were sent the least; of
@@ -131,17 +149,6 @@ class RayPrefixAware(RoundRobin):
         self._imbalanced_threshold = imbalanced_threshold
         self._match_rate_threshold = match_rate_threshold
         self._random = random.Random(seed)
-        self._sent = SentTree()
-
-    def add(self, replica: Replica) -> None:
-        """A replica joins."""
-        super().add(replica)
-        self._sent.num_tokens[replica] = 0
-
-    def lose(self, replica: Replica) -> None:
-        """A replica is gone."""
-        super().lose(replica)
-        self._sent.remove(replica)
 
     def _choose(self, call: Call) -> Replica:
         chosen = self._shortest(self._candidates(call))
@@ -158,7 +165,7 @@ class RayPrefixAware(RoundRobin):
         return self._sent.smallest()
 
 
-class SGLangCacheAware(RoundRobin):
+class SGLangCacheAware(_KnowsSent):
     """The policy ``cache_aware`` of SGLang's router. The replica with the shortest queue if the longest and
     the shortest differ by more than ``balance_abs`` and by a factor of more than ``balance_rel``. Otherwise
     the replica that was sent the longest matching prefix, if it is more than ``cache_threshold`` of the
@@ -172,20 +179,9 @@ class SGLangCacheAware(RoundRobin):
         balance_rel: float = 1.5,
         max_tree: int = 2**24,
     ) -> None:
-        super().__init__()
+        super().__init__(max_tree)
         self._cache_threshold = cache_threshold
         self._balance_abs, self._balance_rel = balance_abs, balance_rel
-        self._sent = SentTree(max_tree)
-
-    def add(self, replica: Replica) -> None:
-        """A replica joins."""
-        super().add(replica)
-        self._sent.num_tokens[replica] = 0
-
-    def lose(self, replica: Replica) -> None:
-        """A replica is gone."""
-        super().lose(replica)
-        self._sent.remove(replica)
 
     def _choose(self, call: Call) -> Replica:
         queues = [self.num_unfinished[replica] for replica in self.replicas]

@@ -23,7 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Self
 
@@ -65,6 +65,14 @@ class FrameBuffer:
             start = end
         del self._received[:start]
         return frames
+
+
+def received_frames(connection: socket.socket) -> Iterator[bytes]:
+    """Yields the contents of frames, for a process, until the server closes the socket or exits."""
+    buffer = FrameBuffer()
+    with contextlib.suppress(OSError):  # the server exited with frames unread
+        while piece := connection.recv(READ_BYTES):
+            yield from buffer.push(piece)
 
 
 NICENESS = 5

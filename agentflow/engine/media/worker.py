@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -30,7 +29,7 @@ from agentflow.engine.child_limits import (
     be_killed_first,
     inherited_files,
 )
-from agentflow.engine.child_process import NICENESS, READ_BYTES, FrameBuffer, to_frame
+from agentflow.engine.child_process import NICENESS, received_frames, to_frame
 from agentflow.engine.media.decoding import decode_image, decode_video
 from agentflow.engine.media.messages import (
     MAX_SAMPLED_FRAMES,
@@ -65,7 +64,7 @@ class MediaWorker:
 
     def run(self) -> int:
         """Reads media until the socket ends. Returns the exit code."""
-        frames = self._receive()
+        frames = received_frames(self._connection)
         first = next(frames, None)
         if first is None:
             return 0
@@ -174,12 +173,6 @@ class MediaWorker:
 
     def _send(self, content: object) -> None:
         self._connection.sendall(to_frame(content))
-
-    def _receive(self) -> Iterator[bytes]:
-        buffer = FrameBuffer()
-        with contextlib.suppress(OSError):  # the server exited with frames unread
-            while piece := self._connection.recv(READ_BYTES):
-                yield from buffer.push(piece)
 
 
 def identity_of(prepared: Prepared, settings: bytes) -> str:

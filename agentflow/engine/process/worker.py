@@ -18,9 +18,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from agentflow.engine.child_process import READ_BYTES, FrameBuffer, to_frame
+from agentflow.engine.child_process import received_frames, to_frame
 from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.messages import (
@@ -69,7 +69,7 @@ class EngineProcess:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()  # any thread may log
-        self._frames = self._receive()
+        self._frames = received_frames(self._connection)
         self._engine: Engine | None = None
 
     def run(self) -> int:
@@ -121,17 +121,6 @@ class EngineProcess:
                 self._connection.sendall(frame)
         except OSError as error:
             raise _ServerGone from error
-
-    def _receive(self) -> Iterator[bytes]:
-        buffer = FrameBuffer()
-        while True:
-            try:
-                piece = self._connection.recv(READ_BYTES)
-            except OSError:  # the server ended with frames unread
-                return
-            if not piece:
-                return
-            yield from buffer.push(piece)
 
     def _read(self) -> None:
         """Reads messages until the socket closes, then ends the process."""

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from typing import BinaryIO
 
 from agentflow.engine.child_limits import (
@@ -23,7 +22,7 @@ from agentflow.engine.child_limits import (
     be_killed_first,
     inherited_files,
 )
-from agentflow.engine.child_process import READ_BYTES, FrameBuffer, to_frame
+from agentflow.engine.child_process import received_frames, to_frame
 from agentflow.engine.grammar.compiler.messages import (
     CompileConstraint,
     CompileEnd,
@@ -49,7 +48,7 @@ class CompileWorker:
 
     def run(self) -> int:
         """Compiles until the socket ends. Returns the exit code."""
-        frames = self._receive()
+        frames = received_frames(self._connection)
         first = next(frames, None)
         if first is None:
             return 0
@@ -98,12 +97,6 @@ class CompileWorker:
 
     def _send(self, content: object) -> None:
         self._connection.sendall(to_frame(content))
-
-    def _receive(self) -> Iterator[bytes]:
-        buffer = FrameBuffer()
-        with contextlib.suppress(OSError):  # the server exited with frames unread
-            while piece := self._connection.recv(READ_BYTES):
-                yield from buffer.push(piece)
 
 
 def _load(name: str) -> CompileConstraint:
