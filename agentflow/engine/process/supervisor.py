@@ -18,14 +18,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
-from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec.structs import replace
 
-from agentflow.engine.child_process import ChildProcess, to_frame
+from agentflow.engine.child_process import to_frame
 from agentflow.engine.client import EngineClient
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
@@ -55,6 +55,7 @@ from agentflow.engine.messages import (
     answer_decoder,
     from_engine_decoder,
 )
+from agentflow.engine.process.child import Child, StartChild, start_process
 from agentflow.engine.process.medium_parts import medium_parts
 from agentflow.engine.process.request_journal import RequestJournal, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -66,15 +67,6 @@ from agentflow.runtime.task_group import open_task_group
 
 # The time for an engine to end by itself: for its last step, and for freeing its memory.
 END_S = LAST_STEP_S + 2.0
-
-
-class EngineChild(ChildProcess):
-    """One engine process, from ``start`` to ``end``."""
-
-    @classmethod
-    def start(cls, start: Start) -> EngineChild:
-        """Starts a process, which begins to load its engine."""
-        return cls.run("agentflow.engine.process.worker", start)
 
 
 # A step may take this many times as long as the slowest recent one of its size.
@@ -184,6 +176,7 @@ async def supervised_engine(
     deadlines: Deadlines | None = None,
     exits_when_down: bool = False,
     shutdown: ShutdownBudget | None = None,
+    start_child: StartChild = start_process,
 ) -> AsyncIterator[EngineClient]:
     """Runs an engine in a separate process within the scope. An error of the first load is raised here, as
     the same class if it is one of agentflow's.
@@ -195,6 +188,7 @@ async def supervised_engine(
         deadlines: the time limits of the process; None: the defaults.
         exits_when_down: raise ``EngineFailed`` when the engine is down.
         shutdown: limits the time to end the process.
+        start_child: starts the process.
 
     Raises:
         EngineFailed: the process died ``MAX_DEATHS_IN_A_ROW`` times before it has loaded once, or at any time
@@ -202,18 +196,45 @@ async def supervised_engine(
     """
     supervisor = EngineSupervisor(
         start,
-        load_tokenizer,
-        max_unfinished,
         deadlines=deadlines or Deadlines(),
         exits_when_down=exits_when_down,
         shutdown=shutdown or ShutdownBudget(0.0),
+        start_child=start_child,
     )
     async with open_task_group() as group:
-        client: EngineClient = await group.start(supervisor.run)
+        group.start_soon(supervisor.run)
         try:
+            tokenizer = await anyio.to_thread.run_sync(_prepared, load_tokenizer)
+            loaded = await supervisor.loaded()
+            check_tokenizer(loaded, tokenizer)
+            client = EngineClient(supervisor, loaded.info, tokenizer, max_unfinished=max_unfinished)
+            supervisor.receiver = client
             yield client
         finally:
             group.cancel_scope.cancel()
+
+
+def _prepared(load_tokenizer: Callable[[], Tokenizer]) -> Tokenizer:
+    tokenizer = load_tokenizer()
+    tokenizer.prepare()
+    return tokenizer
+
+
+def check_tokenizer(loaded: Loaded, tokenizer: Tokenizer) -> None:
+    """Raises ``BadModelFolder`` if the engine has another tokenizer: token ids would mean other text."""
+    if loaded.tokenizer != tokenizer.identity:
+        raise BadModelFolder("the tokenizer differs from the one that was loaded before")
+
+
+class Receiver(Protocol):
+    """Gets the messages of a supervised engine: an ``EngineClient``, or a link that several engines share.
+    Called in the event loop's thread."""
+
+    def receive(self, messages: Sequence[FromEngine]) -> None:
+        """The messages of one step."""
+
+    def end_all(self, why: str) -> None:
+        """The engine has ended; no message follows."""
 
 
 class _Unusable(Exception):
@@ -257,28 +278,29 @@ def _load_error(answer: LoadFailed) -> _LoadError:
 
 
 class EngineSupervisor:
-    """An ``EngineLink`` to the current process, which it replaces when it dies. ``supervised_engine`` creates
-    it; all methods run in the event loop's thread. The number of unfinished requests bounds the data that
-    waits to be written."""
+    """An ``EngineLink`` to the current process, which it replaces when it dies. ``receiver`` gets its
+    messages; set it when ``loaded`` has returned. All methods run in the event loop's thread. The number of
+    unfinished requests bounds the data that waits to be written."""
 
     def __init__(
         self,
         start: Start,
-        load_tokenizer: Callable[[], Tokenizer],
-        max_unfinished: int | None,
         *,
         deadlines: Deadlines,
         exits_when_down: bool,
         shutdown: ShutdownBudget,
+        start_child: StartChild = start_process,
     ) -> None:
+        self.receiver: Receiver | None = None
         self._start = start
-        self._load_tokenizer = load_tokenizer
-        self._max_unfinished = max_unfinished
         self._deadlines = deadlines
         self._exits_when_down = exits_when_down
         self._shutdown = shutdown
-        self._client: EngineClient | None = None
-        self._child: EngineChild | None = None
+        self._start_child = start_child
+        self._loaded: Loaded | None = None  # of the first process
+        self._load_failure: AgentflowError | ModuleNotFoundError | None = None
+        self._first_load = anyio.Event()  # it ended
+        self._child: Child | None = None
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
         self._journal = RequestJournal()
         self._queries: set[int] = set()
@@ -342,12 +364,25 @@ class EngineSupervisor:
                 self._queries.add(message.ticket)
                 self._post(message)
 
-    async def run(self, *, task_status: TaskStatus[EngineClient]) -> None:
-        """Runs until cancelled. Reports the client as started once the first process has loaded. Raises
-        ``EngineFailed`` if that fails, or if the engine is down and ``exits_when_down``."""
+    async def loaded(self) -> Loaded:
+        """Waits until the first process has loaded. Raises the error of its load, or ``EngineFailed`` if it
+        died ``MAX_DEATHS_IN_A_ROW`` times before."""
+        await self._first_load.wait()
+        if self._load_failure is not None:
+            raise self._load_failure
+        assert self._loaded is not None
+        return self._loaded
+
+    async def run(self) -> None:
+        """Runs until cancelled, or until the first load has failed, which ``loaded`` reports. Raises
+        ``EngineFailed`` if the engine is down and ``exits_when_down``."""
         try:
             while True:
-                how = await self._live(task_status)
+                try:
+                    how = await self._live()
+                except _LoadError as unloadable:
+                    self._load_failure = unloadable.error
+                    return
                 self.restarts += 1
                 num_deaths = max(self._deaths, self._blamed_deaths)
                 delay_s = restart_delay_s(num_deaths)
@@ -358,25 +393,31 @@ class EngineSupervisor:
                     delay_s,
                 )
                 if num_deaths >= MAX_DEATHS_IN_A_ROW:
-                    if self._client is None or self._exits_when_down:
-                        raise EngineFailed(f"the engine {how}; it died {num_deaths} times in a row")
+                    failure = EngineFailed(f"the engine {how}; it died {num_deaths} times in a row")
+                    if self._loaded is None:
+                        self._load_failure = failure
+                        return
+                    if self._exits_when_down:
+                        raise failure
                     self._go_down(num_deaths)
                 if delay_s:
                     await self._deadlines.sleep(delay_s)
         finally:
-            if self._client is not None:
-                self._client.end_all("the engine has stopped")
+            self._first_load.set()
+            if self.receiver is not None:
+                self.receiver.end_all("the engine has stopped")
 
     def _go_down(self, num_deaths: int) -> None:
         why = f"the engine is down: it died {num_deaths} times in a row and is being restarted; see the log"
         self._down_because = why
         self._hand_over(self._journal.fail_all(why))
 
-    async def _live(self, task_status: TaskStatus[EngineClient]) -> str:
-        """Runs one process until it has ended. Returns how it ended."""
+    async def _live(self) -> str:
+        """Runs one process until it has ended. Returns how it ended. Raises ``_LoadError`` if the first
+        process cannot load."""
         self._loaded_at = math.inf
         try:
-            child = EngineChild.start(self._start)
+            child = await self._start_child(self._start)
         except OSError as error:
             self._process_died()
             return f"cannot be started ({error})"
@@ -384,7 +425,7 @@ class EngineSupervisor:
         unusable: _Unusable | None = None
         grace_s: float | None = None  # stays None on cancellation: then the shutdown budget decides
         try:
-            await self._load(child, task_status)
+            await self._load(child)
             await self._converse(child)
         except (EOFError, _Unusable) as error:
             unusable = error if isinstance(error, _Unusable) else None
@@ -393,19 +434,16 @@ class EngineSupervisor:
         finally:
             how = await child.end(self._shutdown.take(END_S) if grace_s is None else grace_s)
             self._child = None
-        if isinstance(unusable, _LoadError) and self._client is None:
-            raise unusable.error
+        if isinstance(unusable, _LoadError) and self._loaded is None:
+            raise unusable
         return how if unusable is None else str(unusable)
 
-    async def _load(self, child: EngineChild, task_status: TaskStatus[EngineClient]) -> None:
+    async def _load(self, child: Child) -> None:
         """Waits until the process is ready. Raises ``_Hung``, or ``_LoadError``, even if it loaded another
         model."""
-        tokenizer: Tokenizer | None = None
         answer: Loaded | LoadFailed | None = None
         async with open_task_group() as group:
             group.start_soon(self._expire, self._deadlines.load_s, group.cancel_scope)
-            if self._client is None:  # while the process loads the model
-                tokenizer = await anyio.to_thread.run_sync(self._prepared_tokenizer)
             while answer is None:
                 for frame in await child.receive():
                     received = answer_decoder.decode(frame)
@@ -418,27 +456,15 @@ class EngineSupervisor:
             raise _Hung(f"hung: it had not loaded its model after {self._deadlines.load_s:g} s")
         if isinstance(answer, LoadFailed):
             raise _load_error(answer)
-        self._check_same(answer, tokenizer)
+        if self._loaded is None:
+            self._loaded = answer
+            self._first_load.set()
+        elif answer != self._loaded:  # requests continue as token ids, which would mean other text
+            changed = "model" if answer.info != self._loaded.info else "tokenizer"
+            raise _LoadError(BadModelFolder(f"the {changed} differs from the one that was loaded before"))
         self._loaded_at = anyio.current_time()
-        if tokenizer is not None:
-            self._client = EngineClient(self, answer.info, tokenizer, max_unfinished=self._max_unfinished)
-            task_status.started(self._client)
 
-    def _prepared_tokenizer(self) -> Tokenizer:
-        tokenizer = self._load_tokenizer()
-        tokenizer.prepare()
-        return tokenizer
-
-    def _check_same(self, loaded: Loaded, tokenizer: Tokenizer | None) -> None:
-        """Rejects another model or tokenizer: requests continue as token ids, which would mean other text."""
-        if self._client is not None:
-            tokenizer = self._client.tokenizer
-            if loaded.info != self._client.info:
-                raise _LoadError(BadModelFolder("the model differs from the one that was loaded before"))
-        if tokenizer is not None and loaded.tokenizer != tokenizer.identity:
-            raise _LoadError(BadModelFolder("the tokenizer differs from the one that was loaded before"))
-
-    async def _converse(self, child: EngineChild) -> None:
+    async def _converse(self, child: Child) -> None:
         """Exchanges messages until the process dies (raises ``EOFError``) or hangs (raises ``_Hung``)."""
         self._sent_keys.clear()
         self._pace = StepPace(self._deadlines)
@@ -611,7 +637,7 @@ class EngineSupervisor:
             self._post(DropMedium(identity))
 
     async def _write_media(
-        self, child: EngineChild, media: MemoryObjectReceiveStream[PreparedMedium], turn: anyio.Lock
+        self, child: Child, media: MemoryObjectReceiveStream[PreparedMedium], turn: anyio.Lock
     ) -> None:
         """Writes images in parts, after each of which other messages have their turn."""
         try:
@@ -645,11 +671,11 @@ class EngineSupervisor:
         self._has_sent.set()
 
     def _hand_over(self, messages: Sequence[FromEngine]) -> None:
-        if self._client is not None:
-            self._client.receive(messages)
+        if self.receiver is not None:
+            self.receiver.receive(messages)
 
 
-async def _write(child: EngineChild, to_write: MemoryObjectReceiveStream[bytes], turn: anyio.Lock) -> None:
+async def _write(child: Child, to_write: MemoryObjectReceiveStream[bytes], turn: anyio.Lock) -> None:
     try:
         async for frame in to_write:
             async with turn:

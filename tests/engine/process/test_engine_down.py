@@ -12,7 +12,6 @@ import psutil
 import pytest
 from support.commands import engines_of
 from support.engine_loaders import POISON, start
-from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 
@@ -143,8 +142,6 @@ def test_a_step_may_take_what_others_of_its_size_took():
 async def test_a_state_is_placed_also_between_two_processes():
     supervisor = EngineSupervisor(
         start(),
-        lambda: TOKENIZER,
-        None,
         deadlines=Deadlines(),
         exits_when_down=False,
         shutdown=ShutdownBudget(0.0),

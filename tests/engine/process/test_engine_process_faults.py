@@ -20,7 +20,7 @@ from support.process_engine import PLAIN, Ticks, generate, process_engine, text_
 from agentflow.engine import child_process as child_module
 from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.messages import Finished, from_engine_decoder
-from agentflow.engine.process.supervisor import EngineChild
+from agentflow.engine.process.child import EngineChild
 from agentflow.engine.submit import Submit
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
