@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 import anyio
+import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -75,6 +76,8 @@ MAX_CHAT_TOP_LOGPROBS = 20
 MAX_UNSCORED = 10_000
 MIN_WARMED_TOKENS = 1024
 """The fewest new tokens of a prefix for which a request is sent ahead."""
+LONG_CONSTRAINT = 2_000
+"""Constraints with at least as many characters may take a tenth of a second to translate."""
 
 
 class ApiGenerator:
@@ -602,7 +605,7 @@ class ApiGenerator:
         context.open_answer()
         call = Call(params, constraint, is_reply)
         try:
-            request = self._api.request(context, call)
+            request = await self._request(context, call)
         except NotSupported:
             if constraint is None or self._on_unsupported != "retry":
                 raise
@@ -618,6 +621,12 @@ class ApiGenerator:
         generated = answer.deliver()
         context.answer(answer.text, answer.calls, answer.reasoning or None, answer.native)
         return generated
+
+    async def _request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call, made in a thread if its constraint takes long to translate."""
+        if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
+            return self._api.request(context, call)
+        return await anyio.to_thread.run_sync(self._api.request, context, call)
 
     async def _streamed(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, Sc
 from support.apis.hostile_answers import hostile
 
 import agentflow as af
+from agentflow.backends.apis.chat import gbnf
 from agentflow.backends.apis.chat.flavours import FLAVOURS
 from agentflow.backends.apis.compatible import OpenAICompatible
 from agentflow.backends.apis.openai import OpenAI
@@ -447,6 +449,24 @@ async def test_a_regex_has_each_servers_own_field(flavour: str, field: dict[str,
         s += af.user("Hi") + af.assistant(af.gen("x", regex="[0-9]+"))
         assert await s["x"] == "12"
     assert server.last.json.items() >= field.items()
+
+
+async def test_long_constraints_are_translated_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, anyio_backend_name: str
+) -> None:
+    read, threads = gbnf.read_pattern, set[int]()
+
+    def recorded(pattern: str) -> gbnf.GrammarPart:
+        threads.add(threading.get_ident())
+        return read(pattern)
+
+    monkeypatch.setattr(gbnf, "read_pattern", recorded)
+    async with compatible([answers.text_stream("ab")], "llamacpp") as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x", regex=f"a{'(b|c)?' * 400}({anyio_backend_name})?"))
+        assert await s["x"] == "ab"
+    assert server.last.json["grammar"].count("?") == 401
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_a_grammar_is_sent_in_the_notation_of_lark() -> None:
