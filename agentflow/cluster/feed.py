@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agentflow.cluster.prefix_tree import PrefixTree, Replica
+from agentflow.engine.cache.block_feed import BlockFeed, BlocksReport
 from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored
 
 
@@ -41,25 +42,20 @@ class Feed:
     def __init__(self, replica: Replica, epoch: int) -> None:
         self._replica = replica
         self._epoch = epoch
-        self._number = 0
-        self._changes: list[BlocksStored | BlocksRemoved] = []
-
-    def on_blocks(self, change: BlocksStored | BlocksRemoved) -> None:
-        """Blocks enter or leave the cache."""
-        self._changes.append(change)
+        self._blocks = BlockFeed()
+        self.on_blocks = self._blocks.on_blocks
 
     def flush(self) -> Update | None:
         """The changes since the last update, or None if there are none."""
-        if not self._changes:
-            return None
-        self._number += 1
-        changes, self._changes = self._changes, []
-        return Update(self._replica, self._epoch, self._number, changes)
+        report = self._blocks.flush()
+        return None if report is None else self._update(report)
 
     def snapshot(self, stored: Iterable[BlocksStored]) -> Update:
         """All blocks that are cached now. The next update continues from here."""
-        self._changes.clear()
-        return Update(self._replica, self._epoch, self._number, list(stored), is_snapshot=True)
+        return self._update(self._blocks.snapshot(stored))
+
+    def _update(self, report: BlocksReport) -> Update:
+        return Update(self._replica, self._epoch, report.number, report.changes, report.is_snapshot)
 
 
 class Follower:

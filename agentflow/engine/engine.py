@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from agentflow.engine.adapters import AdapterRead, Adapters
 from agentflow.engine.batch import Batch
+from agentflow.engine.cache.block_feed import BlockFeed
 from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.constrained.grammar_cache import GrammarCache
@@ -35,7 +36,10 @@ from agentflow.engine.messages import (
     PHASES,
     STEP_BOUNDS_S,
     Abort,
+    BlocksRequest,
+    BlocksUpdate,
     BucketCounts,
+    Charges,
     CloseState,
     DropMedium,
     EngineStats,
@@ -59,6 +63,7 @@ from agentflow.engine.messages import (
 from agentflow.engine.request import Request, Status
 from agentflow.engine.request_checks import make_request
 from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory
+from agentflow.engine.scheduling.charges import Charged
 from agentflow.engine.scheduling.defaults import FEATURE_BYTES
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.row import Row
@@ -78,6 +83,10 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[list[FromEngine]], None]
 # After this many failed forward passes in a row the engine counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
+MAX_REPORTED_BLOCKS = 1024
+"""Of one report of the cache."""
+CHARGES_EVERY_S = 0.05
+"""The least time between two reports of charges."""
 _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
 
 
@@ -115,7 +124,13 @@ class Engine:
     ``deliver`` with the messages of a step: while the next step runs, or immediately if there is none."""
 
     def __init__(
-        self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
+        self,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+        deliver: Deliver,
+        *,
+        reports: bool = False,
     ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
@@ -126,13 +141,17 @@ class Engine:
         )
         info = runner.info
         self._media = MediaWork(runner, FEATURE_BYTES) if isinstance(runner, MediaRunner) else None
+        self._blocks = BlockFeed(MAX_REPORTED_BLOCKS)
         self.scheduler = Scheduler(
             num_slots=info.num_slots,
             max_context=info.max_context,
             config=config,
             model=info.identity,
             media=self._media,
+            on_blocks=self._blocks.on_blocks if reports else None,
         )
+        if reports:
+            self.scheduler.waiting.charged = Charged()
         self.times = StepTimes()
         self._watch = EngineWatch(self.scheduler)
         self._adapters = Adapters(runner, self._inbox.put)
@@ -152,6 +171,7 @@ class Engine:
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
         self._is_stopping = False
+        self._charges_at = 0.0  # the next report of charges, on the clock ``monotonic``
 
     def send(self, message: ToEngine | KeepMedium) -> None:
         """Queues a message. The engine reads it before the next step."""
@@ -295,7 +315,9 @@ class Engine:
         program is resumed."""
         timeout_s = self.scheduler.resumes_in_s if len(self.scheduler.waiting) else math.inf
         has_work = self.scheduler.running or len(self.scheduler.waiting) or self._in_flight
-        is_idle = not self._outbox and (not has_work or (self._is_stuck and timeout_s < math.inf))
+        is_idle = not (self._outbox or self._blocks.has_changes) and (
+            not has_work or (self._is_stuck and timeout_s < math.inf)
+        )
         while True:
             try:
                 message = self._inbox.get(is_idle, None if timeout_s == math.inf else timeout_s)
@@ -314,6 +336,11 @@ class Engine:
                     self.scheduler.close_state(message.state)
                 case Placed():
                     self._place(message)
+                case BlocksRequest():
+                    report = self._blocks.snapshot(self.scheduler.memory.cache.stored_blocks())
+                    self._outbox.append(BlocksUpdate.of(report))
+                case Charges():
+                    self._charge(message)
                 case StatsRequest():
                     self._outbox.append(self._stats(message.ticket))
                 case SnapshotRequest():
@@ -350,6 +377,23 @@ class Engine:
             media_feature_bytes=media.feature_bytes,
             media_pixel_bytes=media.pixel_bytes,
         )
+
+    def _charge(self, message: Charges) -> None:
+        """Charges tenants for the work of other engines."""
+        for tenant, used in message.tenants:
+            self.scheduler.waiting.charge_elsewhere(tenant, used)
+        for tenant, program, num_tokens in message.programs:
+            self.scheduler.waiting.program_elsewhere(tenant, program, num_tokens)
+
+    def _add_reports(self) -> None:
+        """Adds the reports for a router, if they were asked for. First, because ``StepBegins`` is last."""
+        report = self._blocks.flush()
+        if report is not None:
+            self._outbox.insert(0, BlocksUpdate.of(report))
+        charged = self.scheduler.waiting.charged
+        if charged and (now_s := time.monotonic()) >= self._charges_at:
+            self._charges_at = now_s + CHARGES_EVERY_S
+            self._outbox.insert(0, Charges(*charged.take()))
 
     def _install_adapter(self, read: AdapterRead) -> None:
         try:
@@ -463,6 +507,7 @@ class Engine:
             self._delivery_error = error
 
     def _deliver_outbox(self) -> None:
+        self._add_reports()
         if self._outbox:
             delivered, self._outbox = self._outbox, []
             began = time.perf_counter()

@@ -20,8 +20,9 @@ from agentflow.engine.media.reader import open_reader
 from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
 from agentflow.engine.options import EngineOptions
+from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
-from agentflow.engine.process.supervisor import Deadlines, supervised_engine
+from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_BATCH_SIZE, CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

@@ -16,7 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from agentflow.engine.cache.block_feed import BlocksReport
+from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored
 from agentflow.engine.media_run import PreparedMedium
+from agentflow.engine.request import CacheIdentity
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Objective, Submit, TopTokens
@@ -124,9 +127,24 @@ class KeepMedium:
     medium: PreparedMedium
 
 
+class BlocksRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Asks for the ``BlocksUpdate`` of all cached blocks."""
+
+
+class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Tokens that were computed for tenants: by this engine since its last report, if reports were asked for;
+    and in the other direction, by other engines of the same model, to which the tenants' weights also apply.
+    """
+
+    tenants: list[tuple[str, float]]  # the name, and the tokens divided by the tenant's weight
+    programs: list[tuple[str, int, int]]  # the tenant, the program's number, and the tokens
+
+
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
 """Messages that one message with the same ticket answers, or ``Failed``."""
-ToEngine = Submit | Abort | CloseState | Placed | Query | UnloadAdapter | DropMedium | Stop
+ToEngine = (
+    Submit | Abort | CloseState | Placed | Query | UnloadAdapter | DropMedium | BlocksRequest | Charges | Stop
+)
 ToProcess = ToEngine | MediumPart
 """The messages on the socket of an engine process."""
 
@@ -292,6 +310,40 @@ class NodeTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_tokens: int  # of the whole node
 
 
+BlocksRow = tuple[tuple[str, str, str] | None, bytes, list[bytes], bytes]
+"""The fields of a ``BlocksStored``, or of a ``BlocksRemoved``: its first field is then None."""
+
+
+class BlocksUpdate(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Blocks that entered and left the cache, as in ``BlocksReport``, if reports were asked for."""
+
+    number: int
+    rows: list[BlocksRow]
+    is_snapshot: bool = False
+
+    @classmethod
+    def of(cls, report: BlocksReport) -> BlocksUpdate:
+        """Returns the message for a report."""
+        return cls(report.number, [_blocks_row(change) for change in report.changes], report.is_snapshot)
+
+    @property
+    def changes(self) -> list[BlocksStored | BlocksRemoved]:
+        """The changes of the report."""
+        return [
+            BlocksRemoved(digests) if key is None else BlocksStored(CacheIdentity(*key), parent, digests, run)
+            for key, parent, digests, run in self.rows
+        ]
+
+
+def _blocks_row(change: BlocksStored | BlocksRemoved) -> BlocksRow:
+    if isinstance(change, BlocksRemoved):
+        return None, b"", change.digests, b""
+    identity = change.extra_key
+    assert isinstance(identity, CacheIdentity)
+    assert isinstance(identity.salt, str)
+    return (identity.tenant, identity.salt, identity.adapter), change.parent, change.digests, change.run
+
+
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to a ``LoadAdapter``."""
 
@@ -312,7 +364,18 @@ class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Answer = EngineStats | EngineSnapshot | NodeTokens | AdapterLoaded
-FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | Answer | Logged
+FromEngine = (
+    Started
+    | StepBegins
+    | Progress
+    | NeedPayload
+    | Finished
+    | Failed
+    | Answer
+    | BlocksUpdate
+    | Charges
+    | Logged
+)
 
 
 class LoadEngine(Protocol):
@@ -328,6 +391,7 @@ class Start(msgspec.Struct, frozen=True):
     loader: str  # a ``LoadEngine``, as ``package.module:function``
     options: dict[str, Any]  # its arguments, plain values only
     log_level: int = logging.WARNING  # lines below this level are not logged
+    reports: bool = False  # send ``BlocksUpdate`` and ``Charges``, for a router
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -16,8 +16,9 @@ from support.plain_model import alone
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished
+from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
-from agentflow.engine.process.supervisor import Deadlines, supervised_engine
+from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.protocol.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]

@@ -1,6 +1,6 @@
 """An engine in a separate process.
 
 ``worker`` runs in it, ``child`` is the other end of its socket, ``supervisor`` starts it and keeps it alive,
-``request_journal`` knows what it owes, ``medium_parts`` carries images to it, and ``shutdown_budget`` divides
-the time of a shutdown.
+``deadlines`` says when it hangs, ``request_journal`` knows what it owes, ``medium_parts`` carries images to
+it, and ``shutdown_budget`` divides the time of a shutdown.
 """

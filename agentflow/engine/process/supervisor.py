@@ -4,17 +4,15 @@ The client sees one engine that never loses a request: the next process continue
 had not finished, from the ids that were already generated. After ``MAX_DEATHS_IN_A_ROW`` the engine is
 *down*: requests fail immediately, and new processes start at growing intervals until one loads.
 
-The socket of a process that died closes. A process that hangs (stopped, or in an endless load or step) keeps
-it open and sends nothing, so the supervisor measures time. The engine announces each forward pass with its
-number of scheduled tokens, and sends the next frame after the pass. ``StepPace`` derives the limit of a pass
-from earlier passes of its size. Without unfinished requests nothing is measured.
+The socket of a process that died closes. One that hangs is found by its deadlines (``deadlines``). Without
+unfinished requests nothing is measured.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +29,8 @@ from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,
     AdapterLoaded,
+    BlocksRequest,
+    Charges,
     CloseState,
     DropMedium,
     EngineSnapshot,
@@ -56,6 +56,7 @@ from agentflow.engine.messages import (
     from_engine_decoder,
 )
 from agentflow.engine.process.child import Child, StartChild, start_process
+from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.medium_parts import medium_parts
 from agentflow.engine.process.request_journal import RequestJournal, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -67,72 +68,6 @@ from agentflow.runtime.task_group import open_task_group
 
 # The time for an engine to end by itself: for its last step, and for freeing its memory.
 END_S = LAST_STEP_S + 2.0
-
-
-# A step may take this many times as long as the slowest recent one of its size.
-STEP_FACTOR = 20.0
-# The slowest duration decays with each step, so that a single outlier is forgotten after a few dozen steps.
-_FADE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """The time limits of an engine process.
-
-    Time is measured in slices of ``slice_s``. Time in which the server itself was stopped counts as at most
-    one slice.
-    """
-
-    load_s: float = 600.0  # from the start of a process until it is ready for requests
-    step_s: float = 30.0  # the lowest limit of a step, even if earlier ones were fast
-    # The limit of the first step of each size, which may compile kernels and capture graphs; and the highest
-    # limit of any step.
-    first_step_s: float = 300.0
-    # A parameter for tests.
-    sleep: Callable[[float], Awaitable[None]] = anyio.sleep  # noqa: TID251  to measure it is its purpose
-
-    @property
-    def slice_s(self) -> float:
-        return self.step_s / 4
-
-    async def passes(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
-        """Waits for ``limit_s`` and returns True. Returns False at the end of a slice if ``is_over()`` is
-        then true."""
-        waited_s = 0.0
-        while waited_s < limit_s:
-            await self.sleep(self.slice_s)
-            if is_over():
-                return False
-            waited_s += self.slice_s
-        return True
-
-
-class StepPace:
-    """The durations of one process's steps, by their number of tokens rounded up to a power of two."""
-
-    def __init__(self, deadlines: Deadlines) -> None:
-        self._deadlines = deadlines
-        self._slowest_s: dict[int, float] = {}
-        self._size: int | None = None  # of the running step, if one is known
-        self._since = 0.0
-
-    def received(self, now_s: float, num_tokens: int | None) -> None:
-        """Records a frame that arrived at ``now_s``: the announced step has run. ``num_tokens``: of the step
-        that begins now, or None."""
-        if self._size is not None:
-            before_s = self._slowest_s.get(self._size, 0.0)
-            self._slowest_s[self._size] = max(now_s - self._since, before_s * _FADE)
-        self._size = None if num_tokens is None else (num_tokens - 1).bit_length()
-        self._since = now_s
-
-    @property
-    def limit_s(self) -> float:
-        """Returns the seconds within which the next frame must arrive."""
-        limits = self._deadlines
-        if not self._slowest_s or (self._size is not None and self._size not in self._slowest_s):
-            return limits.first_step_s
-        slowest_s = 0.0 if self._size is None else self._slowest_s[self._size]
-        return min(max(limits.step_s, STEP_FACTOR * slowest_s), limits.first_step_s)
 
 
 logger = logging.getLogger(__name__)
@@ -348,7 +283,7 @@ class EngineSupervisor:
                 self._media[message.medium.identity] = message.medium  # sent when a request needs it
             case DropMedium():
                 self._drop_medium(message.identity)
-            case CloseState() | Placed():
+            case CloseState() | Placed() | Charges() | BlocksRequest():
                 if isinstance(message, Placed):
                     self._journal.place(message)
                 if self._outgoing is not None:

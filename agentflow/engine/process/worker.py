@@ -102,7 +102,7 @@ class EngineProcess:
             load: LoadEngine = getattr(importlib.import_module(module), name)
             runner, tokenizer, config = load(**start.options)
             answer = Loaded(runner.info, tokenizer.identity)
-            return Engine(runner, tokenizer, config, self._deliver), answer
+            return Engine(runner, tokenizer, config, self._deliver, reports=start.reports), answer
         except AgentflowError as error:
             return None, LoadFailed(error.code, str(error))
         except ModuleNotFoundError as error:

@@ -6,7 +6,8 @@ tokens and generated ones alike. Cached tokens are free, and so are tokens compu
 (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with
 uncached tokens as the cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to
 the tenant with the lowest charge for its weight among the tenants that can use it. A tenant that returns
-after being idle starts at the lowest charge of the active tenants: idle time earns no credit.
+after being idle starts at the lowest charge of the active tenants: idle time earns no credit. If several
+engines serve the model, what the others compute is charged too (``charges``).
 
 **Weights.** Let tenants a and b with weights s(a) and s(b) start at equal charges, and let both be able to
 use every chunk from then on: each has a running prompt with tokens left, or a waiting request that is not
@@ -107,6 +108,7 @@ from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
+from agentflow.engine.scheduling.charges import Absent
 from agentflow.engine.scheduling.policies import Clock, Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
@@ -154,6 +156,7 @@ class FairLongestPrefix(Policy):
         # By tenant and number, the one with the latest request last.
         self._programs: OrderedDict[tuple[str, int], Program] = OrderedDict()
         self._paused: set[tuple[str, int]] = set()  # programs, by tenant and number
+        self._absent = Absent(clock)  # tenants without requests here, if other engines report charges
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -254,9 +257,23 @@ class FairLongestPrefix(Policy):
         tenant = self._tenants[request.tenant]
         self._in_step[tenant] = None
         tenant.charge(request, num_tokens)
+        if self.charged is not None:
+            self.charged.add(tenant.name, tenant.weight, request.origin.program, num_tokens)
         program = self._programs.get((request.tenant, request.origin.program))
         if program is not None:
             program.num_tokens += num_tokens
+
+    def charge_elsewhere(self, tenant: str, used: float) -> None:
+        queue = self._tenants.get(tenant)
+        if queue is not None:
+            queue.used += used
+        else:
+            self._absent.set(tenant, max(self._absent.pop(tenant), self._least_used()) + used)
+
+    def program_elsewhere(self, tenant: str, program: int, num_tokens: int) -> None:
+        known = self._programs.get((tenant, program))
+        if known is not None:
+            known.num_tokens += num_tokens
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
@@ -290,9 +307,7 @@ class FairLongestPrefix(Policy):
     def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            self._restore_passed()
-            lowest = self._lowest()
-            used = 0.0 if lowest is None else lowest.used
+            used = max(self._absent.pop(request.tenant), self._least_used())
             self._num_made += 1
             tenant = TenantQueue(request.tenant, self._num_made, self._token_budget, self._clock, used)
             self._tenants[tenant.name] = tenant
@@ -323,6 +338,13 @@ class FairLongestPrefix(Policy):
             self._programs.move_to_end(key)
         return program
 
+    def _least_used(self) -> float:
+        """The lowest charge of the tenants that have requests here or on another engine; 0 if none has."""
+        self._restore_passed()
+        lowest = self._lowest()
+        least = min(self._absent.least(), math.inf if lowest is None else lowest.used)
+        return 0.0 if least == math.inf else least
+
     def _lowest(self) -> TenantQueue | None:
         """The tenant with the lowest charge that was not passed, at the top of the heap."""
         while self._by_charge:
@@ -352,6 +374,8 @@ class FairLongestPrefix(Policy):
         tenant = self._tenants[name]
         if not tenant.num_waiting and not tenant.num_admitted:
             del self._tenants[name]
+            if self.charged is not None:
+                self._absent.set(name, tenant.used)
 
     def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
         tenant = self._tenants.get(identity.tenant)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.scheduling.charges import Charged
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import Origin
 
@@ -34,7 +35,7 @@ MAX_PASSED_OVER = 128
 class Policy(ABC):
     """The waiting requests, and which of them is next.
 
-    The scheduler reports every change to its policy, which may ignore the events of the last six methods.
+    The scheduler reports every change to its policy, which may ignore the events of the last eight methods.
     """
 
     @abstractmethod
@@ -93,6 +94,17 @@ class Policy(ABC):
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """The step computes ``num_tokens`` tokens of the request that no step computed before."""
+        return
+
+    charged: Charged | None = None
+    """If not None, the policy adds what it charges. The caller takes it out."""
+
+    def charge_elsewhere(self, tenant: str, used: float) -> None:
+        """Another engine computed tokens for the tenant: ``used`` of them for each unit of its weight."""
+        return
+
+    def program_elsewhere(self, tenant: str, program: int, num_tokens: int) -> None:
+        """Another engine computed tokens for the tenant's program."""
         return
 
     def finish(self, request: Request) -> None:

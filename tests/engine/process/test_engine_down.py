@@ -16,8 +16,9 @@ from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 
 from agentflow.engine.messages import Placed
+from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
-from agentflow.engine.process.supervisor import Deadlines, EngineSupervisor, StepPace, restart_delay_s
+from agentflow.engine.process.supervisor import EngineSupervisor, restart_delay_s
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import EngineDown, EngineFailed
 

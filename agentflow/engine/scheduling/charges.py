@@ -1,0 +1,69 @@
+"""Charges of tenants that use several engines of one model.
+
+Each engine reports what it charges (``Charged``), and charges its own tenants for the reports of the others,
+so that a tenant has its weight once, however many engines it uses. A tenant that has no requests on an engine
+may use others. ``Absent`` keeps its charge there, and forgets it once nothing was charged for ``AWAY_S``: the
+tenant is then idle everywhere, and idle time leaves neither credit nor debt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+AWAY_S = 2.0
+
+
+class Charged:
+    """The tokens that a policy charged since they were last taken."""
+
+    def __init__(self) -> None:
+        self._tenants: Counter[str] = Counter()  # tokens, by tenant
+        self._weights: dict[str, float] = {}
+        self._programs: Counter[tuple[str, int]] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def add(self, tenant: str, weight: float, program: int, num_tokens: int) -> None:
+        """Tokens were charged to a tenant, and to its program (0: none)."""
+        self._tenants[tenant] += num_tokens
+        self._weights[tenant] = weight
+        if program:
+            self._programs[tenant, program] += num_tokens
+
+    def take(self) -> tuple[list[tuple[str, float]], list[tuple[str, int, int]]]:
+        """Returns the fields of ``Charges``, and begins again at zero."""
+        tenants = [(name, count / self._weights[name]) for name, count in self._tenants.items()]
+        programs = [(*key, count) for key, count in self._programs.items()]
+        self._tenants.clear()
+        self._weights.clear()
+        self._programs.clear()
+        return tenants, programs
+
+
+class Absent:
+    """The charges of tenants without requests here. ``clock``: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._used: dict[str, tuple[float, float]] = {}  # the charge, and when it last changed
+
+    def least(self) -> float:
+        """Returns the lowest charge; infinite if there is none."""
+        self._forget()
+        return min([used for used, _ in self._used.values()], default=math.inf)
+
+    def set(self, tenant: str, used: float) -> None:
+        """The charge of a tenant that has no more requests here, or that is charged elsewhere."""
+        self._used[tenant] = used, self._clock()
+
+    def pop(self, tenant: str) -> float:
+        """Returns the charge of a tenant that has requests here again; 0 if none is known."""
+        self._forget()
+        return self._used.pop(tenant, (0.0, 0.0))[0]
+
+    def _forget(self) -> None:
+        since_s = self._clock() - AWAY_S
+        self._used = {tenant: one for tenant, one in self._used.items() if one[1] >= since_s}
