@@ -151,6 +151,7 @@ ROOMS = {
         "errors",
         "event_stream",
         "config",
+        "stores",
         "tenants",
         "image_fetcher",
         "models",

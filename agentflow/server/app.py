@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -37,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from agentflow.engine.tenant import ANONYMOUS
-from agentflow.errors import NotAuthorized, RateLimited
+from agentflow.errors import NotAuthorized, Overloaded, RateLimited
 from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
 from agentflow.runtime.generator import SessionModels
 from agentflow.server.completion.streaming import RELAXED, VIOLATED
@@ -252,18 +253,17 @@ async def _session(socket: WebSocket) -> None:
     ticket = ticket_of(offered)
     try:
         if ticket is None:
-            tenant, key = tenants.of_request(socket.headers, address), key_of_headers(socket.headers)
+            tenant = tenants.of_request(socket.headers, address)
+            is_valid = partial(tenants.still_names, key_of_headers(socket.headers), tenant)
         else:
-            tenant, key = tenants.of_ticket(ticket, address)
-    except (NotAuthorized, RateLimited) as error:
+            tenant, hashed = await tenants.of_ticket(ticket, address)
+            is_valid = partial(tenants.still_hashed, hashed, tenant)
+    except (NotAuthorized, RateLimited, Overloaded) as error:
         await socket.send_denial_response(_unauthorized(error))
         return
 
     def find(model: str | None) -> SessionModels:
         return service.models.of_session(model, tenant)
-
-    def is_valid() -> bool:
-        return tenants.still_names(key, tenant)
 
     session = WsSession(
         socket,
@@ -295,7 +295,7 @@ async def _metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _unauthorized(error: NotAuthorized | RateLimited) -> Response:
+def _unauthorized(error: NotAuthorized | RateLimited | Overloaded) -> Response:
     shown = api_error_of(error)
     return JSONResponse({"reason": shown.message}, status_code=shown.status, headers=shown.headers)
 

@@ -26,7 +26,7 @@ from agentflow.server.openai.models import ModelCard, ModelList, get_model, list
 from agentflow.server.openai.routes import ROUTES as OPENAI_ROUTES
 from agentflow.server.programs_api.routes import ROUTES as PROGRAM_ROUTES
 from agentflow.server.sglang.routes import ROUTES as SGLANG_ROUTES
-from agentflow.server.tenants.keys import key_of_headers
+from agentflow.server.tenants.keys import hashed_key, key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
 _OLLAMA_PATHS = "/api/"
@@ -34,8 +34,8 @@ _OLLAMA_PATHS = "/api/"
 
 async def create_session_ticket(call: ApiCall) -> None:
     """Returns a ticket with which a page opens one session."""
-    tenants = call.service.tenants
-    await call.reply(tenants.tickets.issue(call.tenant, key_of_headers(call.headers)))
+    hashed = hashed_key(key_of_headers(call.headers) or "")
+    await call.reply(await call.service.tenants.tickets.issue(call.tenant, hashed))
 
 
 def _of_client(openai: Handler, anthropic: Handler) -> Handler:

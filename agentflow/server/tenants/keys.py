@@ -48,7 +48,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
 from agentflow.server.addresses import client_of
 from agentflow.server.tenants.rate_limit import Bucket
-from agentflow.server.tenants.tickets import SessionTickets
+from agentflow.server.tenants.tickets import SessionTickets, TicketStore
 
 MAX_NAME_CHARS = 64
 MAX_DOLLARS = 1e9
@@ -260,7 +260,7 @@ class Tenants:
         self._file = file
         self._tenant_of = self._read()
         self.failed_keys = FailedKeys()
-        self.tickets = SessionTickets()
+        self.tickets: TicketStore = SessionTickets()
 
     @property
     def need_keys(self) -> bool:
@@ -289,15 +289,18 @@ class Tenants:
         self.failed_keys.passed(address, hashed)
         return tenant
 
-    def of_ticket(self, ticket: str, address: str | None) -> tuple[Tenant, str | None]:
-        """The tenant of a session ticket from this IP address, and the key that it was issued for. Uses the
-        ticket up. ``NotAuthorized`` for a wrong, used or expired one, or a revoked key; ``RateLimited`` after
-        too many wrong keys and tickets from the address."""
+    async def of_ticket(self, ticket: str, address: str | None) -> tuple[Tenant, str]:
+        """The tenant of a session ticket from this IP address, and the hash of the key that it was issued
+        for. Uses the ticket up. ``NotAuthorized`` for a wrong, used or expired one, or a revoked key;
+        ``RateLimited`` after too many wrong keys and tickets from the address; ``Overloaded``."""
         if not self.need_keys:
-            return ANONYMOUS, None
-        found = self.tickets.redeem(ticket)
-        if found is not None and self.still_names(found[1], found[0]):
-            return self.of(found[1]), found[1]
+            return ANONYMOUS, ""
+        found = await self.tickets.redeem(ticket)
+        if found is not None:
+            name, hashed = found
+            tenant = self._find(hashed)
+            if tenant is not None and tenant.name == name:
+                return tenant, hashed
         self.failed_keys.check(address, hashed_key(ticket))
         self.failed_keys.failed(address)
         raise NotAuthorized("this session ticket is unknown, used or expired: request another one")
@@ -309,6 +312,20 @@ class Tenants:
         except NotAuthorized:
             return False
 
+    def still_hashed(self, hashed: str, tenant: Tenant) -> bool:
+        """Whether the key with this hash still identifies this tenant."""
+        found = self._find(hashed) if self.need_keys else ANONYMOUS
+        return found is not None and found.name == tenant.name
+
+    def _find(self, hashed: str) -> Tenant | None:
+        """The tenant of the key with this hash. The time that this takes depends on no key."""
+        given = hashed.encode()
+        found: Tenant | None = None
+        for one, tenant in self._tenant_of.items():
+            if hmac.compare_digest(one, given):
+                found = tenant  # without a break: an unknown key takes as long
+        return found
+
     def of(self, key: str | None) -> Tenant:
         """The tenant of the key. ``NotAuthorized`` if it is unknown, or required and missing. The time that
         this takes does not depend on how similar a wrong key is."""
@@ -318,11 +335,7 @@ class Tenants:
             raise NotAuthorized(
                 "this server requires an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
-        given = hashed_key(key).encode()
-        found: Tenant | None = None
-        for hashed, tenant in self._tenant_of.items():
-            if hmac.compare_digest(hashed, given):
-                found = tenant  # without a break: an unknown key takes as long
+        found = self._find(hashed_key(key))
         if found is None:
             raise NotAuthorized("this API key is unknown: check it, or ask the server's operator for one")
         return found

@@ -2,7 +2,8 @@
 
 The page sends its key to ``POST /v1/session-ticket`` and offers the ticket as a subprotocol of the websocket.
 A ticket stands for the key once and for a short time, so one that a proxy's log has is worthless. The store
-has the hashes of tickets, in the order of their expiry."""
+has the hashes of tickets and keys, in the order of their expiry. ``shared_tickets`` has a store for several
+fronts."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -33,15 +35,27 @@ class SessionTicket(msgspec.Struct, frozen=True):
     expires_in_s: int
 
 
+class TicketStore(Protocol):
+    """The unused tickets of one front, or of several."""
+
+    async def issue(self, tenant: Tenant, hashed_key: str) -> SessionTicket:
+        """A ticket in place of the key with this hash, which identifies ``tenant``. ``RateLimited`` if the
+        tenant has ``MAX_UNUSED_TICKETS``."""
+
+    async def redeem(self, ticket: str) -> tuple[str, str] | None:
+        """The name of the tenant and the hash of the key that the ticket stands for, once; None for one that
+        is unknown, used or expired."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Unused:
-    tenant: Tenant
-    key: str | None
+    tenant: str
+    hashed_key: str
     expires_ns: int
 
 
 class SessionTickets:
-    """The unused tickets of a server. ``clock_ns``: nanoseconds. For one event loop."""
+    """The unused tickets of one front, in its memory. ``clock_ns``: nanoseconds. For one event loop."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -52,42 +66,44 @@ class SessionTickets:
         """The number of tickets in memory."""
         return len(self._unused)
 
-    def issue(self, tenant: Tenant, key: str | None) -> SessionTicket:
-        """A ticket in place of ``key``, which identifies ``tenant``. ``RateLimited`` if the tenant has
-        ``MAX_UNUSED_TICKETS``."""
+    async def issue(self, tenant: Tenant, hashed_key: str) -> SessionTicket:
+        """As in ``TicketStore``."""
         now_ns = self._clock_ns()
         self._drop_expired(now_ns)
         if self._num_of[tenant.name] >= MAX_UNUSED_TICKETS:
-            oldest = next(one for one in self._unused.values() if one.tenant.name == tenant.name)
-            error = RateLimited(
-                f"{MAX_UNUSED_TICKETS} session tickets are unused: try again when one has expired"
-            )
-            error.retry_after_s = (oldest.expires_ns - now_ns) / 1e9
-            raise error
+            oldest = next(one for one in self._unused.values() if one.tenant == tenant.name)
+            raise too_many_tickets((oldest.expires_ns - now_ns) / 1e9)
         ticket = secrets.token_urlsafe(TICKET_BYTES)
-        self._unused[_hashed(ticket)] = _Unused(tenant, key, now_ns + TICKET_LIFE_S * 1_000_000_000)
+        expires_ns = now_ns + TICKET_LIFE_S * 1_000_000_000
+        self._unused[hashed_ticket(ticket)] = _Unused(tenant.name, hashed_key, expires_ns)
         self._num_of[tenant.name] += 1
         return SessionTicket(ticket, TICKET_LIFE_S)
 
-    def redeem(self, ticket: str) -> tuple[Tenant, str | None] | None:
-        """The tenant and the key that the ticket stands for, once; None for one that is unknown, used or
-        expired."""
+    async def redeem(self, ticket: str) -> tuple[str, str] | None:
+        """As in ``TicketStore``."""
         self._drop_expired(self._clock_ns())
         # By its hash, so that the time of the search says nothing about the tickets that there are.
-        found = self._unused.pop(_hashed(ticket), None)
+        found = self._unused.pop(hashed_ticket(ticket), None)
         if found is None:
             return None
         self._forget(found)
-        return found.tenant, found.key
+        return found.tenant, found.hashed_key
 
     def _drop_expired(self, now_ns: int) -> None:
         while self._unused and next(iter(self._unused.values())).expires_ns <= now_ns:
             self._forget(self._unused.popitem(last=False)[1])
 
     def _forget(self, one: _Unused) -> None:
-        self._num_of[one.tenant.name] -= 1
-        if not self._num_of[one.tenant.name]:
-            del self._num_of[one.tenant.name]
+        self._num_of[one.tenant] -= 1
+        if not self._num_of[one.tenant]:
+            del self._num_of[one.tenant]
+
+
+def too_many_tickets(retry_after_s: float) -> RateLimited:
+    """The error of a tenant whose oldest unused ticket expires then."""
+    error = RateLimited(f"{MAX_UNUSED_TICKETS} session tickets are unused: try again when one has expired")
+    error.retry_after_s = retry_after_s
+    return error
 
 
 def ticket_of(subprotocols: Sequence[str]) -> str | None:
@@ -98,5 +114,6 @@ def ticket_of(subprotocols: Sequence[str]) -> str | None:
     return None
 
 
-def _hashed(ticket: str) -> bytes:
+def hashed_ticket(ticket: str) -> bytes:
+    """The form in which stores keep a ticket."""
     return hashlib.sha256(ticket.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,223 @@
+"""The fronts that share a store: which ones are alive, and requests from one front to another.
+
+Each front renews a key that expires, so a front that was killed is gone after ``LIFE_MS``. A front that
+receives a request for something that runs elsewhere, such as a background response, asks the front that runs
+it: requests and answers are messages in a list for each front, its inbox, so a large one does not delay the
+others' connections. If the asked front disappears meanwhile, the request fails so that clients retry it. If
+the asking one does, or its client hangs up, the work for its request is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from agentflow.errors import EngineDown, Overloaded
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.stores.shared import SharedStore
+
+logger = logging.getLogger(__name__)
+
+LIFE_MS = 6_000
+BEAT_S = 1.5
+_INBOX_LIFE_MS = 60_000
+_WAIT_S = 2
+"""The longest wait of one command for a message; less than the time limit of answers."""
+MAX_ASKED = 256
+"""The requests of other fronts that run concurrently."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """An HTTP request that another front has authenticated."""
+
+    method: str
+    path: str
+    query: bytes
+    tenant: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to it."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+class _Ask(msgspec.Struct, frozen=True, tag="ask"):
+    number: str
+    sender: str
+    request: Asked
+
+
+class _Answer(msgspec.Struct, frozen=True, tag="answer"):
+    number: str
+    answer: Answered | None  # None: the front could not answer
+
+
+class _Drop(msgspec.Struct, frozen=True, tag="drop"):
+    number: str
+
+
+_Message: TypeAlias = _Ask | _Answer | _Drop
+AnswerRequest: TypeAlias = Callable[[Asked], Awaitable[Answered]]
+
+
+@dataclass(eq=False)
+class _Pending:
+    has_ended: anyio.Event = field(default_factory=anyio.Event)
+    answer: Answered | None = None
+
+
+@dataclass(frozen=True)
+class _Running:
+    sender: str
+    scope: anyio.CancelScope
+
+
+class Fronts:
+    """The fronts of a store. ``open_fronts`` creates it."""
+
+    def __init__(self, store: SharedStore, tasks: TaskGroup, answer: AnswerRequest) -> None:
+        self._store = store
+        self._tasks = tasks
+        self._answer = answer
+        self._pending: dict[str, _Pending] = {}
+        self._running: dict[str, _Running] = {}
+        self._messages: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+
+    @property
+    def own(self) -> str:
+        """The id of this front."""
+        return self._store.front
+
+    async def is_alive(self, front: str) -> bool:
+        """Whether the front with this id runs. ``Overloaded`` if the store does not answer."""
+        key = self._store.key("front", front)
+        return front == self.own or bool(await self._store.call(lambda client: client.exists(key)))
+
+    async def ask(self, front: str, request: Asked) -> Answered:
+        """The answer of another front. ``EngineDown`` if it has gone, ``Overloaded`` if the store does not
+        answer or the other front is too busy."""
+        number = secrets.token_hex(8)
+        pending = self._pending[number] = _Pending()
+        try:
+            if not await self.is_alive(front):
+                raise gone(front)
+            await self._send(front, _Ask(number, self.own, request))
+            while not pending.has_ended.is_set():
+                with anyio.move_on_after(BEAT_S) as scope:
+                    await pending.has_ended.wait()
+                if scope.cancelled_caught and not await self.is_alive(front):
+                    raise gone(front)
+        except BaseException:
+            with anyio.move_on_after(1, shield=True), suppress(Overloaded):
+                await self._send(front, _Drop(number))
+            raise
+        finally:
+            del self._pending[number]
+        if pending.answer is None:
+            raise Overloaded(f"the server {front!r}, which runs this, is busy: try again in a moment")
+        return pending.answer
+
+    async def _send(self, front: str, message: _Message) -> None:
+        key, data = self._store.key("inbox", front), msgspec.msgpack.encode(message)
+
+        async def push(client: object) -> None:
+            pipeline = client.pipeline(transaction=True)  # type: ignore[attr-defined]
+            await pipeline.rpush(key, data).pexpire(key, _INBOX_LIFE_MS).execute()
+
+        await self._store.call(push)
+
+    async def beat(self) -> None:
+        """Renews this front's key, until it is cancelled. Requests of fronts that are gone are cancelled."""
+        key = self._store.key("front", self.own)
+        while True:
+            with suppress(Overloaded):
+                await self._store.call(lambda client: client.set(key, 1, px=LIFE_MS))
+                for running in [*self._running.values()]:
+                    if not await self.is_alive(running.sender):
+                        running.scope.cancel()
+            await anyio.sleep(BEAT_S)  # noqa: TID251 - the time is the purpose
+
+    async def receive(self) -> None:
+        """Receives messages, until it is cancelled."""
+        key = self._store.key("inbox", self.own)
+        while True:
+            try:
+                found = await self._store.call(lambda client: client.blpop([key], timeout=_WAIT_S))
+            except Overloaded:
+                await anyio.sleep(BEAT_S)  # noqa: TID251 - until the store may answer again
+                continue
+            if found is None:
+                continue
+            try:
+                message = self._messages.decode(found[1])
+            except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
+                self._store.ignore(key, error)
+                continue
+            self._take(message)
+
+    def _take(self, message: _Message) -> None:
+        match message:
+            case _Ask() as ask:
+                scope = anyio.CancelScope()
+                self._running[ask.number] = _Running(ask.sender, scope)
+                self._tasks.start_soon(self._run, ask, scope, len(self._running) > MAX_ASKED)
+            case _Answer():
+                pending = self._pending.get(message.number)
+                if pending is not None:
+                    pending.answer = message.answer
+                    pending.has_ended.set()
+            case _Drop() if (running := self._running.get(message.number)) is not None:
+                running.scope.cancel()
+            case _:
+                pass
+
+    async def _run(self, ask: _Ask, scope: anyio.CancelScope, is_full: bool) -> None:
+        answer: Answered | None = None
+        try:
+            with scope:
+                answer = None if is_full else await self._answer(ask.request)
+            if not scope.cancelled_caught:
+                await self._send(ask.sender, _Answer(ask.number, answer))
+        except Overloaded as error:
+            logger.warning("a request of the server %s is not answered: %s", ask.sender, error)
+        except Exception:
+            logger.exception("a request of the server %s failed", ask.sender)
+            with suppress(Overloaded):
+                await self._send(ask.sender, _Answer(ask.number, None))
+        finally:
+            del self._running[ask.number]
+
+
+def gone(front: str) -> EngineDown:
+    """The error of a request for something that ran on a front that is gone."""
+    return EngineDown(f"the server {front!r}, which ran this, is gone: start it again")
+
+
+@asynccontextmanager
+async def open_fronts(store: SharedStore, answer: AnswerRequest) -> AsyncIterator[Fronts]:
+    """The scope in which this front is known to others and answers them with ``answer``."""
+    async with open_task_group() as group:
+        fronts = Fronts(store, group, answer)
+        key = store.key("front", store.front)
+        await store.call(lambda client: client.set(key, 1, px=LIFE_MS))
+        group.start_soon(fronts.beat)
+        group.start_soon(fronts.receive)
+        try:
+            yield fronts
+        finally:
+            group.cancel_scope.cancel()
+            with anyio.move_on_after(1, shield=True), suppress(Overloaded):
+                await store.call(lambda client: client.delete(key))

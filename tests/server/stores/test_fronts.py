@@ -1,0 +1,127 @@
+"""Requests from one front to another through Redis, and fronts that disappear."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from support.redis_server import RedisServer, shared_store
+
+from agentflow.errors import EngineDown, Overloaded
+from agentflow.server.stores import fronts as fronts_module
+from agentflow.server.stores.fronts import Answered, Asked, Fronts, open_fronts
+
+pytestmark = pytest.mark.anyio
+BODY = bytes(range(256)) * 4
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _short_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fronts_module, "BEAT_S", 0.05)
+
+
+class Peer:
+    """Answers requests with their body, or never."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.was_cancelled = anyio.Event(), anyio.Event()
+
+    async def answer(self, asked: Asked) -> Answered:
+        self.has_begun.set()
+        if asked.path == "/fails":
+            raise ValueError("a fault")
+        if asked.path == "/never":
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self.was_cancelled.set()
+        return Answered(status=201, headers=((b"a", b"b"),), body=asked.tenant.encode() + asked.body)
+
+
+def asked(path: str = "/") -> Asked:
+    return Asked(method="GET", path=path, query=b"", tenant="ann", headers=(), body=BODY)
+
+
+@asynccontextmanager
+async def two_fronts(redis: RedisServer) -> AsyncIterator[tuple[Fronts, Fronts, Peer]]:
+    peer = Peer()
+    async with (
+        shared_store(redis) as here,
+        shared_store(redis, here.prefix, front="b") as there,
+        open_fronts(here, Peer().answer) as one,
+        open_fronts(there, peer.answer) as other,
+    ):
+        yield one, other, peer
+
+
+async def test_a_front_answers_another(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, _):
+        answers: list[Answered] = []
+
+        async def ask() -> None:
+            answers.append(await here.ask(there.own, asked()))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(ask)
+        assert answers == [Answered(status=201, headers=((b"a", b"b"),), body=b"ann" + BODY)] * 20
+        with pytest.raises(Overloaded):
+            await here.ask(there.own, asked("/fails"))
+        assert (await here.ask(there.own, asked())).status == 201
+
+
+async def test_a_request_that_is_cancelled_is_cancelled_where_it_runs(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.ask, there.own, asked("/never"))
+            await peer.has_begun.wait()
+            group.cancel_scope.cancel()
+        await peer.was_cancelled.wait()
+
+
+async def test_a_front_that_disappears_fails_what_it_was_asked(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+        key = here._store.key("front", there.own)
+
+        async def kill() -> None:
+            await peer.has_begun.wait()
+            there._tasks.cancel_scope.cancel()
+            await peer.was_cancelled.wait()
+            await here._store.call(lambda client: client.delete(key))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(kill)
+            with pytest.raises(EngineDown):
+                await here.ask(there.own, asked("/never"))
+        assert not await here.is_alive(there.own)
+        with pytest.raises(EngineDown):
+            await here.ask(there.own, asked())
+
+
+async def test_a_front_that_asked_and_disappeared_runs_nothing(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+        message = fronts_module._Ask("1", "gone", asked("/never"))
+        await here._send(there.own, message)
+        await peer.was_cancelled.wait()
+
+
+async def test_foreign_messages_are_skipped(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, _):
+        key = here._store.key("inbox", there.own)
+        for value in (
+            b"",
+            b"\xc1",
+            b"\x91" * 5_000,
+            b"{}",
+            fronts_module.msgspec.msgpack.encode({"type": "no"}),
+        ):
+            await here._store.call(lambda client, value=value: client.rpush(key, value))
+        await here._send(there.own, fronts_module._Answer("unknown", None))
+        assert (await here.ask(there.own, asked())).status == 201

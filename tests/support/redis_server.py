@@ -1,0 +1,79 @@
+"""A real Redis server on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentflow.server.stores.shared import SharedStore
+
+
+@dataclass
+class RedisServer:
+    """``url``: for ``SharedStore``."""
+
+    port: int
+    _folder: Path
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self, *options: str) -> None:
+        """Starts it, empty, and waits until it answers."""
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--appendonly", "no", "--dir", str(self._folder), *options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as peer:
+                peer.sendall(b"PING\r\n")
+                if peer.recv(100):
+                    return
+            assert self._process.poll() is None, "redis-server did not start"
+            assert time.monotonic() < deadline, "redis-server does not answer"
+            time.sleep(0.01)  # noqa: TID251 - another process has no event
+
+    def stop(self) -> None:
+        """Kills it. Its data is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
+    """A server with these options on a free port."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = RedisServer(port, folder)
+    try:
+        server.start(*options)
+        yield server
+    finally:
+        server.stop()
+
+
+@asynccontextmanager
+async def shared_store(
+    server: RedisServer, prefix: str | None = None, **options: Any
+) -> AsyncIterator[SharedStore]:
+    """A front's connection. ``prefix``: by default one that no other test has."""
+    store = SharedStore(server.url, prefix=prefix or f"{secrets.token_hex(8)}:", **options)
+    async with store.running():
+        yield store
