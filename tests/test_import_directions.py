@@ -62,6 +62,7 @@ ROOMS = {
     ),
     "runtime": (
         "backoff",
+        "circuit",
         "payer",
         "declared",
         "limits",

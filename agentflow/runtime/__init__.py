@@ -6,6 +6,7 @@ variables and spreads failures, and ``interpreter`` runs the op streams of a ses
 its turns of the event loop, ``limits`` counts time, tokens and memory, and ``observation`` lets clients watch
 the scheduler. ``programs`` is the graph of a program, which advises the scheduler. Ground for other packages:
 ``declared`` describes settings, ``task_group`` extends anyio, ``payer`` says who pays for calls to APIs,
-``telemetry`` connects to OpenTelemetry, ``backoff`` computes pauses between attempts, ``locked_file`` writes
-files with one writer, and ``word_embedding`` embeds texts without a model.
+``telemetry`` connects to OpenTelemetry, ``backoff`` computes pauses between attempts, ``circuit`` learns
+whether an endpoint is asked at all, ``locked_file`` writes files with one writer, and ``word_embedding``
+embeds texts without a model.
 """

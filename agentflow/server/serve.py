@@ -24,6 +24,7 @@ import anyio
 import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from agentflow.engine.machine import collect_garbage_rarely
@@ -128,7 +129,7 @@ def serve(
     budget = shutdown or ShutdownBudget(DRAIN_S)
 
     async def main() -> None:
-        with anyio.CancelScope() as scope, _Signals(scope) as signals:
+        with anyio.CancelScope() as scope, Signals(scope) as signals:
             async with (
                 running_server(
                     open_models,
@@ -187,7 +188,7 @@ async def running_server(
     with contextlib.closing(listen(host, port)) as listener:
         app = create_app(open_models, limits, http_limits=http_limits, access=access)
         # Before the models, so that a bad certificate fails immediately.
-        server = _HttpServer(_config(app, limits, tls), limits, listener)
+        server = HttpServer(http_config(app, limits, tls), limits, listener)
         async with open_task_group() as group:
             group.start_soon(server.run_shielded)
             try:
@@ -233,7 +234,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
+def http_config(app: ASGIApp, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
+    """How uvicorn serves the application. ``ServerError`` for a certificate that cannot be used."""
     config = uvicorn.Config(
         app,
         http=timed_http_protocol(limits.header_timeout_s, limits.idle_timeout_s),
@@ -260,7 +262,7 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
     return config
 
 
-class _HttpServer:
+class HttpServer:
     """Serves the application on one socket. Replaces ``uvicorn.Server``, which installs signal handlers, and
     which polls every 0.1 s for the end of the server and of its connections."""
 
@@ -336,7 +338,7 @@ async def _reload_keys(service: Service, has_hung_up: Callable[[], Coroutine[Any
             logger.error("the keys file is invalid, and the previous keys stay valid: %s", error)
 
 
-class _Signals:
+class Signals:
     """The signal handlers of a server, from before it loads models until its end. SIGHUP is recorded. The
     second SIGINT or SIGTERM cancels ``scope``, and so does the first before ``until_stop`` is called. A third
     one has its previous effect."""
@@ -373,7 +375,7 @@ class _Signals:
         for number in numbers:
             signal.signal(number, self._previous[number])
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._stop)
         if hasattr(signal, "SIGHUP"):

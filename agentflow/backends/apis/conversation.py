@@ -15,7 +15,6 @@ from typing import NamedTuple
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
-from agentflow.backends.apis.http.circuit import HasAlternative, no_alternative
 from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
@@ -29,6 +28,7 @@ from agentflow.protocol.chat import (
     ToolSpec,
 )
 from agentflow.protocol.images import Image, Medium, PlacedImage, kind_of, placed_medium
+from agentflow.runtime.circuit import HasAlternative, no_alternative
 from agentflow.runtime.generator import Upcoming
 
 Encode = Callable[[Message], bytes]

@@ -22,7 +22,6 @@ import msgspec
 from agentflow.backends.apis.addresses import api_backend
 from agentflow.backends.apis.asked_server import AskedServer
 from agentflow.backends.apis.http.api_errors import is_endpoint_fault, is_transient
-from agentflow.backends.apis.http.circuit import no_alternative
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiBackend
 from agentflow.backends.local import interpreted
@@ -34,6 +33,7 @@ from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats, summed
 from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.circuit import no_alternative
 from agentflow.runtime.generator import (
     Decided,
     EmbeddingOptions,

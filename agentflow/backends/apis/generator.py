@@ -29,7 +29,6 @@ from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.conversation import ApiContext, num_chars_of, prefix_key
 from agentflow.backends.apis.embeddings import ApiEmbedder
 from agentflow.backends.apis.hedging import Lane, Race
-from agentflow.backends.apis.http.circuit import Circuit
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.speculation import (
@@ -56,6 +55,7 @@ from agentflow.protocol.decisions import Question, probabilities_of, question_te
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.circuit import Circuit
 from agentflow.runtime.generator import (
     Decided,
     EmbeddingOptions,

@@ -27,7 +27,6 @@ from agentflow.backends.apis.chat.flavours import (
 )
 from agentflow.backends.apis.chat.sampling_fields import KEPT_HERE
 from agentflow.backends.apis.http.api_errors import ErrorMapping
-from agentflow.backends.apis.http.circuit import Circuit
 from agentflow.backends.apis.prices import FREE, NO_COSTS, Billing, Costs
 from agentflow.backends.local import interpreted
 from agentflow.errors import (
@@ -43,6 +42,7 @@ from agentflow.protocol.backend import Connection, Deliver
 from agentflow.protocol.batches import BatchNotes
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_number, is_whole
+from agentflow.runtime.circuit import Circuit
 from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # they import httpx2

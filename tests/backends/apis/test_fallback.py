@@ -28,8 +28,7 @@ from support.apis.fake_server import (
 )
 
 import agentflow as af
-from agentflow.backends.apis.http import circuit, transport
-from agentflow.backends.apis.http.circuit import Circuit
+from agentflow.backends.apis.http import transport
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
@@ -43,6 +42,8 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
+from agentflow.runtime import circuit
+from agentflow.runtime.circuit import Circuit
 
 pytestmark = pytest.mark.anyio
 

@@ -4,6 +4,7 @@ whole answer."""
 from __future__ import annotations
 
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,26 @@ async def test_a_proxy_is_asked(monkeypatch: pytest.MonkeyPatch, is_in_environme
         async with open_http("http://nowhere.invalid/v1", {}, proxy=proxy) as http:
             await http.get("models")
         assert server.last.path == "http://nowhere.invalid/v1/models"
+
+
+async def test_the_answer_to_head_has_a_length_and_no_body() -> None:
+    head = RawAnswer([OK + b"content-length: 5\r\n\r\n", Hold()])
+    async with fake_server([head]) as server:
+        connections = pool()
+        with anyio.fail_after(5):
+            response = await connections.handle_async_request(httpx2.Request("HEAD", server.url))
+            assert (response.headers["content-length"], await response.aread()) == ("5", b"")
+            await response.aclose()
+        assert connections.num_in_use == 0
+
+
+@pytest.mark.parametrize("length", [None, "9"])
+async def test_a_body_that_is_made_while_it_is_sent(length: str | None) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"{}", b"", b"  -  ", b"{}"):
+            yield piece
+
+    headers = {} if length is None else {"content-length": length}
+    async with fake_server([Answer(b"{}")]) as server, httpx2.AsyncClient(transport=pool()) as client:
+        got = await client.post(server.url, content=pieces(), headers=headers)
+        assert (got.status_code, server.received[0].body) == (200, b"{}  -  {}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from agentflow.backends.apis.http import circuit as limits
+from agentflow.runtime import circuit as limits
 
 
 @dataclass

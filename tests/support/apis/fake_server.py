@@ -228,12 +228,29 @@ class _Reader:
         first, *lines = head.decode("latin-1").split("\r\n")
         method, path, _ = first.split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        length = int(headers.get("content-length", "0"))
-        while len(self._rest) < length:
-            if not await self._receive():
-                raise _GoneError
-        body, self._rest = self._rest[:length], self._rest[length:]
+        if headers.get("transfer-encoding") == "chunked":
+            body = b""
+            while chunk := (await self._take(int(await self._line(), 16) + 2))[:-2]:
+                body += chunk
+        else:
+            body = await self._take(int(headers.get("content-length", "0")))
         return Received(method, path, headers, body, connection)
+
+    async def _line(self) -> bytes:
+        while b"\r\n" not in self._rest:
+            await self._receive_more()
+        line, _, self._rest = self._rest.partition(b"\r\n")
+        return line
+
+    async def _take(self, length: int) -> bytes:
+        while len(self._rest) < length:
+            await self._receive_more()
+        taken, self._rest = self._rest[:length], self._rest[length:]
+        return taken
+
+    async def _receive_more(self) -> None:
+        if not await self._receive():
+            raise _GoneError
 
     async def _receive(self) -> bool:
         try:

@@ -1,7 +1,6 @@
 """The HTTP side of backends behind an API.
 
 ``transport`` sends a request over ``connections`` and reads its stream, with retries; ``pacing`` learns how
-many requests a provider accepts at a time, and ``circuit`` whether an endpoint is asked at all;
-``event_stream`` reads server-sent events; ``api_errors`` explains refusals. ``file_slots`` puts files into a
-body while it is sent.
+many requests a provider accepts at a time; ``event_stream`` reads server-sent events; ``api_errors`` explains
+refusals. ``file_slots`` puts files into a body while it is sent.
 """

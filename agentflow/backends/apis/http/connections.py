@@ -23,8 +23,6 @@ import httptools
 import httpx2
 from anyio.abc import ByteStream, SocketAttribute
 
-from agentflow.backends.apis.http.file_slots import FilledBody
-
 MAX_HEAD_BYTES = 100 * 1024
 """The most bytes of a response's head, and of its framing between two parts of its body."""
 SMALL_BYTES = 64 * 1024
@@ -56,7 +54,8 @@ class Connections(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Sends a request, and returns when the head of its response has arrived."""
         head = _request_head(request)
-        body = request.stream if isinstance(request.stream, FilledBody) else await request.aread()
+        is_whole = isinstance(request.stream, httpx2.ByteStream)
+        body = await request.aread() if is_whole else _pieces(request)
         url = request.url
         origin = (url.scheme, url.raw_host.decode(), url.port or (443 if url.scheme == "https" else 80))
         connection = await self._idle_connection(origin)
@@ -64,7 +63,7 @@ class Connections(httpx2.AsyncBaseTransport):
             connection = await self._connect(origin, request.extensions.get("timeout", {}).get("connect"))
         self._in_use.add(connection)
         try:
-            await connection.exchange(head, body)
+            await connection.exchange(head, body, has_body=request.method != "HEAD")
         except BaseException:
             await self._release(connection)
             raise
@@ -169,6 +168,7 @@ class _Connection:
         self._parts: list[bytes] = []  # of the body, that were not read yet
         self._num_framing_bytes = 0
         self._has_head = self._is_complete = False
+        self._has_body = True
 
     # The pool
 
@@ -199,9 +199,13 @@ class _Connection:
 
     # One request
 
-    async def exchange(self, head: bytes, body: bytes | FilledBody) -> None:
-        """Sends a request, and receives the head of the response."""
+    async def exchange(
+        self, head: bytes, body: bytes | AsyncIterator[bytes], *, has_body: bool = True
+    ) -> None:
+        """Sends a request, and receives the head of the response. ``has_body``: of the response; the answer
+        to HEAD has none, whatever its length says."""
         self._begin()
+        self._has_body = has_body
         if isinstance(body, bytes) and len(body) <= SMALL_BYTES:
             await self._send(head + body)
             await self._receive_head()
@@ -219,7 +223,7 @@ class _Connection:
         if failure is not None:
             raise failure
 
-    async def _send(self, head: bytes, body: bytes | FilledBody = b"") -> None:
+    async def _send(self, head: bytes, body: bytes | AsyncIterator[bytes] = b"") -> None:
         with suppress(*_LOST):  # the server may have answered before
             if isinstance(body, bytes):
                 await self._stream.send(head + body)
@@ -293,6 +297,8 @@ class _Connection:
         self.status = self._parser.get_status_code()
         self._has_head = self.status >= 200
         self.http_version = f"HTTP/{self._parser.get_http_version()}".encode()
+        if self._has_head and not self._has_body:
+            self._is_complete = True  # the parser would wait for the body: the connection is not kept
 
     def on_body(self, part: bytes) -> None:
         if not self._is_complete:
@@ -312,6 +318,19 @@ def _is_readable(socket: SocketType) -> bool:
     poll = select.poll()  # also for descriptors beyond 1,023
     poll.register(socket, select.POLLIN)
     return bool(poll.poll(0))
+
+
+async def _pieces(request: httpx2.Request) -> AsyncIterator[bytes]:
+    """A body that is made while it is sent, in chunks if its length is not known."""
+    assert isinstance(request.stream, httpx2.AsyncByteStream)
+    is_chunked = "transfer-encoding" in request.headers
+    async for piece in request.stream:
+        if not is_chunked:
+            yield piece
+        elif piece:
+            yield b"%x\r\n%b\r\n" % (len(piece), piece)
+    if is_chunked:
+        yield b"0\r\n\r\n"
 
 
 def _request_head(request: httpx2.Request) -> bytes:

@@ -22,13 +22,13 @@ import httpx2
 import msgspec
 
 from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fault, is_transient
-from agentflow.backends.apis.http.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.backends.apis.http.connections import Connections
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
 from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s
+from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.runtime.turns import Starts
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.apis.circuit_reference import CircuitReference, Event
 
-from agentflow.backends.apis.http import circuit as limits
-from agentflow.backends.apis.http.circuit import Circuit
+from agentflow.runtime import circuit as limits
+from agentflow.runtime.circuit import Circuit
 
 Step = tuple[str, int, float | None]  # the kind, which of the running requests, and a time
 
