@@ -145,7 +145,17 @@ ROOMS = {
         "local_engine",
         "simulator",
     ),
-    "cluster": ("prefix_tree", "feed", "load", "router", "published", "simulation"),
+    "cluster": (
+        "prefix_tree",
+        "feed",
+        "load",
+        "router",
+        "published",
+        "simulation",
+        "sent_cache",
+        "learned_cost",
+        "text_router",
+    ),
     "server": (
         "log",
         "addresses",

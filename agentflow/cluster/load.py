@@ -33,7 +33,7 @@ depend on the request is computed then, for the one replica. A decision is arith
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +88,7 @@ class Call:
     task_group: Hashable = None  # siblings that one consumer waits for
     program: Hashable = None
     rank: int = 0  # requests of its program that run before it
+    barred: Sequence[Replica] = ()  # replicas that it must not run on
     # Set by a router:
     replica: Replica = -1
     num_hit: int = 0  # tokens that the replica was expected to hold
@@ -138,6 +139,7 @@ class Loads:
         self._throughput_at = -math.inf  # when a request for throughput came last
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
         self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
+        self._is_uneven = False
         self._resize(8)
 
     def _resize(self, size: int) -> None:
@@ -161,6 +163,7 @@ class Loads:
         self._stall = grown("_stall", 0.0)  # the same for a reader beside work for throughput
         self._mixed = grown("_mixed", 0.0)  # what a reader takes from throughput, for each token
         self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
+        self._slowness = grown("_slowness", 1.0)  # its times, by those of the shape
         for adapter, seconds in self._missing.items():
             self._missing[adapter] = np.pad(seconds, (0, size - old))
 
@@ -188,6 +191,17 @@ class Loads:
         if adapter not in self._missing:
             self._missing[adapter] = np.zeros(len(self._loads))
         self._missing[adapter][replica] = seconds
+
+    def set_shape(self, shape: EngineShape) -> None:
+        """The engines are different from what was known."""
+        self._shape = shape
+        for replica in self._present:
+            self._refresh(replica)
+
+    def set_slowness(self, replica: Replica, factor: float) -> None:
+        """How long the replica takes, by the time of an engine of the shape."""
+        self._slowness[replica] = factor
+        self._is_uneven = bool((self._slowness != 1.0).any())
 
     def cached(self, replica: Replica, num_tokens: float) -> None:
         """The replica reports this many tokens in its cache."""
@@ -252,6 +266,11 @@ class Loads:
             others += self._mixed * output
         if call.adapter in self._missing:
             own += self._missing[call.adapter]
+        if self._is_uneven:
+            own *= self._slowness
+            others *= self._slowness
+        if call.barred:
+            own[list(call.barred)] = math.inf
         return Terms(own, others)
 
     def expected_output(self, call: Call) -> int:

@@ -90,6 +90,12 @@ class Router:
         self._followers[replica].lost()
         self._num_cached[replica] = 0
 
+    def forget(self, replica: Replica) -> None:
+        """What a replica held is gone. Its requests in progress stay until they end."""
+        self._followers[replica].lost()
+        self._num_cached[replica] = 0
+        self.loads.cached(replica, 0)
+
     def receive(self, update: Update) -> bool:
         """Reads a report. Returns False if a snapshot is needed."""
         follower = self._followers[update.replica]

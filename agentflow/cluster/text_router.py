@@ -1,0 +1,130 @@
+"""Places requests on servers of other makes, by their text.
+
+The router has no tokenizer of theirs. It takes four bytes of UTF-8 for a token, which is about the length of
+one in English, so that tree, cost and task groups (``router``) work on text unchanged: a run of tokens is a
+run of bytes. The servers report nothing. What they hold follows from the prompts that they were sent
+(``sent_cache``), and their speed from the times of their answers (``learned_cost``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentflow.cluster.learned_cost import LearnedCost, mean_cost
+from agentflow.cluster.load import Call, EngineShape
+from agentflow.cluster.prefix_tree import Replica
+from agentflow.cluster.router import Router
+from agentflow.cluster.sent_cache import SentCache
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
+
+MAX_RUN_BYTES = 1024 * 1024
+"""The beginning of a prompt that is compared."""
+MAX_RUNNING = 256
+"""Requests in one batch of a server, as vLLM has it by default."""
+LEARNED_S = 1.0
+"""The router learns the times of the servers this often."""
+EVEN = 1.3
+"""Servers whose times differ by less than this factor are treated alike."""
+_LEARNED_PART = 0.05  # of the mean request, by the latest one
+
+
+def text_run(text: bytes) -> TokenRun:
+    """UTF-8 text as a run.
+
+    >>> text_run(b"hello"), text_run(b"")
+    (b'hello   ', b'    ')
+    """
+    text = text[:MAX_RUN_BYTES]
+    return text.ljust(max(1, -(-len(text) // TOKEN_BYTES)) * TOKEN_BYTES)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request in progress."""
+
+    at_s: float
+    num_units: int  # to compute before its first token, the queue included
+
+
+class TextRouter:
+    """Places the requests for one model on numbered servers.
+
+    Args:
+        servers: Their numbers. A call bars those that do not answer.
+        cache_tokens: The size of a server's cache.
+    """
+
+    def __init__(self, servers: Sequence[Replica], cache_tokens: int) -> None:
+        self._cache_tokens = cache_tokens
+        self._costs = {server: LearnedCost() for server in servers}
+        self._shape = EngineShape(mean_cost(list(self._costs.values())), MAX_RUNNING, cache_tokens)
+        self.router = Router(self._shape)
+        self._epochs = dict.fromkeys(servers, 0)
+        self._caches: dict[Replica, SentCache] = {}
+        self._waiting_units = dict.fromkeys(servers, 0)
+        self._sent: dict[Call, _Sent] = {}
+        self._mean_units, self._mean_output = 256.0, 64.0
+        self._learned_at_s = 0.0
+        for server in servers:
+            self.router.add(server)
+            self._caches[server] = self._new_cache(server)
+
+    def place(self, calls: Sequence[Call], now_s: float) -> None:
+        """Sets the ``replica`` and ``num_hit`` of requests that came together. None may bar all servers, and
+        the members of a task group bar the same."""
+        self.router.place(calls, now_s)
+        for call in calls:
+            missing = call.num_tokens - call.num_hit
+            self._waiting_units[call.replica] += missing
+            self._sent[call] = _Sent(now_s, self._waiting_units[call.replica])
+
+    def started(self, call: Call, now_s: float) -> None:
+        """The first bytes of the answer came."""
+        sent = self._sent[call]
+        self._costs[call.replica].observe(sent.num_units, 0, now_s - sent.at_s)
+        self._computed(call)
+        self.router.started(call, now_s)
+
+    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+        """The answer is complete, with about this many tokens; 0: it is not, or they are unknown."""
+        sent, missing = self._sent.pop(call), call.num_tokens - call.num_hit
+        if num_output:
+            self._costs[call.replica].observe(sent.num_units, num_output, now_s - sent.at_s)
+            self._mean_units += _LEARNED_PART * (missing - self._mean_units)
+            self._mean_output += _LEARNED_PART * (num_output - self._mean_output)
+        if not call.has_started:
+            if num_output:
+                self._computed(call)
+            else:
+                self._waiting_units[call.replica] -= missing
+        self.router.ended(call, num_output, now_s)
+        if now_s - self._learned_at_s >= LEARNED_S:
+            self._learned_at_s = now_s
+            self._learn()
+
+    def forget(self, server: Replica) -> None:
+        """The server's process was lost, and its cache with it."""
+        self.router.forget(server)
+        self._epochs[server] += 1
+        self._caches[server] = self._new_cache(server)
+
+    def _new_cache(self, server: Replica) -> SentCache:
+        return SentCache(server, "", self._cache_tokens, self._epochs[server])
+
+    def _computed(self, call: Call) -> None:
+        self._waiting_units[call.replica] -= call.num_tokens - call.num_hit
+        update = self._caches[call.replica].sent(call.key, call.run)
+        if update is not None:
+            self.router.receive(update)
+
+    def _learn(self) -> None:
+        """Tells the router the times of the servers."""
+        cost = mean_cost(list(self._costs.values()))
+        self._shape = EngineShape(cost, MAX_RUNNING, self._cache_tokens)
+        self.router.loads.set_shape(self._shape)
+        mean_s = cost.row_s * self._mean_units + cost.base_s * self._mean_output
+        for server, learned in self._costs.items():
+            own_s = learned.unit_s * self._mean_units + learned.output_s * self._mean_output
+            factor = own_s / mean_s
+            self.router.loads.set_slowness(server, 1.0 if 1 / EVEN < factor < EVEN else factor)
