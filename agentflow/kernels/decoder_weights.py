@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentflow.kernels.activations import Activation
 from agentflow.kernels.inputs import LinearWeight
+from agentflow.kernels.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,21 @@ class LayerWeights:
     rope: int | None = 0  # the index in ``DecoderWeights.ropes``; None: heads do not rotate
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a model that one rank has (tensor parallel): some of the heads, of the inner dimensions of
+    each MLP, and of the vocabulary."""
+
+    ranks: Ranks
+    first_token: int  # of the vocabulary, in the first row of the rank's embedding and head
+    token_counts: tuple[int, ...]  # the size of each rank's part of the vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the whole vocabulary."""
+        return sum(self.token_counts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
     """A decoder without its head."""
@@ -118,6 +134,7 @@ class DecoderWeights:
     logit_cap: float = 0.0  # 0: none
     activation: Activation = "silu"  # of the MLPs
     is_gated: bool = True  # the MLPs have a gate
+    part: Part | None = None  # that the other fields describe; None: the whole model
 
     @property
     def nbytes(self) -> int:

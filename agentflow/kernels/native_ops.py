@@ -345,8 +345,11 @@ def choose_tensor(logits: Tensor, staged: ChoiceRows) -> Tensor:
 
 
 # The measured parts of a forward pass, in the order of part_times.h. ``head``: single products, such as the
-# logits.
-PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head", "choice")
+# logits. ``ranks``: the sums over all ranks of a model that several processes compute, with the waits.
+PARTS = (
+    *("plan", "embed", "norm", "qkv", "rope", "attention"),
+    *("output", "gate_up", "down", "head", "choice", "ranks"),
+)
 
 
 def part_seconds() -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,9 @@ class NativeDecoder(Structure):
         ("activation", c_int64),
         ("is_gated", c_int64),
         ("layers", POINTER(NativeLayer)),
+        ("first_token", c_int64),
+        ("rank_sum", c_void_p),
+        ("rank_context", c_void_p),
     )
 
 
@@ -238,7 +241,7 @@ class Status(c_int):
     """The result of a function that can fail; anything but 0 becomes an exception."""
 
 
-FAILURES: dict[int, type[Exception]] = {1: MemoryError, 2: IndexError, 3: RuntimeError}
+FAILURES: dict[int, type[Exception]] = {1: MemoryError, 2: IndexError, 3: RuntimeError, 4: ConnectionError}
 
 # Results and arguments of the library's functions.
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -278,6 +281,13 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "af_finish_forward": (Status, []),
+    "af_ranks_memory": (c_int64, [c_int, c_int64]),
+    "af_join_ranks": (c_void_p, [c_void_p, c_int, c_int, c_int64, c_double]),
+    "af_leave_ranks": (None, [c_void_p]),
+    "af_abort_ranks": (None, [c_void_p]),
+    "af_add_in_pass": (c_int, [c_void_p, c_void_p, c_int64, c_int]),
+    "af_add_over_ranks": (Status, [c_void_p, c_void_p, c_int64, c_int]),
+    "af_gather_ranks": (Status, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
 }
 
 
@@ -402,13 +412,13 @@ def native_layer(layer: LayerWeights, packed: PackedHeads | None, head_dim: int)
 def native_decoder(weights: DecoderWeights, heads: Sequence[PackedHeads | None]) -> NativeDecoder:
     """Returns a structure that points to the weights, which must outlive it. ``heads``: of each layer; None
     without latent attention."""
-    vocab_size, hidden_size = weights.embedding.shape
+    hidden_size, part = weights.embedding.shape[1], weights.part
     layers = [
         native_layer(layer, packed, weights.head_dim)
         for layer, packed in zip(weights.layers, heads, strict=True)
     ]
     made = NativeDecoder(
-        vocab_size=vocab_size,
+        vocab_size=weights.embedding.shape[0] if part is None else part.vocab_size,
         num_layers=len(weights.layers),
         hidden_size=hidden_size,
         num_heads=weights.num_heads,
@@ -428,6 +438,9 @@ def native_decoder(weights: DecoderWeights, heads: Sequence[PackedHeads | None])
         is_gated=weights.is_gated,
         layers=(NativeLayer * len(layers))(*layers),
     )
+    if part is not None:
+        made.first_token = part.first_token
+        made.rank_sum, made.rank_context = part.ranks.native_sum()
     for place, rope in enumerate(weights.ropes):
         made.ropes[place] = NativeRope(pointer(rope.frequencies), 2 * len(rope.frequencies), rope.amplitude)
     return made

@@ -46,6 +46,7 @@ from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ChoiceRows, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
+from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ class TorchRunner:
             families.
         stream: the queue in which batches are launched ahead. None: that of a GPU, if the kernels queue their
             work; otherwise each batch is collected before the next.
+        ranks: the processes over which the model is divided: this runner has the part of one of them. Only
+            rank 0 calls ``collect``, and the others ``collect_part``.
 
     Raises:
         UnknownModel: there is no such folder.
@@ -156,11 +159,12 @@ class TorchRunner:
         num_threads: int | None = None,
         embedding: EmbeddingFolder | None = None,
         stream: DeviceStream | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         folder = Path(folder)
         torch_device = device_named(device)
         use_threads(num_threads)
-        self._kernels = kernels = _kernels(torch_device)
+        self._kernels = kernels = kernels_on(torch_device)
         torch_dtype = dtype_on(torch_device, dtype)
         if quantize is not None and quantize not in _QUANTIZED:
             raise BadArgument(
@@ -188,10 +192,13 @@ class TorchRunner:
             config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self._config, self._dtype, self._device = config, torch_dtype, torch_device
         self._adapters: dict[str, Adapter] = {}
+        num_kv_heads = config.num_kv_heads
+        if ranks is not None:
+            num_kv_heads = max(1, num_kv_heads // ranks.size)
         self._kv_pool = KvPool(
             num_layers=config.num_layers,
             num_slots=num_slots,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=config.head_dim,
             dtype=torch_dtype,
             device=torch_device,
@@ -208,14 +215,17 @@ class TorchRunner:
                 device=torch_device,
                 kernels=kernels,
                 has_head=embedding is None,
+                ranks=ranks,
             )
             self._model, described = loaded.model, _described(loaded, torch_dtype)
             if embedding is None:  # other models never decode
                 with torch.inference_mode():
                     self._model.prepare(self._kv_pool.layers)
-                tower = load_tower(
-                    folder, config.architecture, dtype=torch_dtype, device=torch_device, kernels=kernels
-                )
+                tower = None
+                if ranks is None:
+                    tower = load_tower(
+                        folder, config.architecture, dtype=torch_dtype, device=torch_device, kernels=kernels
+                    )
                 if tower is not None:
                     self.media = MediaFeatures(tower, config.hidden_size)
         self._embedding_head: EmbeddingHead | None = None
@@ -275,7 +285,7 @@ class TorchRunner:
         ):
             choice = choice_rows(sampled)
         if isinstance(model, Decoder) and model.whole_forward is not None:
-            if choice is not None:
+            if choice is not None and not model.is_part:
                 return _Launched(sampled, choice, tokens=model.whole_forward.start_tokens(given, choice))
             return _Launched(sampled, choice, hidden=model.whole_forward.start_hidden(given))
         if self._device.type == "cpu":  # this thread computes, after it has delivered earlier results
@@ -299,6 +309,14 @@ class TorchRunner:
             logits = self._model.logits(hidden[len(outputs) * MAX_LOGIT_ROWS :][: len(part.rows)])
             outputs.append(choose_tokens(logits, part, self._kernels))
         return joined(outputs) if outputs else BatchOutput(sampled.target_ids.copy(), None)
+
+    @torch.inference_mode()
+    def collect_part(self, handle: _Launched) -> None:
+        """Waits for a batch on a rank other than the first, which gets the logits of this one."""
+        assert handle.hidden is not None
+        hidden = handle.hidden()
+        for first in range(0, len(hidden), MAX_LOGIT_ROWS):
+            self._model.logits(hidden[first : first + MAX_LOGIT_ROWS])
 
     def read_adapter(self, folder: Path) -> ReadAdapter:
         config = self._config
@@ -460,7 +478,8 @@ def _described(loaded: LoadedModel, dtype: torch.dtype) -> str:
     return f"{'- and '.join(sorted(bits))}-bit weights ({', '.join(types)}), {loaded.origin}"
 
 
-def _kernels(device: torch.device) -> Kernels:
+def kernels_on(device: torch.device) -> Kernels:
+    """Returns the kernels for a device. Raises ``BadArgument`` if the chosen ones are unavailable."""
     try:
         return kernels_for(device)
     except ValueError as error:

@@ -14,6 +14,7 @@
 #include "low_rank.h"
 #include "part_times.h"
 #include "row_ops.h"
+#include "shared_ranks.h"
 
 namespace agentflow {
 
@@ -48,6 +49,8 @@ struct DecoderWeights {
     float attention_scale, attention_cap, logit_cap;  // a cap of 0: none
     int64_t activation, is_gated;  // of the MLPs
     const LayerWeights* layers;
+    int64_t first_token;  // of the vocabulary, in the first row of `embedding`
+    RankSum ranks;  // of the processes that compute the model together; `num_heads` and all matrices are this rank's parts
 
     Gating gating() const { return {Activation(activation), is_gated != 0}; }
 };
@@ -262,6 +265,7 @@ class Forward {
             const Timed timed(GATE_UP);
             mixture(m_.normed.data(), m_.hidden_stride, num_, *layer.experts, w_.gating(), m_.mlp, m_.block.data());
         }
+        sum_over_ranks(m_.block);
         const Timed timed(NORM);
         each_row([&](int64_t t) { add_block(t, layer.output_norm); });
     }
@@ -272,11 +276,21 @@ class Forward {
         {
             const Timed timed(part);
             const S* change = added(rows.data(), stride, i, weight, product);
-            if (!norm) return linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size, change);
+            if (!norm && !w_.ranks) return linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size, change);
             linear<S>(rows.data(), stride, num_, weight, m_.block.data(), w_.hidden_size, change);
         }
+        sum_over_ranks(m_.block);
         const Timed timed(NORM);
         each_row([&](int64_t t) { add_block(t, norm); });
+    }
+
+    // Replaces the values of all rows by their sums over all ranks.
+    void sum_over_ranks(std::vector<S>& values) {
+        if (!w_.ranks) return;
+        const Timed timed(RANKS);
+        if (w_.ranks.add(w_.ranks.context, values.data(), num_ * w_.hidden_size, std::is_same_v<S, bf16>)) {
+            throw RankLost("another rank of the model has ended or does not answer");
+        }
     }
 
     // Adds row t of the last block's output to the residual, after its norm if there is one.
@@ -286,10 +300,23 @@ class Forward {
         add_row(row, w_.hidden_size, residual(t));
     }
 
+    // Writes the embeddings of all tokens to the residual. A rank has some tokens of the vocabulary, and zeros for the others.
+    void embed() {
+        {
+            const Timed timed(EMBED);
+            each_row([&](int64_t t) {
+                const int64_t row = rows_.token_ids[t] - w_.first_token;
+                if (row >= 0 && row < w_.embedding.num_out) row_of<S>(w_.embedding, row, residual(t));
+                else std::fill_n(residual(t), w_.hidden_size, S{});
+            });
+        }
+        sum_over_ranks(m_.residual);
+    }
+
     void begin() {
+        embed();
         const Timed timed(EMBED);
         each_row([&](int64_t t) {
-            row_of<S>(w_.embedding, rows_.token_ids[t], residual(t));
             if (w_.embedding_scale != 1) scale_row(residual(t), w_.hidden_size, w_.embedding_scale);
             if (w_.positions) {
                 const int64_t place = rows_.positions[t] + w_.position_offset;

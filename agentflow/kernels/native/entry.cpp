@@ -14,7 +14,7 @@ using namespace agentflow;
 namespace {
 
 // The keys of native_structures.FAILURES.
-enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED };
+enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED, RANK_LOST };
 
 thread_local char failure_text[256];
 
@@ -35,6 +35,8 @@ int guarded(const Body& body) {
         return failed(OUT_OF_MEMORY, NO_MEMORY);
     } catch (const std::out_of_range& error) {
         return failed(NO_SUCH_INDEX, error.what());
+    } catch (const RankLost& error) {
+        return failed(RANK_LOST, error.what());
     } catch (const std::exception& error) {
         return failed(FAILED, error.what());
     }
@@ -218,4 +220,37 @@ EXPORT int af_finish_forward() {
         const std::lock_guard<std::mutex> lock(team().in_use, std::adopt_lock);
         team().finish();
     });
+}
+
+EXPORT int64_t af_ranks_memory(int size, int64_t slot_bytes) { return SharedRanks::memory_bytes(size, slot_bytes); }
+
+// Joins the ranks that share `memory`, which must outlive the result. A rank that waits for `limit_s` is lost.
+EXPORT void* af_join_ranks(void* memory, int rank, int size, int64_t slot_bytes, double limit_s) {
+    return new (std::nothrow) SharedRanks(memory, rank, size, slot_bytes, limit_s);
+}
+
+EXPORT void af_leave_ranks(void* ranks) { delete static_cast<SharedRanks*>(ranks); }
+
+// Another thread may call it.
+EXPORT void af_abort_ranks(void* ranks) { static_cast<SharedRanks*>(ranks)->abort(); }
+
+// The RankSum of SharedRanks, for a forward pass, which holds the team.
+EXPORT int af_add_in_pass(void* ranks, void* values, int64_t count, int is_bf16) {
+    return guarded([&] {
+        as_type(is_bf16, [&](auto type) {
+            using S = decltype(type);
+            static_cast<SharedRanks*>(ranks)->add(static_cast<S*>(values), count);
+        });
+    });
+}
+
+EXPORT int af_add_over_ranks(void* ranks, void* values, int64_t count, int is_bf16) {
+    return with_team(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        static_cast<SharedRanks*>(ranks)->add(static_cast<S*>(values), count);
+    });
+}
+
+EXPORT int af_gather_ranks(void* ranks, const float* part, int64_t num_rows, const int64_t* widths, float* out) {
+    return guarded([&] { static_cast<SharedRanks*>(ranks)->gather(part, num_rows, widths, out); });
 }

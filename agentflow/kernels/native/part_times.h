@@ -6,7 +6,7 @@
 namespace agentflow {
 
 // In the order of `native_ops.PARTS`.
-enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, NUM_PARTS };
+enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, RANKS, NUM_PARTS };
 
 inline double part_seconds[NUM_PARTS];
 

@@ -87,9 +87,15 @@ class Decoder:
         self._device = weights.final_norm.weight.device
         self.whole_forward = kernels.whole_forward(weights, head)
         layers = weights.layers
+        self._part = weights.part
         has_rules = any(layer.window or layer.sinks is not None for layer in layers) or weights.attention_cap
-        self._is_queued = (kernels.ruled_attention is not None or not has_rules) and not any(
-            isinstance(layer.qkv, LatentWeights) or isinstance(layer.mlp, Experts) for layer in layers
+        # Sums over ranks are not captured in graphs.
+        self._is_queued = (
+            weights.part is None
+            and (kernels.ruled_attention is not None or not has_rules)
+            and not any(
+                isinstance(layer.qkv, LatentWeights) or isinstance(layer.mlp, Experts) for layer in layers
+            )
         )
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and self._is_queued:
@@ -118,6 +124,11 @@ class Decoder:
         """Whether ``launch`` never waits for the device, if the kernels queue their work. It waits for
         experts, to divide the rows among them."""
         return self._is_queued
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is one rank's part of a model. Then the vocabulary is divided over the ranks."""
+        return self._part is not None
 
     def graphs(self) -> DecodeGraphs:
         """Returns graphs of decode steps, without any captured."""
@@ -149,8 +160,14 @@ class Decoder:
         return self._forward(_Batch(given, self._kernels)) if hidden is None else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] to [S, vocab_size] in float32."""
+        """[S, hidden_size] to [S, vocab_size] in float32; the ranks of a model but the first return an empty
+        tensor."""
         logits = self._kernels.exact_linear(hidden, self._head)
+        if self._part is not None:
+            gathered = self._part.ranks.gather(logits, self._part.token_counts)
+            if gathered is None:
+                return logits[:0]
+            logits = gathered
         cap = self.weights.logit_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
@@ -175,11 +192,10 @@ class Decoder:
                 products.keep_sampled()
             if isinstance(layer.qkv, LatentWeights):
                 attended = values_of(layer.qkv, attended)
-            attended = self._normed(
-                products.linear(attended, layer.output, i, "output"), layer.attention_norm
-            )
+            attended = self._summed(products.linear(attended, layer.output, i, "output"))
+            attended = self._normed(attended, layer.attention_norm)
             normed, residual = self._added(attended, residual, layer.mlp_norm)
-            out = self._normed(self._mlp(layer.mlp, normed, products, i), layer.output_norm)
+            out = self._normed(self._summed(self._mlp(layer.mlp, normed, products, i)), layer.output_norm)
             next_norm = weights.final_norm if i == last else layers[i + 1].input_norm
             if given is not None and given.is_deep(i):
                 residual = given.add_deep(residual + out, i)
@@ -190,8 +206,14 @@ class Decoder:
         return normed.index_select(0, batch.rows) if is_whole else normed
 
     def _embedded(self, batch: _Batch) -> Tensor:
-        weights = self.weights
-        hidden = self._kernels.embed(batch.token_ids, weights.embedding, weights.final_norm.weight.dtype)
+        weights, dtype, part = self.weights, self.weights.final_norm.weight.dtype, self._part
+        if part is None:
+            hidden = self._kernels.embed(batch.token_ids, weights.embedding, dtype)
+        else:
+            places = batch.token_ids - part.first_token
+            is_here = (places >= 0) & (places < weights.embedding.shape[0])
+            hidden = self._kernels.embed(torch.where(is_here, places, 0), weights.embedding, dtype)
+            hidden = self._summed(hidden.masked_fill(~is_here.unsqueeze(1), 0))
         if weights.embedding_scale != 1.0:
             hidden = hidden * weights.embedding_scale
         if weights.positions is not None:
@@ -200,6 +222,10 @@ class Decoder:
         if batch.given.given is not None:
             hidden = hidden.index_copy(0, batch.given.given.rows, batch.given.given.values)
         return hidden
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Returns the sum over all ranks of the model. May overwrite ``x``."""
+        return x if self._part is None else self._part.ranks.add(x.contiguous())
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else apply_norm(x, norm, self._kernels)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agentflow.engine.models.weights.cuts import WHOLE, Cut, Cuts
 from agentflow.engine.models.weights.packed.matrices import gguf_mxfp4_blocks
 from agentflow.engine.store.gguf.file import open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
@@ -43,6 +44,7 @@ class TensorSource(ABC):
         self.dtype = dtype
         self.device = device
         self._taken: set[str] = set()
+        self.cuts: Cuts = WHOLE  # the parts that are read; shapes in arguments are the parts' shapes
 
     @property
     @abstractmethod
@@ -74,6 +76,9 @@ class TensorSource(ABC):
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
         """Returns the tensor with that name, or None."""
+        if name in self.cuts.absent:
+            self._taken.add(name)
+            return None
         return self.take(name, *shape) if name in self.names else None
 
     def are_equal(self, first: str, second: str) -> bool:
@@ -123,18 +128,20 @@ class TensorSource(ABC):
 
     @contextmanager
     def _fitting(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """Yields the tensor as stored. Its shape is compared before memory is allocated for ``shape``: a
-        damaged config may contain any size."""
+        """Yields the tensor, or its part, as stored. Its shape is compared before memory is allocated for
+        ``shape``: a damaged config may contain any size."""
+        cut = self._cut(name)
+        whole = shape if cut is None else cut.whole
         if name not in self.names:
             raise BadModelFolder(
                 f"{self._path} has no tensor {name}: its weights are incomplete, fetch the model again",
                 param=name,
             )
         with self._stored(name) as stored:
-            if stored.shape != shape:
+            if stored.shape != whole:
                 raise BadModelFolder(
                     f"{self._path}: tensor {name} is {tuple(stored.shape)}, "
-                    f"but its config makes it {shape}: take the config and the weights of one "
+                    f"but its config makes it {whole}: take the config and the weights of one "
                     "model",
                     param=name,
                 )
@@ -145,7 +152,24 @@ class TensorSource(ABC):
                     param=name,
                 )
             self._taken.add(name)
-            yield stored
+            yield stored if cut is None else cut.part(stored)
+
+    def _cut(self, name: str) -> Cut | None:
+        """Returns the part of the tensor that is read, in the order of its axes; None: all of it."""
+        cut = self.cuts.by_name.get(name)
+        if cut is None or not self.cuts.is_transposed or len(cut.whole) != 2:
+            return cut
+        is_stored_so = name.startswith(self.cuts.untransposed) or self.is_output_first(name)
+        return cut if is_stored_so else cut.transposed
+
+    def _whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a matrix [out, in] in the file. ``shape``: of the part that is read."""
+        cut = self.cuts.by_name.get(name)
+        return shape if cut is None else cut.whole
+
+    def _cut_blocks(self, name: str, matrix: BlockMatrix) -> BlockMatrix:
+        cut = self.cuts.by_name.get(name)
+        return matrix if cut is None else cut.blocks(matrix, f"{self._path}: {name}")
 
 
 class Checkpoint(TensorSource):
@@ -223,19 +247,23 @@ class GgufCheckpoint(TensorSource):
         return self._tensors.keys()
 
     def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors.get(name)
-        if not isinstance(tensor, GgufTensor) or tensor.shape != shape or len(shape) != 2:
+        tensor, whole, cut = self._tensors.get(name), self._whole_shape(name, shape), self._cut(name)
+        if not isinstance(tensor, GgufTensor) or tensor.shape != whole or len(shape) != 2:
             return super().take(name, *shape)
         if tensor.is_transposed or tensor.paired_heads:
             return super().take(name, *shape)
         taken = torch.empty(shape, dtype=self.dtype, device=self.device)
-        step = max(1, _VALUES_CONVERTED // shape[1])
-        for begin in range(0, shape[0], step):
-            count = min(step, shape[0] - begin)
-            part = replace(tensor, first=tensor.first + begin, count=count, shape=(count, shape[1]))
-            values = np.require(part.dequantised(), requirements="W")
-            taken[begin : begin + count].copy_(torch.from_numpy(values))
-            release_file_pages(part.raw.ctypes.data, part.raw.nbytes)
+        step, done = max(1, _VALUES_CONVERTED // whole[1]), 0
+        for first, end in ((0, whole[0]),) if cut is None or cut.axis else cut.ranges:
+            for begin in range(first, end, step):
+                count = min(step, end - begin)
+                part = replace(tensor, first=tensor.first + begin, count=count, shape=(count, whole[1]))
+                values = torch.from_numpy(np.require(part.dequantised(), requirements="W"))
+                if cut is not None and cut.axis:
+                    values = cut.part(values)
+                taken[done : done + count].copy_(values)
+                done += count
+                release_file_pages(part.raw.ctypes.data, part.raw.nbytes)
         self._taken.add(name)
         return taken
 
@@ -243,10 +271,13 @@ class GgufCheckpoint(TensorSource):
         tensor = self._tensors.get(name)
         if not isinstance(tensor, GgufTensor) or not tensor.is_block_matrix:
             return None
-        if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != shape:
+        whole = self._whole_shape(name, shape)
+        if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != whole:
             return None  # ``take`` says what is wrong
         self._taken.add(name)
-        matrix = _block_matrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
+        matrix = self._cut_blocks(
+            name, _block_matrix(tensor.type_name, tensor.raw, (whole[0], whole[1]))
+        )
         return replace(matrix, is_mapped=np.may_share_memory(matrix.rows, tensor.stored.rows))
 
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:

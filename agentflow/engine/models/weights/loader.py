@@ -16,6 +16,7 @@ from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.weights.checkpoint import Checkpoint, GgufCheckpoint, TensorSource
+from agentflow.engine.models.weights.cuts import check_divides, rank_config, rank_cuts, token_counts
 from agentflow.engine.models.weights.packed.source import PackedCheckpoint
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.file import find_gguf
@@ -28,11 +29,13 @@ from agentflow.kernels.decoder_weights import (
     LayerWeights,
     Mlp,
     Norm,
+    Part,
     Rope,
     Routing,
 )
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
 from agentflow.kernels.ops import Kernels
+from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ def load_model(
     device: torch.device,
     kernels: Kernels,
     has_head: bool = True,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Loads the model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one
     is in memory in addition to the result.
@@ -75,10 +79,12 @@ def load_model(
         device: where the weights are.
         kernels: the implementation that packs them.
         has_head: load the head, which computes logits; otherwise the head in the files is ignored.
+        ranks: the processes over which the model is divided; only the part of this rank is loaded.
 
     Raises:
-        BadModelFolder: tensors are missing, misshapen or left over.
-        BadArgument: ``weights`` are to be quantised, and no matrix can be.
+        BadModelFolder: tensors are missing, misshapen or left over, or a block of quantised values would be
+            divided.
+        BadArgument: ``weights`` are to be quantised, and no matrix can be; or the model cannot be divided.
     """
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
@@ -92,7 +98,14 @@ def load_model(
                 path,
             )
             config = replace(config, tie_word_embeddings=False)
-        loader = _Loader(checkpoint, config, names, kernels, weights, device)
+        part = None
+        if ranks is not None:
+            check_divides(config, names, ranks.size)
+            checkpoint.cuts = rank_cuts(config, names, ranks.rank, ranks.size)
+            counts = token_counts(config.vocab_size, ranks.size)
+            part = Part(ranks, sum(counts[: ranks.rank]), counts)
+            config = rank_config(config, ranks.rank, ranks.size)
+        loader = _Loader(checkpoint, config, names, kernels, weights, device, part)
         model = loader.decoder()
         loader.check_quantising(path)
         checkpoint.refuse_leftovers(
@@ -146,7 +159,9 @@ class _Loader:
         kernels: Kernels,
         weights: WeightFormat,
         device: torch.device,
+        part: Part | None = None,
     ) -> None:
+        self._part = part
         self._checkpoint = checkpoint
         self._config = config
         self._names = names
@@ -211,6 +226,7 @@ class _Loader:
             logit_cap=config.logit_cap,
             activation=config.activation,
             is_gated=config.is_gated,
+            part=self._part,
         )
         return Decoder(self._kernels, weights, head)
 

@@ -80,10 +80,11 @@ class PackedCheckpoint(Checkpoint):
         if stem == name or stem not in self._matrices:
             return None
         matrix = self._matrix(stem)
-        if matrix.codes.shape != shape:
+        if matrix.codes.shape != self._whole_shape(name, shape):
             return None  # ``take`` says what is wrong
         self._taken.add(name)
-        return matrix.blocks(is_symmetric=self._scheme.is_symmetric)
+        blocks = matrix.blocks(is_symmetric=self._scheme.is_symmetric)
+        return None if blocks is None else self._cut_blocks(name, blocks)
 
     def is_output_first(self, name: str) -> bool:
         return f"{name.removesuffix('.weight')}.qweight" in self._files

@@ -1,0 +1,186 @@
+"""The processes of the other ranks, as the engine's process has them.
+
+Each is connected by a socket. It also has a lifeline, with which the kernel kills it when the engine's process
+has closed it or died: a rank that waits for another one, or that is stopped, reads no socket. So no rank
+outlives the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from agentflow.engine.child_process import import_path, received_frames, start_process, to_frame
+from agentflow.errors import EngineFailed
+
+logger = logging.getLogger(__name__)
+
+RANK_MODULE = "agentflow.engine.models.tensor_parallel.rank_process"
+END_S = 5.0
+_LENGTH = struct.Struct("!I")
+
+
+class LoadPart(msgspec.Struct, frozen=True):
+    """The first message to a rank."""
+
+    options: dict[str, Any]  # of its ``TorchRunner``, without ``ranks``
+    rank: int
+    size: int
+    collective: str  # shared, gloo or nccl
+    limit_s: float  # as of ``Ranks``
+    keeps_order: bool
+    log_level: int
+
+
+class PartLoaded(msgspec.Struct, frozen=True, tag=True):
+    """A rank is ready. ``weight_bytes``: of its part."""
+
+    weight_bytes: int
+
+
+class PartFailed(msgspec.Struct, frozen=True, tag=True):
+    """A rank ends: it cannot load its part, or a batch failed."""
+
+    message: str
+
+
+class PartLogged(msgspec.Struct, frozen=True, tag=True):
+    """A line that a rank logs."""
+
+    level: int
+    name: str
+    text: str
+
+
+from_rank_decoder: msgspec.msgpack.Decoder[PartLoaded | PartFailed | PartLogged] = msgspec.msgpack.Decoder(
+    PartLoaded | PartFailed | PartLogged
+)
+
+
+class RankGroup:
+    """Starts ranks 1 to ``len(parts)``.
+
+    Args:
+        parts: what each of them loads.
+        file: a file descriptor that they get, of the memory or the store by which they meet.
+
+    Raises:
+        EngineFailed: a process cannot be started.
+    """
+
+    def __init__(self, parts: Sequence[LoadPart], file: int) -> None:
+        self._ranks: list[_Rank] = []
+        self._lost = ""
+        self._is_closing = False
+        self._abort: Any = None
+        self._changed: SimpleQueue[int | None] = SimpleQueue()  # bytes of a loaded part; None: one is lost
+        try:
+            for part in parts:
+                rank = _Rank(part, file)
+                self._ranks.append(rank)
+                threading.Thread(
+                    target=self._watch, args=(part.rank, rank), name=f"rank-{part.rank}", daemon=True
+                ).start()
+        except OSError as error:
+            self.close()
+            raise EngineFailed(f"cannot start the processes of tensor_parallel: {error}") from error
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks from 1 on."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def wait_until_loaded(self) -> int:
+        """Returns the bytes of the weights of all ranks. Raises ``EngineFailed`` if a rank has ended."""
+        total = 0
+        for _ in self._ranks:
+            num_bytes = self._changed.get()
+            if num_bytes is None:
+                raise EngineFailed(self._lost)
+            total += num_bytes
+        return total
+
+    def abort_by(self, abort: Any) -> None:
+        """Calls ``abort`` in another thread when a rank ends."""
+        self._abort = abort
+        if self._lost:
+            abort()
+
+    def send(self, message: bytes) -> None:
+        """Sends a message to all ranks. Raises ``ConnectionError`` if one has ended."""
+        frame = _LENGTH.pack(len(message)) + message
+        try:
+            for rank in self._ranks:
+                rank.connection.sendall(frame)
+        except OSError as error:
+            raise ConnectionError(self._lost or "another rank of the model has ended") from error
+
+    @property
+    def lost(self) -> str:
+        """Why the group is of no use any more, or empty."""
+        return self._lost
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        self._is_closing = True
+        for rank in self._ranks:
+            rank.lifeline.close()
+        for rank in self._ranks:
+            try:
+                rank.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                logger.error("process %d of a rank does not end", rank.process.pid)
+            # Not closed earlier: the thread that reads it ends with the process.
+            with contextlib.suppress(OSError):
+                rank.connection.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, number: int, rank: _Rank) -> None:
+        """Reads the messages of a rank until it ends."""
+        why = "it ended"
+        with rank.connection:
+            for frame in received_frames(rank.connection):
+                message = from_rank_decoder.decode(frame)
+                if isinstance(message, PartLoaded):
+                    self._changed.put(message.weight_bytes)
+                elif isinstance(message, PartLogged):
+                    logging.getLogger(message.name).log(message.level, "rank %d: %s", number, message.text)
+                else:
+                    why = message.message
+            if self._is_closing:
+                return
+            self._lost = self._lost or f"rank {number} of the model is lost: {why}"
+            self._changed.put(None)
+            if self._abort is not None:
+                self._abort()
+
+
+class _Rank:
+    def __init__(self, part: LoadPart, file: int) -> None:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            self.connection, other_end = socket.socketpair()
+            ours.enter_context(self.connection)
+            theirs.enter_context(other_end)
+            read_end, write_end = os.pipe()
+            self.lifeline = ours.enter_context(open(write_end, "wb", buffering=0))
+            theirs.enter_context(open(read_end, "rb", buffering=0))
+            numbers = [other_end.fileno(), read_end, file]
+            self.connection.sendall(to_frame(part))
+            self.process = start_process(
+                [sys.executable, "-P", "-m", RANK_MODULE, *map(str, numbers)],
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": import_path()},
+                process_group=0,
+            )
+            ours.pop_all()

@@ -1,0 +1,95 @@
+"""The main module of a rank's process: ``python -m ... FD LIFELINE FILE``, from ``rank_group``.
+
+The first frame on the socket is ``LoadPart``; each later one is a batch (``steps``). The process ends when the
+engine's process does, or when a batch fails: the ranks have computed different things then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from agentflow.engine.child_process import received_frames, to_frame
+from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, PartFailed, PartLoaded, PartLogged
+from agentflow.engine.models.tensor_parallel.steps import StepReader
+
+_F_SETSIG = 10  # of Linux; the fcntl module has no name for it
+
+
+def die_with(lifeline: int) -> None:
+    """Makes the kernel kill this process when the other end of a pipe closes, also while it is stopped."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(lifeline, 1)  # closed before the signal was set up
+        os._exit(0)
+
+
+class _GroupLog(logging.Handler):
+    """Sends the lines that agentflow logs to rank 0."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.sendall(to_frame(PartLogged(record.levelno, record.name, self.format(record))))
+
+
+def run(connection: socket.socket, file: int) -> int:
+    """Loads a part of the model and computes batches. Returns the exit code."""
+    frames = received_frames(connection)
+    first = next(frames, None)
+    if first is None:
+        return 0
+    part = msgspec.msgpack.decode(first, type=LoadPart)
+    ours = logging.getLogger("agentflow")
+    ours.addHandler(_GroupLog(connection))
+    ours.setLevel(part.log_level)
+    try:
+        # Torch takes seconds to import, and a process whose engine is gone need not.
+        from agentflow.engine.models.tensor_parallel.joining import join
+        from agentflow.engine.models.torch_runner import TorchRunner
+        from agentflow.kernels.native_library import keep_order
+
+        if part.keeps_order:
+            keep_order()
+        options = part.options | {"folder": Path(part.options["folder"])}
+        ranks = join(part.collective, file, part.rank, part.size, options["device"], part.limit_s)
+        runner = TorchRunner(**options, ranks=ranks)
+        connection.sendall(to_frame(PartLoaded(runner.info.weight_bytes)))
+        steps = StepReader()
+        for frame in frames:
+            runner.collect_part(runner.launch(steps.batch(frame)))
+    except Exception as error:
+        ours.debug("a rank fails", exc_info=True)
+        with contextlib.suppress(OSError):
+            connection.sendall(to_frame(PartFailed(str(error) or repr(error))))
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Runs the rank whose files are in the arguments."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    socket_fd, lifeline, file = map(int, sys.argv[1:])
+    for number in (socket_fd, lifeline, file):
+        os.set_inheritable(number, False)
+    die_with(lifeline)
+    code = run(socket.socket(fileno=socket_fd), file)
+    os._exit(code)  # without the destructors of torch's threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""``ModelRunner`` for a model that several processes compute together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.machine import gpu_number, usable_cpus
+from agentflow.engine.models.config import read_folder
+from agentflow.engine.models.families.registry import FAMILIES, is_native, read_config
+from agentflow.engine.models.tensor_parallel.joining import collective_for, join, meeting_file
+from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, RankGroup
+from agentflow.engine.models.tensor_parallel.steps import StepWriter
+from agentflow.engine.models.torch_runner import TorchRunner, device_named, kernels_on
+from agentflow.engine.models.vision.loading import TOWERS
+from agentflow.engine.models.weights.cuts import check_divides
+from agentflow.engine.runner import AcceleratorFault, RunnerInfo
+from agentflow.errors import BadArgument
+from agentflow.kernels.native_library import keep_order
+from agentflow.kernels.ranks import Ranks
+from agentflow.kernels.shared_ranks import MAX_RANKS
+
+logger = logging.getLogger(__name__)
+
+LOST_RANK_S = 300.0
+"""How long a rank waits for another one. The supervisor ends an engine process earlier that does not answer."""
+
+
+class TensorParallelRunner:
+    """Divides a model over ``size`` processes, of which this one is rank 0.
+
+    A failure of any rank, memory that is short included, is an ``AcceleratorFault``: the ranks have computed
+    different things then. The model reads no images and has no adapters.
+
+    Args:
+        folder: the model folder, or a GGUF file.
+        size: the number of ranks.
+        num_slots: the size of the KV pool in tokens; each rank has a part of each slot.
+        device: as of ``TorchRunner``. On GPUs, it is the first of ``size`` consecutive ones.
+        dtype: as of ``TorchRunner``.
+        quantize: as of ``TorchRunner``.
+        num_threads: CPU threads of all ranks together; None: ``usable_cpus``.
+        keeps_order: as of ``native_library.keep_order``.
+
+    Raises:
+        UnknownModel: there is no such folder.
+        BadModelFolder: the model cannot be run.
+        BadArgument: the model cannot be divided so, or an argument is unknown or unavailable.
+        EngineFailed: a rank cannot be started, or it ended while it was loading.
+    """
+
+    info: RunnerInfo
+
+    def __init__(
+        self,
+        folder: str | Path,
+        size: int,
+        *,
+        num_slots: int,
+        device: str | None = None,
+        dtype: str = "auto",
+        quantize: str | None = None,
+        num_threads: int | None = None,
+        keeps_order: bool = False,
+    ) -> None:
+        folder = Path(folder)
+        devices = _devices(device, size)
+        _check(folder, size)
+        if keeps_order:
+            keep_order()
+        collective = collective_for(torch.device(devices[0]), kernels_on(torch.device(devices[0])))
+        options: dict[str, Any] = {
+            "folder": str(folder),
+            "num_slots": num_slots,
+            "dtype": dtype,
+            "quantize": quantize,
+            "num_threads": max(1, (num_threads or usable_cpus()) // size),
+        }
+        level = logging.getLogger("agentflow").getEffectiveLevel()
+        parts = [
+            LoadPart(options | {"device": devices[i]}, i, size, collective, LOST_RANK_S, keeps_order, level)
+            for i in range(1, size)
+        ]
+        file = meeting_file(collective, size)
+        try:
+            self._group = RankGroup(parts, file)
+            self._ranks: Ranks | None = None
+            try:
+                self._ranks = join(collective, file, 0, size, devices[0], LOST_RANK_S)
+                self._group.abort_by(self._ranks.abort)
+                self._runner = TorchRunner(**options, device=devices[0], ranks=self._ranks)
+                other_bytes = self._group.wait_until_loaded()
+            except BaseException:
+                self._end()
+                raise
+        finally:
+            os.close(file)
+        self._steps = StepWriter()
+        info = self._runner.info
+        self.info = replace(
+            info,
+            kv_bytes_per_token=info.kv_bytes_per_token * size,
+            weight_bytes=info.weight_bytes + other_bytes,
+            weights=f"{info.weights}, divided over {size} processes",
+            identity=f"{info.identity}/{size}",
+        )
+
+    @property
+    def keeps_order(self) -> bool:
+        """As of ``TorchRunner``."""
+        return self._runner.keeps_order
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks from 1 on."""
+        return self._group.pids
+
+    def launch(self, batch: Batch) -> Any:
+        with self._failures():
+            self._group.send(self._steps.message(batch))
+            return self._runner.launch(batch)
+
+    def collect(self, handle: Any) -> BatchOutput:
+        with self._failures():
+            return self._runner.collect(handle)
+
+    def close(self) -> None:
+        """Ends the other ranks and frees the memory. The runner must not be used afterwards."""
+        self._end()
+        self._runner.close()
+
+    def _end(self) -> None:
+        self._group.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except AcceleratorFault:
+            raise
+        except Exception as error:
+            raise AcceleratorFault(self._group.lost or f"{error!r} on rank 0 of the model") from error
+
+
+def _devices(device: str | None, size: int) -> list[str]:
+    """Returns the device of each rank."""
+    if sys.platform != "linux":
+        raise BadArgument("tensor_parallel needs Linux: leave it out", param="tensor_parallel")
+    if size > MAX_RANKS:
+        raise BadArgument(f"tensor_parallel is at most {MAX_RANKS}, not {size}", param="tensor_parallel")
+    first = device_named(device)
+    if first.type == "cpu":
+        return ["cpu"] * size
+    number, count = gpu_number(device), torch.cuda.device_count()
+    if number + size > count:
+        raise BadArgument(
+            f"tensor_parallel needs {size} GPUs from cuda:{number} on, and torch finds {count}",
+            param="tensor_parallel",
+        )
+    return [f"cuda:{number + i}" for i in range(size)]
+
+
+def _check(folder: Path, size: int) -> None:
+    """Refuses models that are not divided, before a process is started."""
+    if not is_native(folder):
+        raise BadArgument(
+            f"tensor_parallel needs a native architecture, and {folder.name} runs through transformers: leave "
+            "it out, or take another model",
+            param="tensor_parallel",
+        )
+    config = read_config(folder)
+    if config.architecture in TOWERS and "vision_config" in read_folder(folder)[0]:
+        raise BadArgument(
+            f"{folder.name} reads images, and such models are not divided: leave out tensor_parallel",
+            param="tensor_parallel",
+        )
+    check_divides(config, FAMILIES[config.architecture].names, size)

@@ -1,0 +1,90 @@
+"""``ranks.Ranks`` through the shared memory of one machine: a native function adds the values of all ranks.
+
+The memory has no name. Its file descriptor is passed on to the processes of the other ranks, and it is freed
+with the last of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.kernels.native_ops import library
+from agentflow.kernels.native_structures import address
+
+SLOT_BYTES = 1 << 22
+"""The memory for the values of one rank at a time; more values take turns."""
+MAX_RANKS = 64
+
+
+def shared_memory(size: int) -> int:
+    """Returns the file descriptor of memory for ``size`` ranks. Its pages take memory once they are used.
+    Raises ``NoNativeKernels``, and ``OSError`` if there is no memory."""
+    num_bytes = library().af_ranks_memory(size, SLOT_BYTES)
+    number = os.memfd_create("agentflow-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(number, num_bytes)
+    return number
+
+
+class SharedRanks:
+    """Joins the ranks that share memory.
+
+    Args:
+        memory: the file descriptor from ``shared_memory``, which may be closed afterwards.
+        rank: the number of this rank.
+        size: the number of ranks.
+        limit_s: a rank that waits longer for another one gives up.
+    """
+
+    def __init__(self, memory: int, rank: int, size: int, *, limit_s: float) -> None:
+        self._rank, self._size = rank, size
+        self._library = library()
+        self._memory = mmap.mmap(memory, self._library.af_ranks_memory(size, SLOT_BYTES))
+        place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._ranks = self._library.af_join_ranks(place, rank, size, SLOT_BYTES, limit_s)
+        if not self._ranks:
+            raise MemoryError("there is no memory for a group of ranks")
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def add(self, values: Tensor) -> Tensor:
+        assert values.is_contiguous()
+        assert values.dtype in (torch.bfloat16, torch.float32)
+        is_bf16 = values.dtype == torch.bfloat16
+        self._library.af_add_over_ranks(self._ranks, values.data_ptr(), values.numel(), is_bf16)
+        return values
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        part = part.contiguous()
+        out = None if self._rank else torch.empty(len(part), sum(widths), dtype=torch.float32)
+        counts = np.array(widths, dtype=np.int64)
+        self._library.af_gather_ranks(
+            self._ranks, part.data_ptr(), len(part), address(counts), None if out is None else out.data_ptr()
+        )
+        return out
+
+    def native_sum(self) -> tuple[int, int]:
+        function = ctypes.cast(self._library.af_add_in_pass, ctypes.c_void_p).value
+        assert function is not None
+        return function, self._ranks
+
+    def abort(self) -> None:
+        if self._ranks:
+            self._library.af_abort_ranks(self._ranks)
+
+    def close(self) -> None:
+        """The memory stays mapped until this object is freed."""
+        ranks, self._ranks = self._ranks, None
+        self._library.af_leave_ranks(ranks)
