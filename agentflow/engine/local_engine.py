@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ async def open_engine(
     folder = resolve_model(options.model)
     if options.task == "generate":
         check_generates(folder)
+    _check_divided(options)
     adapters = adapter_folders(options)
     if options.own_process:
         # Sized once, here: after a restart the pool must have the same size.
@@ -77,6 +78,28 @@ async def open_engine(
         for name, adapter in adapters.items():
             await client.load_adapter(name, adapter)
         yield client
+
+
+def rank_devices(options: EngineOptions) -> list[str | None]:
+    """The devices on which the model runs, one for each process on a GPU."""
+    if options.tensor_parallel == 1 or options.device == "cpu":
+        return [options.device]
+    first = gpu_number(options.device)
+    return [options.device, *(f"cuda:{first + i}" for i in range(1, options.tensor_parallel))]
+
+
+def _check_divided(options: EngineOptions) -> None:
+    """Refuses what a divided model cannot have. ``BadArgument``."""
+    if options.tensor_parallel == 1:
+        return
+    for is_so, feature in (
+        (options.task == "embed", "makes no embeddings"),
+        (bool(options.loras), "has no adapters: leave out loras, or merge one into the weights"),
+    ):
+        if is_so:
+            raise BadArgument(
+                f"a model with tensor_parallel {feature}", param="tensor_parallel"
+            )
 
 
 def adapter_folders(options: EngineOptions) -> dict[str, Path]:
@@ -144,6 +167,10 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     num_slots = num_slots or _kv_tokens(options, folder, device)
     embeds = options.task == "embed"
     tokenizer, template = _read_texts(options, folder)
+    if options.tensor_parallel > 1:
+        divided = _load_divided(options, folder, device, num_slots)
+        _set_ends(divided, tokenizer, template)
+        return divided, tokenizer, True
     embedding = read_embedding_folder(folder) if embeds else None
     if options.deterministic:
         from agentflow.kernels.native_library import keep_order
@@ -182,9 +209,32 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
         runner.close()
         raise _has_no_order(folder)
     if not embeds:
-        ends = all_end_ids(runner.info.end_token_ids, tokenizer, template)
-        runner.info = dataclasses.replace(runner.info, end_token_ids=ends)
+        _set_ends(runner, tokenizer, template)
     return runner, tokenizer, True
+
+
+def _set_ends(runner: ModelRunner, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    ends = all_end_ids(runner.info.end_token_ids, tokenizer, template)
+    runner.info = dataclasses.replace(runner.info, end_token_ids=ends)
+
+
+def _load_divided(options: EngineOptions, folder: Path, device: str, num_slots: int) -> ModelRunner:
+    from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
+
+    runner = TensorParallelRunner(
+        folder,
+        options.tensor_parallel,
+        device=device,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        num_slots=num_slots,
+        num_threads=options.threads,
+        keeps_order=options.deterministic,
+    )
+    if options.deterministic and not runner.keeps_order:
+        runner.close()
+        raise _has_no_order(folder)
+    return runner
 
 
 def _read_texts(options: EngineOptions, folder: Path) -> tuple[Tokenizer, ChatTemplate]:
@@ -252,13 +302,13 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def _free_bytes(device: str) -> int:
-    on_gpu = None if device == "cpu" else free_cuda_bytes(gpu_number(device))
-    return free_host_bytes() if on_gpu is None else on_gpu
+def _free_bytes(devices: Sequence[str | None]) -> int:
+    on_gpus = [None if device == "cpu" else free_cuda_bytes(gpu_number(device)) for device in devices]
+    return min((num_bytes for num_bytes in on_gpus if num_bytes is not None), default=free_host_bytes())
 
 
 def _kv_tokens(options: EngineOptions, folder: Path, device: str) -> int:
-    free_bytes = _free_bytes(device)
+    free_bytes = _free_bytes(rank_devices(replace(options, device=device)))
     need = memory_need(
         folder.name,
         folder,
@@ -268,5 +318,6 @@ def _kv_tokens(options: EngineOptions, folder: Path, device: str) -> int:
         task=options.task,
         on_gpu=device != "cpu",
         adapters=adapter_folders(options).values(),
+        ranks=options.tensor_parallel,
     )
     return fitting_kv_tokens(need, free_bytes)

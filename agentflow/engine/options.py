@@ -48,6 +48,13 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None,
         doc("where the model runs: cpu, cuda, or cuda:1 for the second GPU (not set: a GPU if there is one)"),
     ] = None
+    tensor_parallel: Annotated[
+        Count,
+        doc(
+            "processes over which the model is divided: on GPUs, each has the one after the device of the "
+            "one before; on a CPU they divide the threads"
+        ),
+    ] = 1
     kv_tokens: Annotated[
         Count | None, doc("capacity of the KV pool in tokens (not set: as many as fit into memory)")
     ] = None

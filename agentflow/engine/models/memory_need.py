@@ -76,11 +76,12 @@ class MemoryNeed:
     kv_tokens: int | None = None
     vocabulary: int = 0
     wanted_kv_tokens: float = WANTED_KV_TOKENS  # the most tokens of a pool whose size is not configured
+    processes: int = 1  # that compute the model in this memory
 
     @property
     def fixed_bytes(self) -> int:
         """Its need without the KV pool."""
-        return self.weight_bytes + work_bytes(self.vocabulary)
+        return self.weight_bytes + self.processes * work_bytes(self.vocabulary)
 
 
 def work_bytes(vocabulary: int) -> int:
@@ -98,9 +99,11 @@ def memory_need(
     task: str = "generate",
     on_gpu: bool = False,
     adapters: Iterable[Path] = (),
+    ranks: int = 1,
 ) -> MemoryNeed:
     """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
-    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``BadModelFolder``."""
+    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``ranks``: the processes
+    over which it is divided; on GPUs, the need is that of one of them. ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
@@ -117,9 +120,12 @@ def memory_need(
     if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
     with _naming(folder):
-        kv_bytes = kv_bytes_per_token(config, item_bytes)
-        most = math.inf if on_gpu else WANTED_KV_TOKENS
-        return MemoryNeed(name, weight_bytes, kv_bytes, kv_tokens, vocabulary, most)
+        kv_bytes = kv_bytes_per_token(config, item_bytes, ranks)
+        if on_gpu:  # other matrices than norms and routers are divided
+            return MemoryNeed(name, weight_bytes // ranks, kv_bytes, kv_tokens, vocabulary, math.inf)
+        return MemoryNeed(
+            name, weight_bytes, ranks * kv_bytes, kv_tokens, vocabulary, WANTED_KV_TOKENS, ranks
+        )
 
 
 def _panel_bytes(
@@ -174,8 +180,9 @@ def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
     return config, _num_parameters(folder, scheme)
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
-    """Bytes of the keys and values of one token in all layers. ``config``: the model's config.json."""
+def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int, ranks: int = 1) -> int:
+    """Bytes of the keys and values of one token in all layers, on one of ``ranks`` processes. ``config``: the
+    model's config.json."""
     config = text_config(config)
     # GPT-2 and its relatives have the second names.
     layers = _size(config, "num_hidden_layers", "n_layer")
@@ -189,7 +196,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
         head_size = _size(config, "head_dim")
     else:
         head_size = _size(config, "hidden_size", "n_embd") // num_heads
-    return 2 * layers * heads * head_size * item_bytes
+    return 2 * layers * max(1, heads // ranks) * head_size * item_bytes
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
@@ -256,7 +263,7 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
         for need in needs
     ]
     models, fewer = ("models do", "fewer models") if len(needs) > 1 else ("model does", "a smaller model")
-    work = sum(work_bytes(need.vocabulary) for need in needs)
+    work = sum(need.processes * work_bytes(need.vocabulary) for need in needs)
     return BadArgument(
         f"the {models} not fit into {budget_bytes / 1e9:.2f} GB of memory: {'; '.join(lines)}; plus "
         f"{work / 1e9:.2f} GB for their work: give smaller kv_tokens, dtype bfloat16 and not float32, "

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
+from agentflow.engine.local_engine import adapter_folders, open_engine, rank_devices, read_template
 from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
 from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
@@ -114,7 +114,7 @@ async def _open_engines(
     """Opens the models with engines into ``opened``. Returns the compiler that they share."""
     # In a thread, so that the server answers in the meantime.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
-    free = await free_memory(options.device for options in models.values())
+    free = await free_memory(device for options in models.values() for device in rank_devices(options))
     sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     sink = None if record_to is None else stack.enter_context(open_sink(record_to))
     # First, so that its process loads while the models do, at a lower priority.
@@ -178,11 +178,17 @@ def _sized(
             task=options.task,
             on_gpu=is_on_gpu,
             adapters=adapter_folders(options).values(),
+            ranks=options.tensor_parallel,
         )
-        (on_gpus.setdefault(gpu_number(options.device), []) if is_on_gpu else on_host).append(need)
+        if not is_on_gpu:
+            on_host.append(need)
+            continue
+        for device in rank_devices(options):
+            on_gpus.setdefault(gpu_number(device), []).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
     for gpu, needs in on_gpus.items():
-        shares |= divide_memory(needs, int(free.bytes_of(gpu) * memory_share))
+        for name, kv_tokens in divide_memory(needs, int(free.bytes_of(gpu) * memory_share)).items():
+            shares[name] = min(kv_tokens, shares.get(name, kv_tokens))
     return {
         name: replace(options, model=str(folders[name]), kv_tokens=shares[name], own_process=True)
         for name, options in models.items()
