@@ -89,6 +89,7 @@ class _Live:
     index: int  # in the workload
     served: Served
     prompt: TokenArray
+    num_output: int  # the tokens that it generates
     output: list[int] = field(default_factory=list)  # received
     attempt: int = 0  # the id of the request in the engine
     request: Request | None = None
@@ -132,8 +133,6 @@ class SimulatedCluster:
         self.served: list[Served] = []
         self.outputs: dict[int, list[int]] = {}
         """With a model: the output of each request, by its index."""
-        self.deciding_s = 0.0
-        """The processor time that the policy took, in seconds."""
         self.counters = Counters()
         self.num_moved = 0
         """Requests that were sent to another replica, because theirs was lost."""
@@ -231,7 +230,7 @@ class SimulatedCluster:
             served = Served(arrival, self.now_s)
             self.served.append(served)
             prompt = arrival.prompt if self._make_prompt is None else self._make_prompt(index, self.outputs)
-            lives.append(_Live(index, served, prompt))
+            lives.append(_Live(index, served, prompt, len(arrival.output)))
         self._send(lives)
 
     def _send(self, lives: Sequence[_Live]) -> None:
@@ -256,9 +255,7 @@ class SimulatedCluster:
             )
             if not self.policy.reads_feed:
                 live.call.output_tokens = len(arrival.output)
-        start = time.thread_time()
         self.policy.place([live.call for live in lives if live.call is not None], self.now_s)
-        self.deciding_s += time.thread_time() - start
         for live in lives:
             self._submit(live)
 
@@ -282,20 +279,17 @@ class SimulatedCluster:
             return
         if not engine.is_reachable or not row.token_ids:
             return
-        arrival, call = live.served.arrival, live.call
-        assert call is not None
         number = len(live.output)
         if engine.runner is None:
-            request.tokens[request.num_tokens - 1] = arrival.output[number]
+            request.tokens[request.num_tokens - 1] = live.served.arrival.output[number]
         live.output.append(int(request.tokens[request.num_tokens - 1]))
-        if number == 0:
-            live.served.first_s = self.now_s
+        call = live.call
+        assert call is not None
         if not call.has_started:
             call.has_started = True
-            start = time.thread_time()
+            live.served.first_s = live.served.first_s or self.now_s
             self.policy.started(call, self.now_s)
-            self.deciding_s += time.thread_time() - start
-        if number + 1 < len(arrival.output):
+        if number + 1 < live.num_output:
             return
         live.served.num_cached, live.served.ended_s = request.num_cached, self.now_s
         engine.scheduler.finish(request)
@@ -304,9 +298,7 @@ class SimulatedCluster:
     def _end(self, live: _Live) -> None:
         del self._live[live.attempt]
         assert live.call is not None
-        start = time.thread_time()
         self.policy.ended(live.call, len(live.output), self.now_s)
-        self.deciding_s += time.thread_time() - start
         arrival = live.served.arrival
         if self._new_runner is not None:
             self.outputs[live.index] = live.output
@@ -372,10 +364,7 @@ class SimulatedCluster:
             self._report(update)
 
     def _report(self, update: Update) -> None:
-        start = time.thread_time()
-        is_right = self.policy.receive(update)
-        self.deciding_s += time.thread_time() - start
-        if not is_right:
+        if not self.policy.receive(update):
             self._push(self.now_s + self._network.delay_s, _ASK, update.replica)
 
     def _send_snapshot(self, number: Replica) -> None:

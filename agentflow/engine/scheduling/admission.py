@@ -142,7 +142,9 @@ class Admission:
         self._running = [*running]
         self._token_budget = token_budget
         self._step = step
-        self._promised = sum(map(reserve.need, self._running))
+        # Slots that the running requests take at most, and will probably take (None: not computed yet).
+        self._most = sum([_most(request) for request in self._running])
+        self._promised: int | None = None
         self._outlooks: Outlooks | None = None  # of the running requests
         self._reservation: Reservation | None = None
         self._num_held_back = 0
@@ -153,9 +155,14 @@ class Admission:
             return False
         if not self._running:
             return True
-        # A bound that is cheap and often enough: all requests run to their end together.
-        if self._reservation is None and self._reserve.need(request) + self._promised <= available:
-            return True
+        # Bounds that are cheap and often enough: all requests run to their limit, or to their end, together.
+        if self._reservation is None:
+            if _most(request) + self._most <= available:
+                return True
+            if self._promised is None:
+                self._promised = sum(map(self._reserve.need, self._running))
+            if self._reserve.need(request) + self._promised <= available:
+                return True
         together = np.vstack((self._running_outlooks(), self._outlook(request)))
         if need_at_peak(together) > available:
             return False
@@ -167,7 +174,9 @@ class Admission:
     def admitted(self, request: Request) -> None:
         """The request starts in this step."""
         self._running.append(request)
-        self._promised += self._reserve.need(request)
+        self._most += _most(request)
+        if self._promised is not None:
+            self._promised += self._reserve.need(request)
         if self._outlooks is not None:
             self._outlooks = np.vstack((self._outlooks, self._outlook(request)))
 
@@ -193,6 +202,12 @@ class Admission:
 
     def _outlook(self, request: Request) -> Outlook:
         return self._reserve.outlook(request, self._token_budget)
+
+
+def _most(request: Request) -> int:
+    """Slots that a running request still takes if its output has all the tokens that it may have."""
+    most = request.num_prompt + request.max_new_tokens - request.num_computed
+    return most if request.tree is None else most + request.num_nodes_left
 
 
 def need_at_peak(outlooks: Outlooks) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.kv_memory import KVMemory
-from agentflow.engine.scheduling.row import Row, Work
+from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row, Work
 from agentflow.engine.scheduling.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
@@ -107,8 +107,9 @@ class InFlight:
             store_scores(launched.scored, output)
         self._launched.popleft()
         has_prefills = len(self._prefills) > 0
+        has_tokens_only = logprobs is None and output.embeddings is None and output.ranks is None
         rows: list[Row] = []
-        next_output = num_computed = 0
+        next_output = num_computed = num_generated = 0
         for row in launched.rows:
             first = next_output
             next_output += len(row.targets)
@@ -128,11 +129,17 @@ class InFlight:
                     self._memory.commit(request, row.end)
                 if has_prefills:
                     self._prefills.advanced(request, row.end, row.first_node)
-                if row.targets:
+                if row.targets is SAMPLED_ONCE and has_tokens_only and not request.params.top_logprobs:
+                    row.token_ids = token_ids[first:next_output]
+                    request.tokens[request.num_tokens] = token_ids[first]
+                    request.num_tokens += 1
+                    num_generated += 1
+                elif row.targets:
                     self._read(row, first, output, token_ids, logprobs)
             except Exception as error:
                 row.error = error
         self._memory.num_computed += num_computed
+        self._counters.generated(num_generated)
         for row in [row for row in launched.rows if row.num_nodes]:
             first = next_output
             next_output += num_scored_nodes(row)

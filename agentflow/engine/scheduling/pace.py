@@ -89,6 +89,7 @@ class Pace:
         self._num_tried = 0
         self._closed: set[str] = set()  # tenants of which a request was held back
         self._is_bound = False  # an urgent request runs
+        self._uncounted: list[Request] | None = None  # the running requests, while none of them has a bound
         self._reader_s = math.inf  # the lowest of the readers' bounds
         self._urgent_s = self._all_s = 0.0  # decoding of the urgent requests that run, and of all
 
@@ -108,24 +109,39 @@ class Pace:
     def bound_s(self, ready: Iterable[Request]) -> float:
         """The longest step, in seconds, while these requests decode; infinity without a bound."""
         urgent = [request for request in ready if is_urgent(request)]
-        reader_s = min([_reader_s(request) for request in urgent], default=math.inf)
+        reader_s = self._lowest_reader_s(urgent)
         if not urgent or not self._cost.is_known:
+            return math.inf
+        self._follow(urgent)
+        if self._target_s == reader_s == math.inf:
             return math.inf
         num_read = sum([request.num_computed for request in urgent])
         urgent_s = self._cost.decode_s(len(urgent), len(urgent), num_read)
         return self._bound_s(reader_s, urgent_s, self._lowest_balance_s(urgent))
 
+    @staticmethod
+    def _lowest_reader_s(requests: Iterable[Request]) -> float:
+        """The lowest bound that a reader of these asks for."""
+        bounds = [request.origin.tpot_s for request in requests]
+        return min([bound_s for bound_s in bounds if bound_s is not None], default=math.inf)
+
     def ran(self, took_s: float) -> None:
         """A step has run, in ``took_s`` seconds."""
         self._time_s += took_s
 
-    def _lowest_balance_s(self, urgent: Sequence[Request]) -> float:
-        """The lowest balance of the urgent requests, in seconds. Those that are new have none."""
-        now = self._time_s
+    def _follow(self, urgent: Sequence[Request]) -> None:
+        """Begins the balances of urgent requests that are new, and forgets those of the others."""
         known = self._since
-        self._since = {request.id: known.get(request.id, (now, request.num_generated)) for request in urgent}
+        if known.keys() != {request.id for request in urgent}:
+            now = self._time_s
+            self._since = {one.id: known.get(one.id, (now, one.num_generated)) for one in urgent}
+
+    def _lowest_balance_s(self, urgent: Sequence[Request]) -> float:
+        """The lowest balance of the urgent requests, in seconds."""
+        now = self._time_s
         lowest_s = math.inf
-        for request, (since_s, first) in zip(urgent, self._since.values(), strict=True):
+        for request in urgent:
+            since_s, first = self._since[request.id]
             bound_s = min(self._target_s, _reader_s(request))
             if bound_s < math.inf:
                 allowed_s = MEAN_PART * bound_s * (request.num_generated - first)
@@ -170,11 +186,23 @@ class Pace:
         """The step may admit requests next to these."""
         self._is_bound, self._reader_s = False, math.inf
         self._urgent_s = self._all_s = self._cost.decode_s(0, 0, 0)
-        for request in running:
+        self._uncounted = [*running]
+        if self._target_s < math.inf or self._lowest_reader_s(self._uncounted) < math.inf:
+            self._count()
+
+    def _count(self) -> None:
+        """Counts the running requests, because one of them has a bound."""
+        running, self._uncounted = self._uncounted, None
+        for request in running or ():
             self.started(request)
 
     def started(self, request: Request) -> None:
         """The request runs."""
+        if self._uncounted is not None:
+            self._uncounted.append(request)
+            if request.origin.tpot_s is not None:
+                self._count()
+            return
         if not _will_decode(request):
             return
         row_s = self._cost.row_s(request.num_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,9 @@ class CostModel:
 
     def step_s(self, batch: Batch) -> float:
         """Returns the time of one batch."""
-        return float(np.dot(astuple(self), features(batch)))
+        passes, rows, logits, reads, pairs = features(batch)
+        per_row_s = self.row_s * rows + self.logits_s * logits
+        return self.base_s * passes + per_row_s + self.read_s * reads + self.pair_s * pairs
 
     def write(self, path: Path) -> None:
         """Writes the model as JSON."""
@@ -52,7 +54,7 @@ def features(batch: Batch) -> tuple[float, float, float, float, float]:
     """Returns the factors of the cost model's coefficients, in their order."""
     single = batch.kv_lens[: batch.num_decode].sum()
     chunks, ends = batch.query_lens[batch.num_decode :], batch.kv_lens[batch.num_decode :]
-    pairs = (chunks * (ends - chunks / 2)).sum()
+    pairs = (chunks * (ends - chunks / 2)).sum() if len(chunks) else 0.0
     return 1.0, len(batch.token_ids), len(batch.sampled.rows), float(single), float(pairs)
 
 
