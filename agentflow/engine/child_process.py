@@ -67,6 +67,42 @@ class FrameBuffer:
         return frames
 
 
+class FrameConnection:
+    """The server's end of a socket, on which frames travel both ways."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._buffer = FrameBuffer()
+
+    async def send(self, frame: bytes) -> None:
+        """Sends a frame; waits while the socket is full. Raises ``OSError`` if the other end is closed."""
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._connection.send(rest) :]
+            except BlockingIOError:
+                await anyio.wait_writable(self._connection)
+
+    async def receive(self) -> list[bytes]:
+        """Waits for data and returns the frames that it completes, if any. Raises ``EOFError`` if the other
+        end is closed."""
+        await anyio.wait_readable(self._connection)
+        try:
+            piece = self._connection.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:  # the process ended with frames unread
+            piece = b""
+        if not piece:
+            raise EOFError
+        return self._buffer.push(piece)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._connection.close()
+
+
 def received_frames(connection: socket.socket) -> Iterator[bytes]:
     """Yields the contents of frames, for a process, until the server closes the socket or exits."""
     buffer = FrameBuffer()
@@ -113,9 +149,8 @@ class ChildProcess:
         self, process: subprocess.Popen[bytes], connection: socket.socket, lifeline: BinaryIO
     ) -> None:
         self._process = process
-        self._connection = connection
+        self._connection = FrameConnection(connection)
         self._lifeline = lifeline
-        self._buffer = FrameBuffer()
 
     @classmethod
     def run(cls, module: str, first: object, *files: int, **environment: str) -> Self:
@@ -130,7 +165,6 @@ class ChildProcess:
             read_end, write_end = os.pipe()
             lifeline = ours.enter_context(open(write_end, "wb", buffering=0))
             theirs.enter_context(open(read_end, "rb", buffering=0))
-            connection.setblocking(False)
             connection.send(to_frame(first))  # a new socket has room for it
             numbers = [other_end.fileno(), read_end, *files]
             process = start_process(
@@ -155,26 +189,12 @@ class ChildProcess:
 
     async def send(self, frame: bytes) -> None:
         """Sends a frame; waits while the socket is full. Raises ``OSError`` if the process has ended."""
-        rest = memoryview(frame)
-        while rest:
-            try:
-                rest = rest[self._connection.send(rest) :]
-            except BlockingIOError:
-                await anyio.wait_writable(self._connection)
+        await self._connection.send(frame)
 
     async def receive(self) -> list[bytes]:
         """Waits for data and returns the frames that it completes, if any. Raises ``EOFError`` if the process
         has ended."""
-        await anyio.wait_readable(self._connection)
-        try:
-            piece = self._connection.recv(READ_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:  # the process ended with frames unread
-            piece = b""
-        if not piece:
-            raise EOFError
-        return self._buffer.push(piece)
+        return await self._connection.receive()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal. No effect if the process has ended."""
