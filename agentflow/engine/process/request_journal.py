@@ -29,7 +29,9 @@ MAX_DEATHS = 10
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class Unfinished:
+    """A request and its output so far. It may move to another journal, whose engine then continues it."""
+
     submit: Submit
     added_s: float  # on the journal's clock
     ids: list[int] = field(default_factory=list)  # this and the next four: the output so far
@@ -52,6 +54,15 @@ class _Entry:
         del self.ids[-num_tokens:]
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
         self.num_redrawn += 1
+
+    def place(self, placed: Placed) -> None:
+        """Gives the request its new place, if its state is the one that was placed."""
+        origin = self.submit.origin
+        if origin.state == placed.state:
+            origin = origin.at(
+                placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
+            )
+            self.submit = msgspec.structs.replace(self.submit, origin=origin)
 
     def as_submitted(self, now_s: float) -> Submit:
         """Returns the request that continues this one in a new engine, with the time that it has left."""
@@ -76,8 +87,8 @@ class RequestJournal:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._queued: dict[int, _Entry] = {}
-        self._sent: dict[int, _Entry] = {}
+        self._queued: dict[int, Unfinished] = {}
+        self._sent: dict[int, Unfinished] = {}
         self._num_suspects = 0
         self._missing: set[str] = set()  # adapters that the process does not have yet
         self.media: set[str] = set()
@@ -93,7 +104,24 @@ class RequestJournal:
 
     def add(self, submit: Submit) -> None:
         """Queues a new request."""
-        self._queued[submit.request_id] = _Entry(submit, self._clock())
+        self.adopt(Unfinished(submit, self._clock()))
+
+    def adopt(self, entry: Unfinished) -> None:
+        """Queues a request, which may have run in another process."""
+        self._queued[entry.submit.request_id] = entry
+        self._num_suspects += entry.is_suspect
+
+    def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
+        """Returns and drops the queued requests; suspects only if asked for."""
+        given = [entry for entry in self._queued.values() if suspects or not entry.is_suspect]
+        for entry in given:
+            self._remove(self._queued, entry.submit.request_id)
+        return given
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request waits for its trial, or is on trial."""
+        return self._num_suspects > 0
 
     def needs(self, adapter: str) -> bool:
         """Whether an unfinished request uses the adapter with this identity."""
@@ -102,7 +130,7 @@ class RequestJournal:
 
     def wait_for(self, adapters: Iterable[str]) -> None:
         """Holds back requests that use the adapters with these identities, which a new process is loading."""
-        self._missing = set(adapters)
+        self._missing |= set(adapters)
 
     def adapter_loaded(self, adapter: str) -> None:
         """Releases the requests that wait for the adapter with this identity."""
@@ -135,7 +163,7 @@ class RequestJournal:
         now_s = self._clock()
         return [entry.as_submitted(now_s) for entry in released]
 
-    def _has_media(self, entry: _Entry) -> bool:
+    def _has_media(self, entry: Unfinished) -> bool:
         return self.media.issuperset(run.identity for run in entry.submit.media)
 
     def missing_media(self) -> set[str]:
@@ -147,12 +175,7 @@ class RequestJournal:
         """Gives the unfinished requests of a state their new place, which they have in another process
         too."""
         for entry in itertools.chain(self._queued.values(), self._sent.values()):
-            origin = entry.submit.origin
-            if origin.state == placed.state:
-                origin = origin.at(
-                    placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
-                )
-                entry.submit = msgspec.structs.replace(entry.submit, origin=origin)
+            entry.place(placed)
 
     def resubmit(self, request_id: int) -> Submit | None:
         """Returns a request to send to the process again; None if it was aborted, and then drops it."""
@@ -199,25 +222,35 @@ class RequestJournal:
             case Finished() | Failed():
                 self._remove(self._sent, message.request_id)
 
+    def process_replaced(self) -> list[Failed]:
+        """The process ended without a fault. Queues all requests again. Returns the answers of requests that
+        end now."""
+        ended = [aborted(entry.submit.request_id) for entry in self._sent.values() if entry.is_aborted]
+        self._queued = dict(sorted((self._queued | self._sent).items()))  # ids grow with each submission
+        self._sent = {}
+        self._missing.clear()
+        for failed in ended:
+            self._remove(self._queued, failed.request_id)
+        for entry in self._queued.values():
+            entry.is_running = False
+        return ended
+
     def process_died(self) -> tuple[list[Failed], bool]:
         """Queues all requests again. Returns the answers of requests that end now, and whether one of them is
         to blame."""
-        ended = [aborted(entry.submit.request_id) for entry in self._sent.values() if entry.is_aborted]
         running = [entry for entry in self._sent.values() if entry.is_running and not entry.is_aborted]
-        self._queued = dict(sorted((self._queued | self._sent).items()))  # ids grow with each submission
-        self._sent = {}
+        ended = self.process_replaced()
         for entry in running:
             entry.deaths += 1
             entry.deaths_since_progress += 1
-            entry.is_running = False
         suspects = [entry for entry in running if entry.is_suspect]
         blamed = suspects if len(suspects) == 1 else []
         exhausted = [entry for entry in running if entry.deaths >= MAX_DEATHS and entry not in blamed]
-        ended += [_blame(entry) for entry in blamed + exhausted]
-        for failed in ended:
+        blamed_ends = [_blame(entry) for entry in blamed + exhausted]
+        for failed in blamed_ends:
             del self._queued[failed.request_id]
         self._num_suspects = sum(entry.is_suspect for entry in self._queued.values())
-        return ended, bool(blamed)
+        return ended + blamed_ends, bool(blamed)
 
     def fail_all(self, why: str) -> list[Failed]:
         """Fails and drops all requests."""
@@ -225,7 +258,7 @@ class RequestJournal:
         self._queued, self._sent, self._num_suspects = {}, {}, 0
         return ended
 
-    def _remove(self, entries: dict[int, _Entry], request_id: int) -> None:
+    def _remove(self, entries: dict[int, Unfinished], request_id: int) -> None:
         entry = entries.pop(request_id, None)
         if entry is not None and entry.is_suspect:
             self._num_suspects -= 1
@@ -247,12 +280,12 @@ def aborted(request_id: int) -> Failed:
     return Failed(request_id, Cancelled.code, "the request was aborted")
 
 
-def _without_adapter(entry: _Entry) -> Failed:
+def _without_adapter(entry: Unfinished) -> Failed:
     name = entry.submit.origin.adapter
     why = f"the engine restarted, and the adapter {name!r} of this request is gone: its files have changed"
     return Failed(entry.submit.request_id, EngineFailed.code, why)
 
 
-def _blame(entry: _Entry) -> Failed:
+def _blame(entry: Unfinished) -> Failed:
     why = f"the engine died {entry.deaths} times while running this request, which is not retried"
     return Failed(entry.submit.request_id, EngineFailed.code, why)

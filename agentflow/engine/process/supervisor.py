@@ -10,6 +10,7 @@ unfinished requests nothing is measured.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -58,7 +59,7 @@ from agentflow.engine.messages import (
 from agentflow.engine.process.child import Child, StartChild, start_process
 from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.medium_parts import medium_parts
-from agentflow.engine.process.request_journal import RequestJournal, aborted
+from agentflow.engine.process.request_journal import RequestJournal, Unfinished, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
 from agentflow.engine.submit import Submit
@@ -162,8 +163,8 @@ def check_tokenizer(loaded: Loaded, tokenizer: Tokenizer) -> None:
 
 
 class Receiver(Protocol):
-    """Gets the messages of a supervised engine: an ``EngineClient``, or a link that several engines share.
-    Called in the event loop's thread."""
+    """Gets the messages of a supervised engine: an ``EngineClient``, or the receiver of one of several
+    engines. Called in the event loop's thread."""
 
     def receive(self, messages: Sequence[FromEngine]) -> None:
         """The messages of one step."""
@@ -178,6 +179,13 @@ class _Unusable(Exception):
 
 class _Hung(_Unusable):
     """The process was silent for longer than its deadline."""
+
+
+class _Replaced(_Unusable):
+    """The process is replaced on request."""
+
+    def __init__(self) -> None:
+        super().__init__("is replaced")
 
 
 class _LoadError(_Unusable):
@@ -225,9 +233,16 @@ class EngineSupervisor:
         exits_when_down: bool,
         shutdown: ShutdownBudget,
         start_child: StartChild = start_process,
+        name: str = "the engine",
     ) -> None:
         self.receiver: Receiver | None = None
+        self.on_change: Callable[[], object] | None = None
+        """Called when ``is_ready`` or ``down_because`` has changed, before queued requests are sent or
+        failed."""
+        self.down_because: str | None = None
+        """Why requests fail immediately; None if they do not."""
         self._start = start
+        self._name = name  # for messages
         self._deadlines = deadlines
         self._exits_when_down = exits_when_down
         self._shutdown = shutdown
@@ -249,7 +264,9 @@ class EngineSupervisor:
         self._media_outgoing: MemoryObjectSendStream[PreparedMedium] | None = None
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
-        self._down_because: str | None = None
+        self._serving: anyio.CancelScope | None = None  # of the messages to and from a process
+        self._is_replacing = False
+        self._reload_tickets = itertools.count(_FIRST_RELOAD)
         self._loaded_at = math.inf
         self._pace = StepPace(deadlines)
         self._num_frames = 0  # received from this process
@@ -261,12 +278,49 @@ class EngineSupervisor:
         """The process id; None between two processes."""
         return None if self._child is None else self._child.pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process runs requests."""
+        return self._outgoing is not None
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether requests that may crash the process run alone, or wait for that."""
+        return self._journal.has_suspects
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._journal)
+
+    def adopt(self, request: Unfinished) -> None:
+        """Accepts a request, which another engine may have begun."""
+        self._journal.adopt(request)
+        self._forward()
+
+    def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
+        """Returns and forgets the requests that no process has; suspects only if asked for."""
+        return self._journal.give_up(suspects=suspects)
+
+    def replace(self) -> None:
+        """Ends the process, if one runs requests, and starts another one, which continues them."""
+        if self._serving is not None:
+            self._is_replacing = True
+            self._serving.cancel()
+
+    def must_load(self, loaded: AdapterLoaded) -> None:
+        """Loads an adapter that another engine of the model has, in this process and in each new one."""
+        adapter = _Adapter(loaded.name, loaded.folder, loaded.identity, is_loaded=False)
+        self._adapters.append(adapter)
+        if self._outgoing is not None:
+            self._load_adapter(adapter)
+
     def send(self, message: ToEngine | KeepMedium) -> None:
         """Accepts a message whether or not a process is running. Raises ``EngineDown`` for a ``Query``
         without a process, and for a ``Submit`` while the engine is down."""
         match message:
-            case Submit() if self._down_because is not None:
-                raise EngineDown(self._down_because)
+            case Submit() if self.down_because is not None:
+                raise EngineDown(self.down_because)
             case Submit():
                 self._journal.add(message)
                 self._forward()
@@ -291,7 +345,7 @@ class EngineSupervisor:
             case Stop():
                 pass  # its scope ends the process
             case _ if self._outgoing is None:
-                raise EngineDown(self._down_because or RESTARTING)
+                raise EngineDown(self.down_because or RESTARTING)
             case LoadAdapter():
                 self._loads.add(message.ticket)
                 self._post(message)
@@ -321,14 +375,17 @@ class EngineSupervisor:
                 self.restarts += 1
                 num_deaths = max(self._deaths, self._blamed_deaths)
                 delay_s = restart_delay_s(num_deaths)
-                logger.error(
-                    "the engine %s with %d unfinished requests; restarting it in %g s",
+                logger.log(
+                    logging.INFO if self._is_replacing else logging.ERROR,
+                    "%s %s with %d unfinished requests; restarting it in %g s",
+                    self._name,
                     how,
                     len(self._journal),
                     delay_s,
                 )
+                self._is_replacing = False
                 if num_deaths >= MAX_DEATHS_IN_A_ROW:
-                    failure = EngineFailed(f"the engine {how}; it died {num_deaths} times in a row")
+                    failure = EngineFailed(f"{self._name} {how}; it died {num_deaths} times in a row")
                     if self._loaded is None:
                         self._load_failure = failure
                         return
@@ -343,8 +400,9 @@ class EngineSupervisor:
                 self.receiver.end_all("the engine has stopped")
 
     def _go_down(self, num_deaths: int) -> None:
-        why = f"the engine is down: it died {num_deaths} times in a row and is being restarted; see the log"
-        self._down_because = why
+        why = f"{self._name} is down: it died {num_deaths} times in a row and is being restarted; see the log"
+        self.down_because = why
+        self._changed()
         self._hand_over(self._journal.fail_all(why))
 
     async def _live(self) -> str:
@@ -365,7 +423,11 @@ class EngineSupervisor:
         except (EOFError, _Unusable) as error:
             unusable = error if isinstance(error, _Unusable) else None
             grace_s = 0.0 if isinstance(error, _Hung) else LAST_WORDS_S
-            self._process_died()
+            if isinstance(error, _Replaced):
+                grace_s = END_S
+                self._end_queries(self._journal.process_replaced())
+            else:
+                self._process_died()
         finally:
             how = await child.end(self._shutdown.take(END_S) if grace_s is None else grace_s)
             self._child = None
@@ -404,7 +466,6 @@ class EngineSupervisor:
         self._sent_keys.clear()
         self._pace = StepPace(self._deadlines)
         self._num_frames = 0
-        self._down_because = None
         self._journal.media.clear()
         self._media_sent.clear()
         outgoing, to_write = anyio.create_memory_object_stream[bytes](math.inf)
@@ -414,8 +475,11 @@ class EngineSupervisor:
         try:
             with outgoing, to_write, media_outgoing, media:
                 self._load_adapters()
+                self.down_because = None
+                self._changed()
                 self._forward()
                 async with open_task_group() as group:
+                    self._serving = group.cancel_scope
                     group.start_soon(_write, child, to_write, turn)
                     group.start_soon(self._write_media, child, media, turn)
                     group.start_soon(self._watch, group.cancel_scope)
@@ -428,7 +492,9 @@ class EngineSupervisor:
                             self._num_frames += 1
                             self._receive(messages)
         finally:
-            self._outgoing = self._media_outgoing = None
+            self._outgoing = self._media_outgoing = self._serving = None
+        if self._is_replacing:
+            raise _Replaced
         raise _Hung(f"hung: it was silent for {self._pace.limit_s:g} s with unfinished requests")
 
     async def _expire(self, limit_s: float, scope: anyio.CancelScope) -> None:
@@ -494,11 +560,16 @@ class EngineSupervisor:
 
     def _load_adapters(self) -> None:
         """Loads the adapters of the last process in a new one. Requests wait for their adapters."""
-        self._reloads = dict(enumerate(self._adapters, _FIRST_RELOAD))
-        self._journal.wait_for(adapter.identity for adapter in self._adapters)
-        for ticket, adapter in self._reloads.items():
+        self._reloads.clear()
+        for adapter in self._adapters:
             adapter.is_loaded = False
-            self._post(LoadAdapter(ticket, adapter.name, adapter.folder, adapter.identity))
+            self._load_adapter(adapter)
+
+    def _load_adapter(self, adapter: _Adapter) -> None:
+        ticket = next(self._reload_tickets)
+        self._reloads[ticket] = adapter
+        self._journal.wait_for([adapter.identity])
+        self._post(LoadAdapter(ticket, adapter.name, adapter.folder, adapter.identity))
 
     def _adapter_reloaded(self, message: AdapterLoaded) -> None:
         adapter = self._reloads.pop(message.ticket)
@@ -544,10 +615,19 @@ class EngineSupervisor:
             self._blamed_deaths += 1
         else:
             self._deaths += 1
+        self._end_queries(ended)
+
+    def _end_queries(self, ended: list[Failed]) -> None:
+        """Fails the queries to the process that has ended. ``ended``: the requests that ended with it."""
         ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._queries | self._loads]
         self._queries.clear()
         self._loads.clear()
         self._hand_over(ended)
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _forward(self) -> None:
         if self._unneeded:
