@@ -41,10 +41,12 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import NotAuthorized, Overloaded, RateLimited
 from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
 from agentflow.runtime.generator import SessionModels
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion.streaming import RELAXED, VIOLATED
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.errors import ENDING, ApiError, api_error_of, not_ready
 from agentflow.server.http.call import address_of
+from agentflow.server.http.forwarded import answer_forwarded
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
@@ -52,9 +54,14 @@ from agentflow.server.openapi import openapi
 from agentflow.server.origin_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.programs.programs import open_programs
 from agentflow.server.responses.background import open_background_runs
+from agentflow.server.responses.keeping import LocalResponses, Responses
+from agentflow.server.responses.shared_store import SharedResponses
+from agentflow.server.responses.store import ResponseStore
 from agentflow.server.routes import ROUTES, api_routes, error_response
 from agentflow.server.service import Service
 from agentflow.server.sglang.models import FLUSH, WHY_NOT_FLUSHED
+from agentflow.server.stores.fronts import Fronts, open_fronts
+from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants, key_of_headers
 from agentflow.server.tenants.limit_headers import (
     ANY_LIMITS,
@@ -176,8 +183,10 @@ def create_app(
     *,
     http_limits: HttpLimits | None = None,
     access: Access | None = None,
+    shared: SharedStore | None = None,
 ) -> Starlette:
-    """The application. Its lifespan opens the models and the sessions (``app.state.service``)."""
+    """The application. Its lifespan opens the models and the sessions (``app.state.service``). ``shared``:
+    the store of several servers, which is open."""
     limits, access = limits or ServerLimits(), access or Access()
     metrics = ServerMetrics()
 
@@ -189,9 +198,21 @@ def create_app(
             open_sessions(limits) as sessions,
             open_background_runs(http.max_background_responses) as background,
             open_programs(http.programs) as programs,
+            _open_fronts(app, shared) as fronts,
+            _open_responses(shared, http) as responses,
         ):
-            service = Service(models, sessions, access.tenants, limits, http, background, programs)
-            service.logs_prompts = access.logs_prompts
+            service = Service(
+                models,
+                sessions,
+                access.tenants,
+                limits,
+                http,
+                background,
+                programs,
+                responses,
+                fronts,
+                logs_prompts=access.logs_prompts,
+            )
             app.state.service = service
             metrics.watch(models)
             try:
@@ -241,6 +262,27 @@ def create_app(
     app.state.relaxed = metrics.relaxed
     app.state.tenants, app.state.has_page = access.tenants, bool(pages)
     return app
+
+
+@asynccontextmanager
+async def _open_fronts(app: Starlette, shared: SharedStore | None) -> AsyncIterator[Fronts | None]:
+    if shared is None:
+        yield None
+        return
+    async with open_fronts(shared, partial(answer_forwarded, app.router, app)) as fronts:
+        yield fronts
+
+
+@asynccontextmanager
+async def _open_responses(shared: SharedStore | None, limits: HttpLimits) -> AsyncIterator[Responses]:
+    if shared is None:
+        yield LocalResponses(ResponseStore(limits.responses_bytes, limits.response_lifetime_s))
+        return
+    responses = SharedResponses(shared, limits.responses_bytes, limits.response_lifetime_s)
+    async with open_task_group() as group:
+        group.start_soon(responses.sweep)
+        yield responses
+        group.cancel_scope.cancel()
 
 
 async def _session(socket: WebSocket) -> None:

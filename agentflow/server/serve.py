@@ -38,6 +38,7 @@ from agentflow.server.http.acceptor import Acceptor, max_open_connections, with_
 from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
 from agentflow.server.models.models import EngineModel, OpenModels
 from agentflow.server.service import Service
+from agentflow.server.stores.shared import SharedStore
 from agentflow.server.websocket.sessions import Sessions
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ def serve(
     limits: ServerLimits | None = None,
     http_limits: HttpLimits | None = None,
     access: Access | None = None,
+    shared: SharedStore | None = None,
     tls: Tls | None = None,
     shutdown: ShutdownBudget | None = None,
     on_ready: Callable[[RunningServer], Coroutine[Any, Any, None]] | None = None,
@@ -116,6 +118,7 @@ def serve(
         limits: limits of connections and sessions.
         http_limits: limits of the HTTP APIs.
         access: the tenants, and the pages that may use the server.
+        shared: the store of several servers.
         tls: the certificate, for HTTPS.
         shutdown: the time budget of the shutdown.
         on_ready: runs when the server is ready, until it stops; by default the addresses are printed.
@@ -138,6 +141,7 @@ def serve(
                     limits=limits,
                     http_limits=http_limits,
                     access=access,
+                    shared=shared,
                     tls=tls,
                 ) as server,
                 open_task_group() as group,
@@ -168,6 +172,7 @@ async def running_server(
     limits: ServerLimits | None = None,
     http_limits: HttpLimits | None = None,
     access: Access | None = None,
+    shared: SharedStore | None = None,
     tls: Tls | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serves while the scope lasts, without signal handlers. Needs asyncio.
@@ -182,14 +187,18 @@ async def running_server(
         limits: limits of connections and sessions.
         http_limits: limits of the HTTP APIs.
         access: the tenants, and the pages that may use the server.
+        shared: the store of several servers.
         tls: the certificate, for HTTPS.
     """
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
-        app = create_app(open_models, limits, http_limits=http_limits, access=access)
+        app = create_app(open_models, limits, http_limits=http_limits, access=access, shared=shared)
         # Before the models, so that a bad certificate fails immediately.
         server = HttpServer(http_config(app, limits, tls), limits, listener)
-        async with open_task_group() as group:
+        async with (
+            contextlib.nullcontext() if shared is None else shared.running(),  # it fails before models load
+            open_task_group() as group,
+        ):
             group.start_soon(server.run_shielded)
             try:
                 # In this task, so that errors of the models are raised here.

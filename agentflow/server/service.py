@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from agentflow.server.errors import cut_off, not_ready
 from agentflow.server.models.models import Models
 from agentflow.server.programs.programs import Programs
 from agentflow.server.responses.background import BackgroundRuns
-from agentflow.server.responses.store import ResponseStore
+from agentflow.server.responses.keeping import Responses
+from agentflow.server.stores.fronts import Fronts
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import Sessions
 
@@ -72,9 +74,10 @@ class Service:
     http_limits: HttpLimits
     background: BackgroundRuns  # responses that run without a connection
     programs: Programs  # programs that live on without a connection
+    responses: Responses  # responses that later requests continue
+    fronts: Fronts | None = None  # this server among those that share its store
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     bodies: TenantMemory = field(init=False)  # the memory of the bodies of all requests
-    responses: ResponseStore = field(init=False)  # responses that later requests continue
     is_draining: bool = False  # running requests may finish, and new ones are rejected
     logs_prompts: bool = False  # the log has the bodies of requests and answers
     _body_threads: WeakValueDictionary[str, anyio.CapacityLimiter] = field(
@@ -82,12 +85,21 @@ class Service:
     )
 
     def __post_init__(self) -> None:
-        self.responses = ResponseStore(self.http_limits.responses_bytes, self.http_limits.response_lifetime_s)
         self.bodies = TenantMemory(
             self.http_limits.bodies_bytes,
             "the bodies of all requests in progress may have",
             "try again later",
         )
+
+    def new_id(self, kind: str) -> str:
+        """An id that no other has, such as ``resp_…``. With fronts that share a store, it has the id of this
+        one, so that a proxy can find it."""
+        own = "" if self.fronts is None else f"{self.fronts.own}_"
+        return f"{kind}_{own}{secrets.token_hex(24)}"
+
+    async def runs_at(self, front: str) -> bool:
+        """Whether another front runs what it began. ``Overloaded`` if the shared store does not answer."""
+        return self.fronts is not None and front != self.fronts.own and await self.fronts.is_alive(front)
 
     def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:
         """Limits a tenant to one thread that reads large bodies: several would compete for the interpreter's

@@ -31,6 +31,7 @@ from agentflow.server.models.api_model import ApiModel
 from agentflow.server.models.models import EngineModel, Model, Models
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
+from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
 
@@ -107,11 +108,13 @@ def api_server(
     embedding: EmbeddingFolder | None = None,
     embedder: FakeEngine | None = None,
     vendor: ApiBackend | None = None,
+    shared: SharedStore | None = None,
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose model is called ``fake``. ``embedder``: the engine of another model, of
     this name. ``vendor``: the backend of a third one, of this name. ``embedding``: of the one that makes
     embeddings. ``gate``: what its tenants' requests pass through. ``constraints``: compiles them; under
-    ``compile_limits`` or by another ``compile_loader``, in a process. ``hosts``: its names."""
+    ``compile_limits`` or by another ``compile_loader``, in a process. ``hosts``: its names. ``shared``:
+    the store of several servers."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
@@ -146,7 +149,9 @@ def api_server(
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:
         access = Access(tenants or Tenants(), allowed_hosts=hosts, has_page=has_page)
-        return running_server(open_models, limits=server_limits, http_limits=limits, access=access)
+        return running_server(
+            open_models, limits=server_limits, http_limits=limits, access=access, shared=shared
+        )
 
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio"))

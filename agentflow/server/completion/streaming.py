@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from agentflow.protocol.events import Usage
@@ -62,7 +62,7 @@ async def stream_completion(
     call: ApiCall,
     completion: Completion,
     writer: EventWriter,
-    on_end: Callable[[], None] = lambda: None,
+    on_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Sends all answers.
 
@@ -83,7 +83,8 @@ async def stream_completion(
         while deltas := await completion.next():
             await stream.send(writer.write(deltas))
         report(call, completion)
-        on_end()
+        if on_end is not None:
+            await on_end()
         violated = call.record.violated
         note = comment(f"{VIOLATED}: {violated}".encode()) if violated else b""
         await stream.end(note + writer.end(completion.usage))

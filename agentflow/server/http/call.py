@@ -53,6 +53,7 @@ from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_
 from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.service import Service
+from agentflow.server.stores.fronts import Answered, Asked
 from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, LimitState
 
@@ -71,6 +72,10 @@ _GOT_FLOAT = "got `float`"
 _BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
 ALLOWED = "; allowed: "
 """Separates a message from the allowed values."""
+FORWARDED = "agentflow.forwarded"
+"""The key of a scope with the name of the tenant for which another server with the same store asks."""
+CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
+"""The headers that are not sent to other servers."""
 # A client's request id of this form is used.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -107,6 +112,7 @@ class ApiCall:
         self.address = address_of(scope)
         self.id = request_id_of(self.headers)
         self.tenant: Tenant = ANONYMOUS
+        self.forwarded_for: str | None = scope.get(FORWARDED)
         self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
         self.reply_headers: dict[str, str] = {}
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
@@ -241,6 +247,31 @@ class ApiCall:
             raise ApiError(400, "unsupported", f"{found.name} makes no embeddings", "model")
         self.record.model = generator.capabilities.model
         return generator
+
+    async def asked_elsewhere(self, front: str, query: bytes | None = None) -> Answered:
+        """The answer of another server with the same store. ``query``: replaces the call's. ``EngineDown`` if
+        that server is gone, ``Overloaded``."""
+        fronts = self.service.fronts
+        assert fronts is not None
+        return await fronts.ask(
+            front,
+            Asked(
+                method=self.record.method,
+                path=self._scope["path"],
+                query=self._scope.get("query_string", b"") if query is None else query,
+                tenant=self.tenant.name,
+                headers=tuple([(n, v) for n, v in self._scope["headers"] if n not in CREDENTIALS]),
+                body=bytes(self._body),
+            ),
+        )
+
+    async def forward(self, front: str) -> None:
+        """Lets another server with the same store answer."""
+        answered = await self.asked_elsewhere(front)
+        headers = {b"content-length": b"%d" % len(answered.body)}
+        headers |= {name: value for name, value in answered.headers if name == b"retry-after"}
+        await self._start(answered.status, JSON, headers)
+        await self._write(answered.body, False)
 
     async def reply(self, payload: Any, *, status: int = 200) -> None:
         """Answers with JSON, from a struct or encoded already."""
@@ -480,7 +511,11 @@ class ApiEndpoint:
 
     async def _answer(self, call: ApiCall) -> None:
         service = call.service
-        call.tenant = service.tenants.of_request(call.headers, call.address)
+        call.tenant = (
+            service.tenants.of_request(call.headers, call.address)
+            if call.forwarded_for is None
+            else service.tenants.named(call.forwarded_for)
+        )
         call.record.tenant = call.tenant.name
         service.check_open()
         with service.calls.running():

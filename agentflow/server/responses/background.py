@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
@@ -56,10 +57,32 @@ class EventLog:
         self._notify()
         return num_bytes
 
+    @classmethod
+    def ended(cls, events: Sequence[bytes]) -> EventLog:
+        """All events of a response that has ended."""
+        log = cls()
+        log.add(b"".join(events))
+        log.end()
+        return log
+
     def end(self) -> None:
         """There are no further events."""
         self._has_ended = True
         self._notify()
+
+    def all(self) -> tuple[bytes, ...]:
+        """All events that there are."""
+        return tuple(self._events)
+
+    async def piece(self, number: int, most_s: float) -> tuple[bytes, int, bool]:
+        """Some events from this number on, waiting for one at most ``most_s`` seconds. Returns them, the
+        number after the last, and whether no further ones follow."""
+        if number >= len(self._events) and not self._has_ended:
+            with anyio.move_on_after(most_s):
+                await self._changed.wait()
+        some = self._events[number : number + _EVENTS_AT_ONCE]
+        number += len(some)
+        return b"".join(some), number, self._has_ended and number >= len(self._events)
 
     async def since(self, number: int) -> AsyncIterator[bytes]:
         """The events from this number on, until there are no further ones. Events that are already there come
@@ -75,6 +98,10 @@ class EventLog:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+Finish: TypeAlias = Callable[[ApiError | None, bool], Awaitable[None]]
+"""Keeps a response that has ended, by the error or because it was cancelled."""
 
 
 class BackgroundRun:
@@ -138,7 +165,7 @@ class BackgroundRun:
     async def run(
         self,
         generate: Callable[[Callable[[], None]], Awaitable[None]],
-        finish: Callable[[ApiError | None, bool], None],
+        finish: Finish,
         accepted: Callable[[], None],
     ) -> None:
         """Runs ``generate``, which calls its argument when the request is accepted. An error before that is
@@ -163,7 +190,8 @@ class BackgroundRun:
                 if failure.status == 500:
                     logger.error("the background response %s failed", self.id, exc_info=error)
             try:
-                finish(failure, self._scope.cancelled_caught)
+                with anyio.CancelScope(shield=True):  # the server's end does not lose the response
+                    await finish(failure, self._scope.cancelled_caught)
             except Exception:
                 logger.exception("the background response %s was not stored", self.id)
         finally:
@@ -196,7 +224,7 @@ class BackgroundRuns:
         self,
         run: BackgroundRun,
         generate: Callable[[Callable[[], None]], Awaitable[None]],
-        finish: Callable[[ApiError | None, bool], None],
+        finish: Finish,
     ) -> None:
         """Starts ``run.run``, and returns when the request is accepted. ``RateLimited`` if the tenant has too
         many; raises the error of a request that is rejected."""
@@ -212,7 +240,7 @@ class BackgroundRuns:
         self,
         run: BackgroundRun,
         generate: Callable[[Callable[[], None]], Awaitable[None]],
-        finish: Callable[[ApiError | None, bool], None],
+        finish: Finish,
         *,
         task_status: TaskStatus[None],
     ) -> None:

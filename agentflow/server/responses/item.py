@@ -37,11 +37,17 @@ class Item:
     def made(cls, item_id: str, shown: object, step: Step) -> Item:
         """An item that is listed as ``shown``."""
         data = msgspec.json.encode(shown)
-        return cls(item_id, data, step, sized(item_id, data, step) + _ITEM_BYTES)
+        return cls(item_id, data, step, item_bytes(item_id, data, step))
 
 
 _ITEM_BYTES = 400
 """The memory of an item's object and its entry in the store's index."""
+
+
+def item_bytes(item_id: str, shown: bytes, step: Step) -> int:
+    """The memory of an item."""
+    return sized(item_id, shown, step) + _ITEM_BYTES
+
 
 Find: TypeAlias = Callable[[str], Item | None]
 """Finds an item of a stored response by its id."""

@@ -31,14 +31,16 @@ _DROPPED_AT_ONCE = 5_000
 
 class History:
     """A conversation up to the end of a turn: the messages of earlier turns, which several histories may
-    share, and the turn's own. ``num_bytes``: the memory of the turn's messages; ``total_bytes``: of all."""
+    share, and the turn's own. ``num_bytes``: the memory of the turn's messages; ``total_bytes``: of all.
+    ``shared_id``: the turn's id in a store that several fronts share."""
 
-    __slots__ = ("__weakref__", "_before", "_own", "num_bytes", "total_bytes")
+    __slots__ = ("__weakref__", "before", "num_bytes", "own", "shared_id", "total_bytes")
 
     def __init__(self, before: History | None, own: Sequence[Message]) -> None:
-        self._before = before
-        self._own = tuple(own)
-        self.num_bytes = _REFERENCE_BYTES * len(self._own) + sized(*self._own)
+        self.before = before
+        self.own = tuple(own)
+        self.shared_id: str | None = None
+        self.num_bytes = _REFERENCE_BYTES * len(self.own) + sized(*self.own)
         self.total_bytes: int = self.num_bytes + (0 if before is None else before.total_bytes)
 
     def messages(self) -> list[Message]:
@@ -46,8 +48,8 @@ class History:
         turns: list[Sequence[Message]] = []
         history: History | None = self
         while history is not None:
-            turns.append(history._own)
-            history = history._before
+            turns.append(history.own)
+            history = history.before
         return [message for own in reversed(turns) for message in own]
 
 
@@ -62,6 +64,7 @@ class StoredResponse:
     output_items: tuple[Item, ...]
     is_background: bool = False
     events: EventLog | None = None  # of a background response that is streamed
+    runs_on: str | None = None  # the front that runs it, or did when it was lost
 
     @property
     def items(self) -> tuple[Item, ...]:

@@ -348,6 +348,11 @@ class Tenants:
                 return now
         raise NotAuthorized(f"the tenant {tenant.name!r} no longer has an API key")
 
+    def named(self, name: str) -> Tenant:
+        """The tenant with this name, for a request that another server has authenticated. ``NotAuthorized``
+        if it does not exist here."""
+        return self.current(Tenant(name))
+
     def reload(self) -> None:
         """Reads the file again. ``BadArgument`` for an invalid file; then nothing changes. Opens a file, so
         call it outside of the event loop."""

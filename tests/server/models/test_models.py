@@ -13,6 +13,8 @@ from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models.models import EngineModel, Models, OneGenerator
 from agentflow.server.programs.programs import open_programs
 from agentflow.server.responses.background import open_background_runs
+from agentflow.server.responses.keeping import LocalResponses
+from agentflow.server.responses.store import ResponseStore
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, hashed_key
 from agentflow.server.websocket.sessions import open_sessions
@@ -114,8 +116,11 @@ async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
     async with FakeEngine().open_client() as client, open_sessions(ServerLimits()) as sessions:
         models, tenants = Models([EngineModel("served", client, TEMPLATE)]), Tenants(file=file)
         http = HttpLimits()
+        responses = LocalResponses(ResponseStore(http.responses_bytes, http.response_lifetime_s))
         async with open_background_runs(1) as background, open_programs(http.programs) as programs:
-            service = Service(models, sessions, tenants, ServerLimits(), http, background, programs)
+            service = Service(
+                models, sessions, tenants, ServerLimits(), http, background, programs, responses
+            )
         [model] = models
         ann = model.generator(tenants.of("af-ann"))
         file.write_text(entry + "7.0")

@@ -183,5 +183,5 @@ def test_tenants_see_their_own_and_changes_count_as_requests() -> None:
             with pytest.raises(openai.RateLimitError):
                 client.conversations.create()
             assert client.conversations.retrieve(made.id).metadata == {}
-        assert server.service.responses.find_conversation("ann", made.id) is not None
-        assert server.service.responses.find_conversation("bob", made.id) is None
+        assert server.call(server.service.responses.find_conversation, "ann", made.id) is not None
+        assert server.call(server.service.responses.find_conversation, "bob", made.id) is None

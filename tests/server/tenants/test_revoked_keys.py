@@ -153,7 +153,7 @@ def test_f29c_background_responses_of_a_revoked_key_are_cancelled(keyed: KeyedSe
     keyed.allow(ann=["ann-2"])
     server.wait_until(lambda: server.service.background.find("ann", ids["ann-1"]) is None)
     assert server.service.background.find("ann", ids["ann-2"]) is not None
-    found = server.service.responses.find("ann", ids["ann-1"])
+    found = server.call(server.service.responses.find, "ann", ids["ann-1"])
     assert found is not None
     assert b'"status":"cancelled"' in found.body
     server.call(server.engine.gate.open)

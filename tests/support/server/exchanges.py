@@ -18,6 +18,8 @@ from agentflow.server.http.call import ApiEndpoint, Handler
 from agentflow.server.models.models import Models, OneGenerator
 from agentflow.server.programs.programs import open_programs
 from agentflow.server.responses.background import open_background_runs
+from agentflow.server.responses.keeping import LocalResponses
+from agentflow.server.responses.store import ResponseStore
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import open_sessions
@@ -70,8 +72,9 @@ async def service(**limits: Any) -> AsyncIterator[Service]:
     async with open_sessions(ServerLimits()) as sessions:
         models = Models([OneGenerator(HangingGenerator())])
         http = HttpLimits(**limits)
+        responses = LocalResponses(ResponseStore(http.responses_bytes, http.response_lifetime_s))
         async with open_background_runs(most=1) as background, open_programs(http.programs) as programs:
-            yield Service(models, sessions, Tenants(), ServerLimits(), http, background, programs)
+            yield Service(models, sessions, Tenants(), ServerLimits(), http, background, programs, responses)
 
 
 async def exchange(

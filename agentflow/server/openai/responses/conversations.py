@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 
@@ -20,7 +19,7 @@ from agentflow.protocol.events import Capabilities
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall, decoded
-from agentflow.server.openai.responses.items import ItemReader, Turns
+from agentflow.server.openai.responses.items import ItemReader, Turns, references_in
 from agentflow.server.openai.responses.stored import list_of, page_of
 from agentflow.server.openai.responses.types import (
     MAX_ITEMS,
@@ -33,7 +32,8 @@ from agentflow.server.openai.responses.types import (
     ItemQuery,
 )
 from agentflow.server.responses.item import Item
-from agentflow.server.responses.store import ResponseStore, StoredConversation
+from agentflow.server.responses.keeping import Change, Responses, TooLargeToKeep
+from agentflow.server.responses.store import StoredConversation
 
 logger = logging.getLogger(__name__)
 
@@ -45,66 +45,73 @@ async def create_conversation(call: ApiCall) -> None:
     """Creates a conversation."""
     body = await call.beside(call.read, ConversationRequest)
     with call.service.models.gate.request(call.tenant, 0):
-        items = await call.beside(_read, call, body.items or ())
+        items = await _read(call, body.items or ())
         made = StoredConversation(f"conv_{secrets.token_hex(24)}", int(time.time()), body.metadata or {})
         made = _grown(made, items, "items")
-        _keep(call, made)
+        if not await call.service.responses.add(call.tenant.name, made):
+            raise _too_large()
     await call.reply(_answer(made))
 
 
 async def get_conversation(call: ApiCall) -> None:
     """Returns a conversation."""
-    await call.reply(_answer(_found(call)))
+    await call.reply(_answer(await _found(call)))
 
 
 async def update_conversation(call: ApiCall) -> None:
     """Replaces the metadata of a conversation."""
-    body, found = call.read(ConversationUpdateRequest), _found(call)
+    body = call.read(ConversationUpdateRequest)
+    await _found(call)
     with call.service.models.gate.request(call.tenant, 0):
-        changed = replace(found, metadata=body.metadata or {})
-        _keep(call, changed)
+        changed = await _changed(call, lambda found: replace(found, metadata=body.metadata or {}))
     await call.reply(_answer(changed))
 
 
 async def delete_conversation(call: ApiCall) -> None:
     """Deletes a conversation. The responses of its turns are kept."""
-    found = _found(call)
-    call.service.responses.delete(call.tenant.name, found.id)
+    found = await _found(call)
+    await call.service.responses.delete(call.tenant.name, found.id)
     await call.reply(DeletedConversation(id=found.id))
 
 
 async def list_items(call: ApiCall) -> None:
     """Lists the items of a conversation."""
-    await call.reply(page_of(_found(call).items, call.read_query(ItemQuery)))
+    await call.reply(page_of((await _found(call)).items, call.read_query(ItemQuery)))
 
 
 async def create_items(call: ApiCall) -> None:
     """Appends items to a conversation."""
     body = await call.beside(call.read, ConversationItemsRequest)
     with call.service.models.gate.request(call.tenant, 0):
-        items = await call.beside(_read, call, body.items)
-        found = _found(call)
-        check_room(len(found.items) + len(items), "items")
-        _keep(call, _grown(found, items, "items"))
+        items = await _read(call, body.items)
+
+        def append(found: StoredConversation) -> StoredConversation:
+            check_room(len(found.items) + len(items), "items")
+            return _grown(found, items, "items")
+
+        await _changed(call, append)
     await call.reply(list_of(items, has_more=False))
 
 
 async def get_item(call: ApiCall) -> None:
     """Returns an item of a conversation."""
-    await call.reply(_found(call).items[_place_of(call)].shown)
+    found = await _found(call)
+    await call.reply(found.items[_place_of(call, found)].shown)
 
 
 async def delete_item(call: ApiCall) -> None:
     """Deletes an item of a conversation, unless a later one needs it."""
-    found, place = _found(call), _place_of(call)
-    items = (*found.items[:place], *found.items[place + 1 :])
-    empty = replace(found, items=(), messages=(), item_bytes=0)
-    try:
-        changed = _grown(empty, items, "items")
-    except ApiError as error:
-        raise invalid_field("item_id", f"a later item needs this one: {error.message}") from None
-    _keep(call, changed)
-    await call.reply(_answer(changed))
+
+    def drop(found: StoredConversation) -> StoredConversation:
+        place = _place_of(call, found)
+        items = (*found.items[:place], *found.items[place + 1 :])
+        empty = replace(found, items=(), messages=(), item_bytes=0)
+        try:
+            return _grown(empty, items, "items")
+        except ApiError as error:
+            raise invalid_field("item_id", f"a later item needs this one: {error.message}") from None
+
+    await call.reply(_answer(await _changed(call, drop)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,35 +123,37 @@ class Turn:
     answer: Message
 
 
-def conversation_of(call: ApiCall, given: Unread) -> StoredConversation | None:
+async def conversation_of(call: ApiCall, given: Unread) -> StoredConversation | None:
     """The conversation that a request names by its id or by an object, if it names one."""
     if not is_given(given):
         return None
     assert given is not None
     is_text = bytes(memoryview(given)[:1]) == b'"'
     if is_text:
-        return _conversation(call, decoded(given, str, "conversation"), "conversation")
-    return _conversation(call, decoded(given, ConversationId, "conversation").id, "conversation")
+        return await _conversation(call, decoded(given, str, "conversation"), "conversation")
+    return await _conversation(call, decoded(given, ConversationId, "conversation").id, "conversation")
 
 
-def append_turn(responses: ResponseStore, tenant: str, conversation_id: str, turn: Turn) -> None:
+async def append_turn(responses: Responses, tenant: str, conversation_id: str, turn: Turn) -> None:
     """Appends a turn to the stored conversation, unless it was deleted in the meantime."""
-    found = responses.find_conversation(tenant, conversation_id)
-    if found is None:
-        return
-    try:
+
+    def append(found: StoredConversation) -> StoredConversation:
         changed = _grown(found, turn.given, "input")
+        return replace(
+            changed,
+            items=(*changed.items, *turn.output),
+            messages=(*changed.messages, turn.answer),
+            item_bytes=changed.item_bytes + sum([item.num_bytes for item in turn.output]),
+        )
+
+    try:
+        await responses.change(tenant, conversation_id, append)
     except ApiError as error:  # an item that it needs was deleted
-        logger.warning("a turn is not appended to the conversation %s: %s", found.id, error.message)
-        return
-    changed = replace(
-        changed,
-        items=(*changed.items, *turn.output),
-        messages=(*changed.messages, turn.answer),
-        item_bytes=changed.item_bytes + sum([item.num_bytes for item in turn.output]),
-    )
-    if not responses.add(tenant, changed):
-        logger.warning("a turn is not appended to the conversation %s: it would be too large", found.id)
+        logger.warning("a turn is not appended to the conversation %s: %s", conversation_id, error.message)
+    except TooLargeToKeep:
+        logger.warning(
+            "a turn is not appended to the conversation %s: it would be too large", conversation_id
+        )
 
 
 def check_room(num_items: int, param: str) -> None:
@@ -154,10 +163,22 @@ def check_room(num_items: int, param: str) -> None:
         raise invalid_field(param, text)
 
 
-def _read(call: ApiCall, given: Sequence[msgspec.Raw]) -> list[Item]:
+async def _read(call: ApiCall, given: Sequence[msgspec.Raw]) -> list[Item]:
     """The items of a request."""
-    reader = ItemReader(_NO_MODEL, partial(call.service.responses.find_item, call.tenant.name))
-    return [reader.read(raw, f"items[{number}]") for number, raw in enumerate(given)]
+    references = await call.beside(_references, given)
+    items = await call.service.responses.find_items(call.tenant.name, references) if references else {}
+    reader = ItemReader(_NO_MODEL, items.get)
+
+    def read() -> list[Item]:
+        return [reader.read(raw, f"items[{number}]") for number, raw in enumerate(given)]
+
+    return await call.beside(read)
+
+
+def _references(given: Sequence[msgspec.Raw]) -> list[str]:
+    return [
+        item_id for raw in given for item_id in references_in(msgspec.Raw(b"[%b]" % bytes(memoryview(raw))))
+    ]
 
 
 def _grown(conversation: StoredConversation, items: Sequence[Item], field: str) -> StoredConversation:
@@ -174,27 +195,42 @@ def _grown(conversation: StoredConversation, items: Sequence[Item], field: str) 
     )
 
 
-def _keep(call: ApiCall, conversation: StoredConversation) -> None:
-    if not call.service.responses.add(call.tenant.name, conversation):
-        raise invalid_field("items", "the conversation is larger than the server's memory for all of them")
+async def _changed(call: ApiCall, change: Change) -> StoredConversation:
+    """The conversation that the path names after a change. ``ApiError``."""
+    conversation_id = call.path_params["id"]
+    try:
+        changed = await call.service.responses.change(call.tenant.name, conversation_id, change)
+    except TooLargeToKeep:
+        raise _too_large() from None
+    if changed is None:
+        raise _not_found(conversation_id)
+    return changed
 
 
-def _found(call: ApiCall) -> StoredConversation:
-    return _conversation(call, call.path_params["id"])
+def _too_large() -> ApiError:
+    return invalid_field("items", "the conversation is larger than the server's memory for all of them")
 
 
-def _conversation(call: ApiCall, conversation_id: str, param: str | None = None) -> StoredConversation:
-    found = call.service.responses.find_conversation(call.tenant.name, conversation_id)
+async def _found(call: ApiCall) -> StoredConversation:
+    return await _conversation(call, call.path_params["id"])
+
+
+async def _conversation(call: ApiCall, conversation_id: str, param: str | None = None) -> StoredConversation:
+    found = await call.service.responses.find_conversation(call.tenant.name, conversation_id)
     if found is None:
-        text = f"there is no conversation {conversation_id[:100]!r}: it was deleted, or has expired"
-        raise ApiError(404, "conversation_not_found", text, param)
+        raise _not_found(conversation_id, param)
     return found
 
 
-def _place_of(call: ApiCall) -> int:
+def _not_found(conversation_id: str, param: str | None = None) -> ApiError:
+    text = f"there is no conversation {conversation_id[:100]!r}: it was deleted, or has expired"
+    return ApiError(404, "conversation_not_found", text, param)
+
+
+def _place_of(call: ApiCall, found: StoredConversation) -> int:
     """Where the item that the path names is in its conversation."""
     item_id = call.path_params["item_id"]
-    for place, item in enumerate(_found(call).items):
+    for place, item in enumerate(found.items):
         if item.id == item_id:
             return place
     raise ApiError(404, "item_not_found", f"the conversation has no item {item_id[:100]!r}")

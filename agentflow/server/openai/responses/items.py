@@ -60,6 +60,11 @@ class _Reference(msgspec.Struct, kw_only=True):
     id: str
 
 
+class _ReferenceHead(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+
+
 class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
@@ -91,6 +96,20 @@ def items_of(given: Unread) -> list[msgspec.Raw]:
     if len(items) > MAX_ITEMS:
         raise invalid_field("input", f"it has {len(items):,} items; the limit is {MAX_ITEMS:,}")
     return items
+
+
+def references_in(given: Unread) -> list[str]:
+    """The ids of the items of ``input`` that are only referred to. Faults are left for ``ItemReader``."""
+    if not is_given(given) or given is None:
+        return []
+    data = bytes(memoryview(given))
+    if b"item_reference" not in data and b"\\u" not in data:  # an escape may stand for a letter of it
+        return []
+    try:
+        heads = msgspec.json.decode(data, type=list[_ReferenceHead])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return []
+    return [head.id for head in heads if head.type == "item_reference" and isinstance(head.id, str)]
 
 
 class ItemReader:

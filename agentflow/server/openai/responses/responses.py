@@ -6,19 +6,18 @@ one JSON object or a stream of events, or runs in the background.
 
 from __future__ import annotations
 
-import secrets
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
-from agentflow.errors import PromptTooLong
+from agentflow.errors import Overloaded, PromptTooLong
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
@@ -46,6 +45,7 @@ from agentflow.server.openai.responses.items import (
     ItemReader,
     Turns,
     items_of,
+    references_in,
     tool_choice_of,
     tools_of,
 )
@@ -60,7 +60,9 @@ from agentflow.server.openai.responses.types import (
 )
 from agentflow.server.responses.background import BackgroundRun, EventLog
 from agentflow.server.responses.item import Item
-from agentflow.server.responses.store import History, StoredResponse
+from agentflow.server.responses.store import History, StoredConversation, StoredResponse
+
+logger = logging.getLogger(__name__)
 
 _LOGPROBS = "message.output_text.logprobs"
 # The memory of a background response, without its request, its items and its events.
@@ -75,7 +77,11 @@ async def create_response(call: ApiCall) -> None:
     """Answers a turn of a conversation."""
     body = await call.beside(call.read, ResponseRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    turn = await call.beside(_Turn, call, body, generator)
+    _check_fields(body)
+    if body.store is not False:
+        call.service.responses.check_answers()
+    before = await _before(call, body)
+    turn = await call.beside(_Turn, call, body, generator, before)
     if body.truncation == "auto" and isinstance(generator, EngineGenerator):
         with _naming_fields(generator):
             turn.request = await _truncated(generator, turn.request)
@@ -90,7 +96,7 @@ async def create_response(call: ApiCall) -> None:
                 await stream_completion(call, completion, turn.writer, turn.store)
                 return
             turn.writer.write(await completion.rest())
-    turn.store()
+    await turn.store()
     report(call, completion)
     await call.reply(turn.writer.answer)
 
@@ -121,18 +127,19 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerato
                 run.num_prompt_tokens = completion.num_prompt_tokens
                 announce(call, completion)
                 run.write(writer.queue())
+                await turn.begin()
                 accept()
                 while deltas := await completion.next():
                     run.write(writer.write(deltas))
                 report(call, completion)
 
-    def finish(failure: ApiError | None, is_cancelled: bool) -> None:
+    async def finish(failure: ApiError | None, is_cancelled: bool) -> None:
         if failure is not None:
             last = writer.fail(failure.shortened())
         else:
             last = writer.cancel() if is_cancelled else writer.end(Usage())
         run.write(last, is_last=True)
-        turn.store(run.events)
+        await turn.store(run.events)
 
     try:
         await call.service.background.start(run, generate, finish)
@@ -144,23 +151,41 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerato
         await send_events(call, run.events)
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a turn continues, from the store. At most one of the first two is set."""
+
+    conversation: StoredConversation | None
+    history: History | None
+    items: Mapping[str, Item]  # to which the turn's refer
+
+
+async def _before(call: ApiCall, body: ResponseRequest) -> _Before:
+    """Finds what the turn continues. ``ApiError``."""
+    conversation, history = await conversation_of(call, body.conversation), None
+    if body.previous_response_id is not None:
+        if conversation is not None:
+            raise invalid_field("conversation", "it excludes 'previous_response_id'")
+        history = await _history_of(call, body.previous_response_id)
+    references = await call.beside(references_in, body.input)
+    items = await call.service.responses.find_items(call.tenant.name, references) if references else {}
+    return _Before(conversation, history, items)
+
+
 class _Turn:
     """The request as the engine takes it, and its response. ``ApiError`` names the field that is wrong or not
     supported."""
 
-    def __init__(self, call: ApiCall, body: ResponseRequest, generator: TextGenerator) -> None:
-        _check_fields(body)
+    def __init__(
+        self, call: ApiCall, body: ResponseRequest, generator: TextGenerator, continued: _Before
+    ) -> None:
         self.body = body
         self._tenant, self._responses = call.tenant.name, call.service.responses
         before: Sequence[Message] = ()
-        self._history: History | None = None
-        self._conversation = conversation_of(call, body.conversation)
+        self._history, self._conversation = continued.history, continued.conversation
         if self._conversation is not None:
-            if body.previous_response_id is not None:
-                raise invalid_field("conversation", "it excludes 'previous_response_id'")
             before = self._conversation.messages
-        elif body.previous_response_id is not None:
-            self._history = _history_of(call, body.previous_response_id)
+        elif self._history is not None:
             before = self._history.messages()
         if any(message.images for message in before):  # another model may have read them
             place = "conversation" if self._history is None else "previous_response_id"
@@ -170,7 +195,7 @@ class _Turn:
             raise invalid_field("input", "it is empty: give a text or at least one item")
         if self._conversation is not None:
             check_room(len(self._conversation.items) + len(given), "conversation")
-        self._reader = ItemReader(generator.capabilities, partial(self._responses.find_item, self._tenant))
+        self._reader = ItemReader(generator.capabilities, continued.items.get)
         turns, items = Turns(before), []
         for number, raw in enumerate(given):
             items.append(self._reader.read(raw, f"input[{number}]"))
@@ -203,22 +228,34 @@ class _Turn:
                 max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p
             ),
         )
-        answer = _begun(body, generator.capabilities.model, params)
+        answer = _begun(call.service.new_id("resp"), body, generator.capabilities.model, params)
         answer.conversation = None if self._conversation is None else ConversationId(self._conversation.id)
         self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
 
-    def store(self, events: EventLog | None = None) -> None:
+    async def begin(self) -> None:
+        """Tells other servers of a background response, which they find from now on."""
+        body = msgspec.json.encode(self.writer.answer)
+        begun = StoredResponse(self.writer.answer.id, body, None, self.input_items, (), is_background=True)
+        await self._responses.begin(self._tenant, begun)
+
+    async def store(self, events: EventLog | None = None) -> None:
         """Keeps the response for later turns, unless ``store`` is false, and appends the turn to its
         conversation. ``events``: the events of a background response that is streamed."""
+        try:
+            await self._store(events)
+        except Overloaded as error:  # the answer itself is complete
+            logger.warning("the response %s is not stored: %s", self.writer.answer.id, error)
+
+    async def _store(self, events: EventLog | None) -> None:
         answer, message = self.writer.answer, self.writer.message()
         has_answer = answer.status in ("completed", "incomplete")
         output_items = tuple([self._output_item(item) for item in answer.output])
         if self._conversation is not None and has_answer:
             turn = Turn(self.input_items, output_items, message)
-            append_turn(self._responses, self._tenant, self._conversation.id, turn)
+            await append_turn(self._responses, self._tenant, self._conversation.id, turn)
         if self.body.store is False:
             return
-        self._responses.add(
+        await self._responses.add(
             self._tenant,
             StoredResponse(
                 answer.id,
@@ -237,12 +274,15 @@ class _Turn:
         return Item.made(item.id, item, read.step)
 
 
-def _history_of(call: ApiCall, response_id: str) -> History:
+async def _history_of(call: ApiCall, response_id: str) -> History:
     """The conversation up to the end of an earlier response."""
     param = "previous_response_id"
-    if call.service.background.find(call.tenant.name, response_id) is not None:
+    found = None
+    if call.service.background.find(call.tenant.name, response_id) is None:
+        found = await stored_response(call, response_id, param, to_continue=True)
+    if found is None or found.runs_on is not None:
         raise invalid_field(param, "this response still runs: wait until it has ended")
-    history = stored_response(call, response_id, param).history
+    history = found.history
     if history is None:
         raise invalid_field(param, "this response failed or was cancelled, so it cannot be continued")
     return history
@@ -290,7 +330,7 @@ def _form_of(body: ResponseRequest) -> Constraint | None:
     return None
 
 
-def _begun(body: ResponseRequest, model: str, params: SamplingParams) -> ResponseAnswer:
+def _begun(response_id: str, body: ResponseRequest, model: str, params: SamplingParams) -> ResponseAnswer:
     """The response before its first item."""
     text: dict[str, Any] = {"format": {"type": "text"}}
     if body.text is not None:
@@ -298,7 +338,7 @@ def _begun(body: ResponseRequest, model: str, params: SamplingParams) -> Respons
         text |= {key: value for key, value in shown.items() if value is not None}
     choice = body.tool_choice
     return ResponseAnswer(
-        id=f"resp_{secrets.token_hex(24)}",
+        id=response_id,
         created_at=int(time.time()),
         status="in_progress",
         model=model,

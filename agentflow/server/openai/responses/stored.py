@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.responses.types import DeletedResponse, ItemList, ItemQuery, ResponseQuery
+from agentflow.server.openai.responses.types import (
+    DeletedResponse,
+    ItemList,
+    ItemQuery,
+    ResponseFailure,
+    ResponseQuery,
+)
 from agentflow.server.responses.background import BackgroundRun, EventLog
 from agentflow.server.responses.item import Item
 from agentflow.server.responses.store import StoredResponse
 
+PIECE_WAIT_S = 10.0
+"""How long a server that is asked for events waits for the next one."""
+
 
 async def get_response(call: ApiCall) -> None:
     """Returns a response, or streams its events from one on."""
-    query, found = call.read_query(ResponseQuery), _found(call)
+    query, found = call.read_query(ResponseQuery), await _found(call)
     if not query.stream:
         if query.starting_after is not None:
             raise invalid_field("starting_after", "it needs 'stream' to be true")
+        if await _is_answered_elsewhere(call, found):
+            return
         await call.reply(found.body)
         return
-    if found.events is None:
+    start = 0 if query.starting_after is None else query.starting_after + 1
+    if isinstance(found, StoredResponse) and found.runs_on is not None:
+        await _send_events_from(call, found.runs_on, start)
+    elif found.events is None:
         text = "only a background response that was created with 'stream' can be streamed again"
         raise invalid_field("stream", text)
-    await send_events(call, found.events, 0 if query.starting_after is None else query.starting_after + 1)
+    elif call.forwarded_for is not None:
+        piece = await found.events.piece(start, PIECE_WAIT_S)
+        await call.reply(msgspec.json.encode(piece))
+    else:
+        await send_events(call, found.events, start)
 
 
 async def send_events(call: ApiCall, events: EventLog, start: int = 0) -> None:
@@ -36,9 +55,43 @@ async def send_events(call: ApiCall, events: EventLog, start: int = 0) -> None:
         await stream.end()
 
 
+async def _send_events_from(call: ApiCall, front: str, start: int) -> None:
+    """Streams the events of a response that another server runs, which it is asked for piece by piece."""
+    first = await _piece_from(call, front, start)
+    async with call.streaming() as stream:
+        some, number, has_ended = first
+        while True:
+            await stream.send(some)
+            if has_ended:
+                break
+            some, number, has_ended = await _piece_from(call, front, number)
+        await stream.end()
+
+
+async def _piece_from(call: ApiCall, front: str, start: int) -> tuple[bytes, int, bool]:
+    query = "stream=true" if start == 0 else f"stream=true&starting_after={start - 1}"
+    answered = await call.asked_elsewhere(front, query.encode())
+    if answered.status != 200:
+        fault = msgspec.json.decode(answered.body, type=_Fault).error
+        raise ApiError(answered.status, fault.code or "invalid_value", fault.message, fault.param)
+    return msgspec.json.decode(answered.body, type=tuple[bytes, int, bool])
+
+
+class _FaultFields(msgspec.Struct):
+    message: str
+    code: str | None = None
+    param: str | None = None
+
+
+class _Fault(msgspec.Struct):
+    error: _FaultFields
+
+
 async def cancel_response(call: ApiCall) -> None:
     """Cancels a background response. One that has ended is returned unchanged."""
-    found = _found(call)
+    found = await _found(call)
+    if await _is_answered_elsewhere(call, found):
+        return
     if isinstance(found, BackgroundRun):
         await found.cancel()
     elif not found.is_background:
@@ -48,16 +101,18 @@ async def cancel_response(call: ApiCall) -> None:
 
 async def delete_response(call: ApiCall) -> None:
     """Deletes a response. One that runs is cancelled first."""
-    found = _found(call)
+    found = await _found(call)
+    if await _is_answered_elsewhere(call, found):
+        return
     if isinstance(found, BackgroundRun):
         await found.cancel()
-    call.service.responses.delete(call.tenant.name, found.id)
+    await call.service.responses.delete(call.tenant.name, found.id)
     await call.reply(DeletedResponse(id=found.id))
 
 
 async def list_input_items(call: ApiCall) -> None:
     """Lists the items of a response's input."""
-    await call.reply(page_of(_found(call).input_items, call.read_query(ItemQuery)))
+    await call.reply(page_of((await _found(call)).input_items, call.read_query(ItemQuery)))
 
 
 def page_of(items: Sequence[Item], query: ItemQuery) -> ItemList:
@@ -80,16 +135,39 @@ def list_of(items: Sequence[Item], *, has_more: bool) -> ItemList:
     )
 
 
-def _found(call: ApiCall) -> BackgroundRun | StoredResponse:
+async def _found(call: ApiCall) -> BackgroundRun | StoredResponse:
     response_id = call.path_params["id"]
     run = call.service.background.find(call.tenant.name, response_id)
-    return run or stored_response(call, response_id)
+    return run or await stored_response(call, response_id)
 
 
-def stored_response(call: ApiCall, response_id: str, param: str | None = None) -> StoredResponse:
-    """A response that has ended. ``ApiError`` if it is not stored."""
-    found = call.service.responses.find(call.tenant.name, response_id)
+async def _is_answered_elsewhere(call: ApiCall, found: BackgroundRun | StoredResponse) -> bool:
+    """Whether another server runs the response, and has answered the call."""
+    if isinstance(found, BackgroundRun) or found.runs_on is None:
+        return False
+    await call.forward(found.runs_on)
+    return True
+
+
+async def stored_response(
+    call: ApiCall, response_id: str, param: str | None = None, *, to_continue: bool = False
+) -> StoredResponse:
+    """A response that has ended, or runs on another server (``runs_on``). One that was lost with its server
+    has failed. ``ApiError`` if it is not stored."""
+    tenant, responses = call.tenant.name, call.service.responses
+    found = await responses.find(tenant, response_id, to_continue=to_continue)
     if found is None:
         text = f"no response {response_id[:100]!r} is stored: it was not, was deleted, or has expired"
         raise ApiError(404, "response_not_found", text, param)
+    if found.runs_on is not None and not await call.service.runs_at(found.runs_on):
+        found = _lost(found)
+        await responses.add(tenant, found)
     return found
+
+
+def _lost(found: StoredResponse) -> StoredResponse:
+    """A response that ran on a server that is gone."""
+    text = "the server that ran this response is gone: send the request again"
+    failure = ResponseFailure(code="server_error", message=text, type="engine_down", param=None)
+    answer = msgspec.json.decode(found.body) | {"status": "failed", "error": msgspec.to_builtins(failure)}
+    return replace(found, body=msgspec.json.encode(answer), runs_on=None)

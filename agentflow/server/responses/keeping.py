@@ -1,0 +1,91 @@
+"""How responses and conversations are kept: an interface for one front and for several.
+
+``LocalResponses`` has them in this process (``store``), ``SharedResponses`` in Redis (``shared_store``). A
+change of a conversation is atomic in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from agentflow.server.responses.item import Item
+from agentflow.server.responses.store import ResponseStore, StoredConversation, StoredResponse
+
+Change = Callable[[StoredConversation], StoredConversation]
+
+
+class TooLargeToKeep(Exception):
+    """A conversation would be larger than the store."""
+
+
+class Responses(Protocol):
+    """The responses and conversations of all tenants. Each finds only its own. A store in another process
+    raises ``Overloaded`` while that does not answer."""
+
+    def check_answers(self) -> None:
+        """``Overloaded`` if the store is known not to answer."""
+
+    async def begin(self, tenant: str, stored: StoredResponse) -> None:
+        """Tells other fronts of a response that runs in the background. ``add`` replaces it."""
+
+    async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
+        """Keeps a response, or a new conversation. False for one that is larger than the store."""
+
+    async def find(
+        self, tenant: str, response_id: str, *, to_continue: bool = False
+    ) -> StoredResponse | None:
+        """The response with this id. ``to_continue``: its history is needed."""
+
+    async def find_conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
+        """The conversation with this id."""
+
+    async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
+        """Those of the items that a response or conversation has, by id."""
+
+    async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
+        """Replaces a conversation by ``change`` of it, and returns that; None if there is none. ``change``
+        may run several times, and its error leaves the conversation unchanged. ``TooLargeToKeep``."""
+
+    async def delete(self, tenant: str, stored_id: str) -> bool:
+        """Whether the response or conversation was there."""
+
+
+class LocalResponses:
+    """Responses in the memory of this process."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
+
+    def check_answers(self) -> None:
+        """It always does."""
+
+    async def begin(self, tenant: str, stored: StoredResponse) -> None:
+        """There is no other front."""
+
+    async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
+        return self.store.add(tenant, stored)
+
+    async def find(
+        self, tenant: str, response_id: str, *, to_continue: bool = False
+    ) -> StoredResponse | None:
+        return self.store.find(tenant, response_id)
+
+    async def find_conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
+        return self.store.find_conversation(tenant, conversation_id)
+
+    async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
+        found = {item_id: self.store.find_item(tenant, item_id) for item_id in item_ids}
+        return {item_id: item for item_id, item in found.items() if item is not None}
+
+    async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
+        found = self.store.find_conversation(tenant, conversation_id)
+        if found is None:
+            return None
+        changed = change(found)
+        if not self.store.add(tenant, changed):
+            raise TooLargeToKeep
+        return changed
+
+    async def delete(self, tenant: str, stored_id: str) -> bool:
+        return self.store.delete(tenant, stored_id)

@@ -1,0 +1,238 @@
+"""Responses and conversations of several fronts, in a real Redis."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import anyio
+import pytest
+from support.redis_server import RedisServer, shared_store
+
+from agentflow.protocol.chat import CalledTool, Message
+from agentflow.protocol.images import Image, PlacedImage
+from agentflow.server.responses import shared_store as module
+from agentflow.server.responses.background import EventLog
+from agentflow.server.responses.item import Item, Reasoning
+from agentflow.server.responses.keeping import TooLargeToKeep
+from agentflow.server.responses.shared_store import SharedResponses
+from agentflow.server.responses.store import History, StoredConversation, StoredResponse
+from agentflow.server.stores.shared import SharedStore
+
+pytestmark = pytest.mark.anyio
+MOST_BYTES = 60_000
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def item(item_id: str, text: str = "") -> Item:
+    return Item.made(item_id, {"id": item_id, "text": text}, Message("user", text))
+
+
+def response(
+    response_id: str, text: str = "", before: History | None = None, items: tuple[Item, ...] = ()
+) -> StoredResponse:
+    history = History(before, (Message("user", text), Message("assistant", "", generated=True)))
+    return StoredResponse(response_id, text.encode(), history, items, ())
+
+
+async def audit(store: SharedStore) -> Counter[str]:
+    """The bytes of each tenant, found by reading everything, are the counted ones; so are the references to
+    turns; and every index leads somewhere."""
+
+    async def read(client: Any) -> Counter[str]:
+        prefix, found = store.prefix.encode(), Counter[str]()
+        refs: Counter[bytes] = Counter()
+        keys = {key.removeprefix(prefix) async for key in client.scan_iter(prefix + b"*", count=1_000)}
+        for key in keys:
+            kind, _, rest = key.partition(b":")
+            tenant = rest.split(b":")[0]
+            if kind in (b"kept", b"turn"):
+                one = await client.hgetall(prefix + key)
+                assert int(one[b"n"]) >= len(one[b"data"])
+                found[tenant.decode()] += int(one[b"n"])
+                before = one[b"turn"] if kind == b"kept" else one[b"before"]
+                if before:
+                    refs[b"turn:" + tenant + b":" + before] += 1
+            if kind == b"item":
+                for stored_id in await client.smembers(prefix + key):
+                    assert b"kept:" + tenant + b":" + stored_id in keys
+            if kind == b"kept-order":
+                for stored_id in await client.zrange(prefix + key, 0, -1):
+                    assert b"kept:" + tenant + b":" + stored_id in keys
+        for key in keys:
+            if key.startswith(b"turn:"):
+                assert int(await client.hget(prefix + key, "refs")) == refs.pop(key)
+        assert not refs
+        counted = await client.hgetall(prefix + b"kept-bytes")
+        assert {name.decode(): int(n) for name, n in counted.items()} == dict(found)
+        return found
+
+    return await store.call(read)
+
+
+async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) -> None:
+    image = PlacedImage(0, Image("sha256:" + "0" * 64, "image/png", bytes(range(256))))
+    steps = (
+        Message("user", "x", images=(image,)),
+        Message("tool", "y", tool_call_id="c", name="f"),
+        CalledTool("c", "f", "{}"),
+        Reasoning(""),
+        Reasoning("so"),
+    )
+    items = tuple(Item.made(f"i{n}", {"n": n}, step) for n, step in enumerate(steps))
+    log = EventLog()
+    log.add(b"data: 1\n\ndata: 2\n\n")
+    log.end()
+    first = StoredResponse("r1", b"{}", History(None, (steps[0],)), items[:2], items[2:], True, log)
+    second = StoredResponse("r2", b"[]", History(first.history, (Message("user", "z"),)), (), ())
+    talk = StoredConversation("c1", 7, {"a": "b"}, items, (steps[0],), sum(one.num_bytes for one in items))
+    async with shared_store(redis) as here, shared_store(redis, here.prefix) as there:
+        writer, reader = (SharedResponses(store, 10**6, 60) for store in (here, there))
+        for stored in (first, second, talk):
+            assert await writer.add("ann:x", stored)
+        found = await reader.find("ann:x", "r2", to_continue=True)
+        assert found is not None
+        assert found.history is not None
+        assert found.history.messages() == [steps[0], Message("user", "z")]
+        again = await reader.find("ann:x", "r1")
+        assert again is not None
+        assert again.events is not None
+        assert [some async for some in again.events.since(1)] == [b"data: 2\n\n"]
+        assert (again.body, again.items, again.is_background) == (b"{}", items, True)
+        assert await reader.find_conversation("ann:x", "c1") == talk
+        assert await reader.find_items("ann:x", ["i1", "i4", "no"]) == {one.id: one for one in items}
+        for other in ("ann", "x", ""):
+            assert await reader.find(other, "r2") is None
+            assert not await reader.delete(other, "r2")
+            assert await reader.find_items(other, ["i1"]) == {}
+        assert await reader.find_conversation("ann:x", "r1") is None
+        assert await reader.find("ann:x", "c1") is None
+        # Of a shared history, a turn goes with the last response that has it.
+        assert await reader.delete("ann:x", "r1")
+        found = await writer.find("ann:x", "r2", to_continue=True)
+        assert found is not None
+        await audit(here)
+        third = StoredResponse("r3", b"", History(found.history, ()), (), ())
+        assert await reader.delete("ann:x", "r2")
+        assert await reader.add("ann:x", third)  # its history had gone: it has all of it
+        found = await writer.find("ann:x", "r3", to_continue=True)
+        assert found is not None
+        assert found.history is not None
+        assert len(found.history.messages()) == 2
+        await audit(here)
+        for stored_id in ("r3", "c1"):
+            assert await writer.delete("ann:x", stored_id)
+        assert not await audit(here)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_what_is_counted_is_what_is_there(redis: RedisServer, seed: int) -> None:
+    chance = random.Random(seed)
+    async with shared_store(redis) as store:
+        responses = SharedResponses(store, MOST_BYTES, 60)
+        latest: dict[str, History | None] = {}
+        newest: tuple[str, str] | None = None
+        for number in range(80):
+            tenant = chance.choice(["", "ann", "b:ob"])
+            match chance.randrange(4):
+                case 0 | 1:
+                    before = latest.get(tenant) if chance.random() < 0.7 else None
+                    items = tuple(item(f"i{chance.randrange(9)}") for _ in range(chance.randrange(3)))
+                    made = response(f"r{chance.randrange(60)}", "x" * chance.randrange(4_000), before, items)
+                    if await responses.add(tenant, made):
+                        latest[tenant], newest = made.history, (tenant, made.id)
+                case 2:
+                    items = (item(f"i{number % 9}"),)
+                    talk = StoredConversation(f"c{chance.randrange(3)}", 0, {}, items, (), 0)
+                    if await responses.add(tenant, talk):
+                        newest = (tenant, talk.id)
+                case _:
+                    deleted = f"r{chance.randrange(60)}"
+                    await responses.delete(tenant, deleted)
+                    newest = None if newest == (tenant, deleted) else newest
+            found = await audit(store)
+            assert found.total() <= MOST_BYTES
+            if newest is not None:
+                name, stored_id = newest
+                is_there = await responses.find(name, stored_id, to_continue=True)
+                assert is_there or await responses.find_conversation(name, stored_id)
+
+
+async def test_the_oldest_of_the_tenant_with_the_most_goes_first(redis: RedisServer) -> None:
+    async with shared_store(redis) as store:
+        responses = SharedResponses(store, 20_000, 60)
+        assert await responses.add("bob", StoredResponse("small", b"", None, (), ()))
+        for n in range(8):
+            assert await responses.add("ann", StoredResponse(f"r{n}", b"x" * 4_000, None, (), ()))
+        assert [n for n in range(8) if await responses.find("ann", f"r{n}")] == [4, 5, 6, 7]
+        assert await responses.find("bob", "small")
+        assert not await responses.add("bob", StoredResponse("large", b"x" * 20_000, None, (), ()))
+        assert await responses.add("bob", StoredConversation("c", 0, {}, (), (), 0))
+        grown = StoredConversation("c", 0, {"a": "x" * 20_000}, (), (), 0)
+        with pytest.raises(TooLargeToKeep):
+            await responses.change("bob", "c", lambda found: grown)
+
+
+async def test_what_has_expired_is_neither_found_nor_kept(redis: RedisServer) -> None:
+    async with shared_store(redis) as store:
+        brief = SharedResponses(store, 10**6, 0.001)
+        assert await brief.add("ann", response("r", "x", None, (item("i"),)))
+        with anyio.fail_after(5):
+            while await brief.find("ann", "r"):
+                await anyio.lowlevel.checkpoint()
+        assert await brief.find_items("ann", ["i"]) == {}
+        await brief._run(module._SWEEP)
+        assert not await audit(store)
+
+
+async def test_changes_of_several_fronts_are_all_kept(redis: RedisServer) -> None:
+    async with shared_store(redis) as here, shared_store(redis, here.prefix) as there:
+        fronts = [SharedResponses(store, 10**6, 60) for store in (here, there)]
+        await fronts[0].add("ann", StoredConversation("c", 0, {}, (), (), 0))
+
+        async def append(number: int) -> None:
+            def change(found: StoredConversation) -> StoredConversation:
+                items = (*found.items, item(f"i{number}"))
+                return StoredConversation("c", 0, {}, items, (), sum(one.num_bytes for one in items))
+
+            assert await fronts[number % 2].change("ann", "c", change)
+
+        async with anyio.create_task_group() as group:
+            for number in range(12):
+                group.start_soon(append, number)
+        found = await fronts[0].find_conversation("ann", "c")
+        assert found is not None
+        assert {one.id for one in found.items} == {f"i{number}" for number in range(12)}
+        assert await fronts[0].change("ann", "no", lambda found: found) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 9_999, b"{}", b"\x81\xa4type\xa8response"])
+async def test_a_foreign_value_is_not_found(redis: RedisServer, data: bytes) -> None:
+    async with shared_store(redis) as store:
+        responses = SharedResponses(store, 10**6, 60)
+        assert await responses.add("ann", response("r", "x", None, (item("i"),)))
+        await store.call(lambda client: client.hset(store.key("kept", "ann", "r"), "data", data))
+        assert await responses.find("ann", "r") is None
+        assert await responses.find_items("ann", ["i"]) == {}
+        assert await responses.delete("ann", "r")
+
+
+@pytest.mark.parametrize(("size", "num_items"), [(0, 0), (0, 5), (3_000, 2)])
+async def test_bytes_are_those_that_redis_uses(redis: RedisServer, size: int, num_items: int) -> None:
+    async with shared_store(redis) as store:
+        responses = SharedResponses(store, 10**9, 60)
+        for n in range(50):
+            items = tuple(item(f"{n}-{i}") for i in range(num_items))
+            await responses.add("ann", response(f"resp_{n:048}", "x" * size, None, items))
+
+        async def used(client: Any) -> int:
+            keys = [key async for key in client.scan_iter(store.prefix + "*", count=1_000)]
+            return sum([await client.memory_usage(key, samples=0) for key in keys])
+
+        counted = (await audit(store)).total()
+        assert 0.6 * counted < await store.call(used) < 1.4 * counted
