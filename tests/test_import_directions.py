@@ -185,6 +185,7 @@ ROOMS = {
         "ui",
         "app",
         "serve",
+        "gateway",
     ),
     "integrations": ("background_loop", "client", "wiring"),
     "cli": (

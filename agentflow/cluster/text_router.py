@@ -86,19 +86,19 @@ class TextRouter:
         self._computed(call)
         self.router.started(call, now_s)
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
-        """The answer is complete, with about this many tokens; 0: it is not, or they are unknown."""
+    def ended(self, call: Call, num_output: int | None, now_s: float) -> None:
+        """The answer is complete, with about this many tokens; None: it is not complete."""
         sent, missing = self._sent.pop(call), call.num_tokens - call.num_hit
-        if num_output:
+        if num_output is not None:
             self._costs[call.replica].observe(sent.num_units, num_output, now_s - sent.at_s)
             self._mean_units += _LEARNED_PART * (missing - self._mean_units)
             self._mean_output += _LEARNED_PART * (num_output - self._mean_output)
         if not call.has_started:
-            if num_output:
+            if num_output is not None:
                 self._computed(call)
             else:
                 self._waiting_units[call.replica] -= missing
-        self.router.ended(call, num_output, now_s)
+        self.router.ended(call, num_output or 0, now_s)
         if now_s - self._learned_at_s >= LEARNED_S:
             self._learned_at_s = now_s
             self._learn()

@@ -1,0 +1,110 @@
+"""The body of a client's request: kept as far as it is small, so that it can be read and sent again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anyio
+import httpx2
+from starlette.types import Message, Receive
+
+from agentflow.errors import Overloaded
+from agentflow.runtime.limits import MemoryBudget
+from agentflow.server.errors import ApiError
+from agentflow.server.gateway.defaults import Limits
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+class ClientBody:
+    """The body.
+
+    Args:
+        receive: The client's.
+        budget: Of the bodies of all requests.
+        limits: Of the gateway.
+    """
+
+    def __init__(self, receive: Receive, budget: MemoryBudget, limits: Limits) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._budget = MemoryBudget(limits.body_bytes, within=budget)
+        self._is_read = anyio.Event()  # to its end
+        self._is_passed_on = False
+        self.data = bytearray()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it arrived to its end."""
+        return self._is_read.is_set()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is in ``data``."""
+        return self.is_read and not self._is_passed_on
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether an attempt can send it from its beginning."""
+        return not self._is_passed_on
+
+    async def keep(self) -> None:
+        """Reads it into ``data``, as far as the limits allow. ``ClientGone``; ``ApiError``."""
+        while not self.is_read:
+            piece = await self._next()
+            self.data += piece
+            try:
+                self._budget.reserve(len(piece))
+            except Overloaded:
+                return
+
+    def stream(self) -> httpx2.AsyncByteStream | httpx2.SyncByteStream:
+        """What is sent to a target: ``data``, and the rest as it arrives."""
+        if self.is_whole:
+            return httpx2.ByteStream(bytes(self.data))
+        return _Rest(self)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.data = bytearray()
+        self._budget.close()
+
+    async def until_gone(self) -> None:
+        """Waits until the client closes the connection after it has sent the body."""
+        await self._is_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """For ``stream``: the body, once. Its beginning is not kept."""
+        self._is_passed_on = True
+        data = bytes(self.data)
+        self.close()
+        yield data
+        while not self.is_read:
+            yield await self._next()
+
+    async def _next(self) -> bytes:
+        message: Message | None = None
+        with anyio.move_on_after(self._limits.body_timeout_s):
+            message = await self._receive()
+        if message is None:
+            seconds = self._limits.body_timeout_s
+            raise ApiError(408, "request_timeout", f"nothing of the body arrived within {seconds:g} s")
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if not message.get("more_body", False):
+            self._is_read.set()
+        piece: bytes = message.get("body", b"")
+        return piece
+
+
+class _Rest(httpx2.AsyncByteStream):
+    def __init__(self, body: ClientBody) -> None:
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._body.pieces():
+            yield piece

@@ -1,0 +1,30 @@
+"""The settings of the gateway and their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_PORT = 8411
+CACHE_TOKENS = 131_072
+"""The size of a target's cache, unless the operator knows it."""
+DRAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of the gateway.
+
+    - ``first_byte_s``: the time until an answer begins.
+    - ``stall_s``: the time between two parts of an answer.
+    - ``body_timeout_s``: the time for a part of a client's body to arrive.
+    - ``body_bytes``: a larger body is passed on while it arrives, and cannot be sent again.
+    - ``bodies_bytes``: bodies beyond this sum are treated in the same way.
+    - ``check_s``: the interval of health checks.
+    """
+
+    first_byte_s: float = 600.0
+    stall_s: float = 300.0
+    body_timeout_s: float = 60.0
+    body_bytes: int = 16_000_000
+    bodies_bytes: int = 512_000_000
+    check_s: float = 5.0

@@ -1,0 +1,425 @@
+"""Passes HTTP requests on, and their answers back, byte for byte.
+
+::
+
+    client ──▶ body kept ──▶ placed ──▶ sent ──▶ first part of the answer ──▶ … ──▶ end
+                               ▲                   │
+                               └─ another target ──┘  no connection, a lost one, 429, 502, 503, 504
+
+Until the first part of an answer has come, another target may have the request. After it nothing is repeated:
+a stream that breaks ends with an error, in the format of its API. An answer is read as fast as the client
+reads it. If the client leaves, the request to the target is cancelled.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import httpx2
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from agentflow.runtime.limits import MemoryBudget
+from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.server.errors import ApiError
+from agentflow.server.gateway.asked import Asked, read_asked
+from agentflow.server.gateway.client_body import ClientBody, ClientGone
+from agentflow.server.gateway.defaults import Limits
+from agentflow.server.gateway.placement import Place, Placement
+from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target, logger
+from agentflow.server.http.call import SMALL_BODY_BYTES, request_id_of
+from agentflow.server.routes import error_format_of, error_response
+
+MAX_ATTEMPTS = 3
+MAX_LOST = 2
+"""A request that loses its connection this often may be the cause."""
+MAX_PAUSE_S = 30.0
+"""The longest pause that a target gets."""
+MAX_REFUSAL_BYTES = 65_536
+REFUSALS = (429, 502, 503, 504)
+NOT_FOUND = 404
+"""Another target may have what was asked for."""
+TARGET_HEADER = b"x-agentflow-target"
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade".split()
+)
+_SET_HERE = frozenset([b"host", b"content-length", b"expect", b"via", b"x-forwarded-for"])
+# Ids of things that a server stores are at the beginning of its answer, and the usage is at the end.
+_ID = re.compile(rb'"(?:id|ticket)"\s*:\s*"([!#-\[\]-~]{6,256})"')
+_OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)"\s*:\s*(\d{1,9})')
+_HEAD_BYTES = _TAIL_BYTES = 4_096
+_EVENTS = b"text/event-stream"
+
+
+@dataclass(slots=True)
+class Refusal:
+    """An answer with which a target refused a request, or the error of one that gave no answer.
+    ``is_lost``: the target may have begun to work on it."""
+
+    status: int
+    headers: HeaderList
+    body: bytes = b""
+    error: ApiError | None = None
+    is_lost: bool = False
+
+
+class HttpProxy:
+    """The proxy of all requests that the gateway does not answer itself.
+
+    Args:
+        placement: Chooses the targets.
+        transport: Sends the requests.
+        limits: Of the gateway.
+        via: The gateway in the header ``via``.
+    """
+
+    def __init__(
+        self, placement: Placement, transport: httpx2.AsyncBaseTransport, limits: Limits, via: str
+    ) -> None:
+        self._placement = placement
+        self._transport = transport
+        self._limits = limits
+        self._via = via.encode()
+        self._bodies = MemoryBudget(limits.bodies_bytes)
+        self._readers = anyio.CapacityLimiter(1)  # more would compete for the interpreter's lock
+        self.answers: Counter[tuple[int, int]] = Counter()
+        """Answers by target and status; the target is -1 if none answered."""
+        self.retries: Counter[str] = Counter()
+        """Further attempts by their cause."""
+        self.num_prompt_bytes: Counter[int] = Counter()
+        """Bytes of prompts by target."""
+        self.num_hit_bytes: Counter[int] = Counter()
+        """The bytes among them that the target was expected to hold."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        body = ClientBody(receive, self._bodies, self._limits)
+        answer = _Answer(scope, send, body)
+        try:
+            await body.keep()
+            asked = await self._read(scope, body)
+            async with open_task_group() as group:
+                group.start_soon(_cancel_when_gone, body, answer, group.cancel_scope)
+                await self._serve(scope, body, answer, asked)
+                group.cancel_scope.cancel()
+        except Exception as error:
+            error = first_of(error)
+            if isinstance(error, ApiError):
+                self.answers[-1, error.status] += 1
+                await answer.fail(error)
+            elif not isinstance(error, ClientGone):
+                logger.error("a request failed", exc_info=error)
+                text = "the gateway failed to answer this request; its log says why"
+                await answer.fail(ApiError(500, "internal_error", text))
+        finally:
+            body.close()
+
+    async def _read(self, scope: Scope, body: ClientBody) -> Asked:
+        method, path, headers = scope["method"], raw_path(scope).decode("latin-1"), Headers(scope=scope)
+        data = bytes(body.data) if body.is_whole else b""
+        if len(data) <= SMALL_BODY_BYTES:
+            return read_asked(method, path, headers, data)
+        return await anyio.to_thread.run_sync(read_asked, method, path, headers, data, limiter=self._readers)
+
+    async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: Asked) -> None:
+        """Asks one target after the other, until one answers."""
+        tried: list[Target] = []
+        num_lost = 0
+        refusal: Refusal | None = None
+        while True:
+            if refusal is not None and not self._placement.candidates(asked, tried):
+                break
+            place = await self._placement.place(asked, tried)
+            tried.append(place.target)
+            is_last = num_lost >= MAX_LOST or len(tried) >= MAX_ATTEMPTS
+            try:
+                may_refuse = not is_last and bool(self._placement.candidates(asked, tried))
+                request = self._request(scope, place.target, body)
+                refusal = await self._attempt(request, place, asked, answer, may_refuse=may_refuse)
+            finally:
+                place.leave()
+            if refusal is None:
+                return
+            num_lost += refusal.is_lost
+            if not body.can_be_sent or num_lost >= MAX_LOST or len(tried) >= MAX_ATTEMPTS:
+                break
+            self.retries["lost" if refusal.is_lost else str(refusal.status)] += 1
+        owner = self._placement.owner(asked.names)
+        if refusal.status == NOT_FOUND and owner is not None and owner not in tried:
+            text = "the server that has what this request refers to does not answer now"
+            raise ApiError(503, "no_target", text, retry_after_s=self._limits.check_s)
+        if refusal.error is not None:
+            raise refusal.error
+        self.answers[tried[-1].number, refusal.status] += 1
+        await answer.begin(refusal.status, refusal.headers)
+        await answer.write(refusal.body, is_last=True)
+
+    def _request(self, scope: Scope, target: Target, body: ClientBody) -> httpx2.Request:
+        headers = request_headers(scope, target, self._via)
+        if scope["method"] == "POST":
+            # The end of an answer is read for its usage. Most servers compress nothing anyway.
+            headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
+            headers.append((b"accept-encoding", b"identity"))
+        sent = dict(scope["headers"])
+        if body.is_whole:
+            if body.data or b"content-length" in sent:
+                headers.append((b"content-length", b"%d" % len(body.data)))
+        elif b"content-length" in sent:
+            headers.append((b"content-length", sent[b"content-length"]))
+        else:
+            headers.append((b"transfer-encoding", b"chunked"))
+        return httpx2.Request(
+            scope["method"],
+            target.url(raw_path(scope), scope.get("query_string", b"")),
+            headers=headers,
+            stream=body.stream(),
+            extensions={"timeout": {"connect": CONNECT_TIMEOUT_S}},
+        )
+
+    async def _attempt(
+        self, request: httpx2.Request, place: Place, asked: Asked, answer: _Answer, *, may_refuse: bool
+    ) -> Refusal | None:
+        """Passes the answer of one target on. Returns a refusal instead if nothing was passed on, and another
+        target may have the request. ``may_refuse``: one is there."""
+        target, attempt = place.target, place.target.circuit.attempt()
+        size, num_hit = place.num_bytes
+        self.num_prompt_bytes[target.number] += size
+        self.num_hit_bytes[target.number] += num_hit
+        received: _Received | None = None
+        try:
+            with anyio.move_on_after(self._limits.first_byte_s) as scope:
+                received = _Received(await self._transport.handle_async_request(request))
+                await received.next()
+            if received is None or scope.cancelled_caught:
+                self._placement.failed(target, attempt, "it does not answer in time")
+                text = f"the server did not answer within {self._limits.first_byte_s:g} s"
+                raise ApiError(504, "timeout", text)
+            attempt.begun()
+            status = received.status
+            if status in (502, 504):
+                self._placement.failed(target, attempt, f"it answers with the status {status}")
+            else:
+                attempt.succeeded()
+            if status == 503:
+                target.busy_until_s = time.monotonic() + received.pause_s
+            if may_refuse and _is_refusal(status, asked):
+                return await received.refusal()
+            self.answers[target.number, status] += 1
+            await self._pass_on(received, place, asked, answer)
+        except httpx2.TransportError as error:
+            is_unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+            why = str(error) or type(error).__name__
+            is_gone = isinstance(error, httpx2.ConnectError)
+            self._placement.failed(target, attempt, why, is_gone=is_gone)
+            if answer.has_begun:
+                await answer.break_off(_broken())
+                return None
+            text = "the server that had this request does not answer"
+            return Refusal(502, [], error=ApiError(502, "target_failed", text), is_lost=not is_unreached)
+        finally:
+            attempt.left()
+            if received is not None:
+                await received.close()
+        return None
+
+    async def _pass_on(self, received: _Received, place: Place, asked: Asked, answer: _Answer) -> None:
+        headers = answer_headers(received.response.headers.raw)
+        headers.append((TARGET_HEADER, b"%d" % place.target.number))
+        is_good, stores = received.status < 300, asked.stores and received.status < 300
+        is_stream = received.is_stream
+        head = tail = b""
+        num_events = 0
+        part = received.part
+        while True:
+            if stores and len(head) < _HEAD_BYTES:
+                head += part[:_HEAD_BYTES]
+                for name in _ID.findall(head):
+                    self._placement.own(name.decode("latin-1"), place.target)
+            if is_stream:
+                num_events += part.count(b"data:")
+                if num_events:
+                    place.started()
+            else:
+                tail = (tail + part)[-_TAIL_BYTES:]
+            if not answer.has_begun:
+                await answer.begin(received.status, headers)
+            await answer.write(part, is_last=not part)
+            if not part:
+                break
+            with anyio.move_on_after(self._limits.stall_s) as scope:
+                part = await received.next()
+            if scope.cancelled_caught:
+                raise httpx2.ReadTimeout(f"nothing came for {self._limits.stall_s:g} s")
+        if is_good:
+            found = _OUTPUT.findall(tail)
+            place.completed(num_events if is_stream else int(found[-1]) if found else 0)
+
+
+class _Received:
+    """The answer of a target."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self.response = response
+        self.status = response.status_code
+        stream = response.stream
+        assert isinstance(stream, httpx2.AsyncByteStream)
+        self._stream = stream
+        self._parts: AsyncIterator[bytes] = stream.__aiter__()
+        self.part = b""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the parts are events."""
+        return self.response.headers.get("content-type", "").startswith(_EVENTS.decode())
+
+    @property
+    def pause_s(self) -> float:
+        """The pause that a busy target asks for."""
+        value = self.response.headers.get("retry-after", "")
+        return min(float(value), MAX_PAUSE_S) if value.isdigit() and len(value) < 9 else 1.0
+
+    async def next(self) -> bytes:
+        """The next part, empty at the end."""
+        self.part = await anext(self._parts, b"")
+        return self.part
+
+    async def refusal(self) -> Refusal:
+        """The whole answer, if it is small; otherwise its beginning is dropped as well."""
+        body = bytearray(self.part)
+        with anyio.move_on_after(CONNECT_TIMEOUT_S):
+            while len(body) <= MAX_REFUSAL_BYTES and await self.next():
+                body += self.part
+        headers = answer_headers(self.response.headers.raw)
+        if self.part or len(body) > MAX_REFUSAL_BYTES:
+            body.clear()
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+        return Refusal(self.status, headers, bytes(body))
+
+    async def close(self) -> None:
+        """Gives the connection back, or closes it."""
+        with anyio.CancelScope(shield=True):
+            await self._stream.aclose()
+
+
+class _Answer:
+    """The answer to a client."""
+
+    def __init__(self, scope: Scope, send: Send, body: ClientBody) -> None:
+        self._scope = scope
+        self._send = send
+        self._body = body
+        self._is_stream = False
+        self.has_begun = False
+        self.is_over = False
+
+    async def begin(self, status: int, headers: HeaderList) -> None:
+        """Sends the status and the headers."""
+        self.has_begun = True
+        if not self._body.is_read:
+            headers = [*headers, (b"connection", b"close")]  # the rest would come before the next request
+        self._is_stream = any(
+            name == b"content-type" and value.startswith(_EVENTS) for name, value in headers
+        )
+        await self._pass({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, part: bytes, *, is_last: bool = False) -> None:
+        """Sends a part of the body. Waits while the client does not read."""
+        if is_last:
+            self.is_over = True
+        if part or is_last:
+            await self._pass({"type": "http.response.body", "body": part, "more_body": not is_last})
+
+    async def fail(self, error: ApiError) -> None:
+        """Answers with an error, in the format of the API that the path belongs to."""
+        if self.has_begun:
+            await self.break_off(error)
+            return
+        self.has_begun = self.is_over = True
+        headers = error.headers if self._body.is_read else {**error.headers, "connection": "close"}
+        response = error_response(self._scope["path"], Headers(scope=self._scope), error.shortened(), headers)
+        try:
+            await response(self._scope, _nothing, self._send)
+        except OSError:
+            return  # the client is gone
+
+    async def break_off(self, error: ApiError) -> None:
+        """Ends an answer that is not complete: a stream with an error, others by closing the connection."""
+        if self._is_stream:
+            shape = error_format_of(self._scope["path"])
+            body = shape.body(error, request_id_of(Headers(scope=self._scope)))
+            await self.write(b"\n\n" + shape.in_stream(body), is_last=True)
+
+    async def _pass(self, message: dict[str, object]) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientGone from error
+
+
+async def _nothing() -> dict[str, object]:
+    return {"type": "http.disconnect"}
+
+
+async def _cancel_when_gone(body: ClientBody, answer: _Answer, scope: anyio.CancelScope) -> None:
+    await body.until_gone()
+    if not answer.is_over:
+        scope.cancel()
+
+
+def _is_refusal(status: int, asked: Asked) -> bool:
+    return status in REFUSALS or (status == NOT_FOUND and bool(asked.names or asked.model))
+
+
+def _broken() -> ApiError:
+    return ApiError(502, "target_failed", "the server broke the answer off: it is not complete")
+
+
+def raw_path(scope: Scope) -> bytes:
+    """The path as the client sent it."""
+    found: bytes = scope.get("raw_path") or scope["path"].encode()
+    return found
+
+
+def request_headers(scope: Scope, target: Target, via: bytes) -> HeaderList:
+    """The headers of a request for a target: the client's, without those of its connection."""
+    sent: HeaderList = scope["headers"]
+    dropped = _HOP_BY_HOP | _SET_HERE | _named(sent)
+    headers = [(b"host", target.host)]
+    forwarded, through, host = [], [], b""
+    for name, value in sent:
+        if name == b"host":
+            host = value
+        elif name == b"via":
+            through.append(value)
+        elif name == b"x-forwarded-for":
+            forwarded.append(value)
+        elif name not in dropped:
+            headers.append((name, value))
+    # A page of the gateway's own origin is one of the target's.
+    own = {b"http://" + host, b"https://" + host}
+    headers = [(name, value) for name, value in headers if name != b"origin" or value not in own]
+    if scope.get("client"):
+        forwarded.append(scope["client"][0].encode())
+    headers += [(b"x-forwarded-for", b", ".join(forwarded))] if forwarded else []
+    headers.append((b"via", b", ".join([*through, via])))
+    return headers
+
+
+def answer_headers(sent: HeaderList) -> HeaderList:
+    """The headers of an answer for a client, without those of the connection to the target."""
+    sent = [(name.lower(), value) for name, value in sent]
+    dropped = _HOP_BY_HOP | _named(sent) | {b"date"}  # the gateway's connection adds one
+    return [(name, value) for name, value in sent if name not in dropped]
+
+
+def _named(headers: HeaderList) -> frozenset[bytes]:
+    """The headers that the header ``connection`` names."""
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(part.strip().lower() for value in values for part in value.split(b","))

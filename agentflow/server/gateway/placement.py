@@ -1,0 +1,234 @@
+"""Chooses the target of each request.
+
+A request goes to the target that has the stored thing which it refers to; else, among the targets that have
+its model, to the one with the least cost (``cluster/text_router``), or with the fewest requests if it has no
+prompt. The members of a task group that come within ``GATHER_S`` are placed together, as in Algorithm 1 of
+Parrot (Lin et al., OSDI 2024, section 5.4); later ones follow their group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from agentflow.cluster.load import Call
+from agentflow.cluster.text_router import TextRouter
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES
+from agentflow.runtime.circuit import Attempt
+from agentflow.server.errors import ApiError
+from agentflow.server.gateway.asked import Asked
+from agentflow.server.gateway.defaults import CACHE_TOKENS
+from agentflow.server.gateway.target import Target, logger
+
+GATHER_S = 0.003
+"""How long a task group waits for further members."""
+MAX_OWNED = 65_536
+"""Stored things whose target is remembered."""
+
+
+class Place:
+    """The place of one request, which ``leave`` gives back.
+
+    Args:
+        target: The target.
+        router: The router that chose it, with ``call``; None: another reason did.
+    """
+
+    def __init__(self, target: Target, router: TextRouter | None = None, call: Call | None = None) -> None:
+        self.target = target
+        self._router = router
+        self._call = call
+        self._num_output: int | None = None
+        target.num_running += 1
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """The bytes of its prompt, and those that the target is expected to hold."""
+        call = self._call
+        return (0, 0) if call is None else (TOKEN_BYTES * call.num_tokens, TOKEN_BYTES * call.num_hit)
+
+    def started(self) -> None:
+        """The first bytes of the answer came."""
+        if self._router is not None and self._call is not None and not self._call.has_started:
+            self._router.started(self._call, time.monotonic())
+
+    def completed(self, num_output: int) -> None:
+        """The answer is complete. ``num_output``: about how many tokens it has."""
+        self._num_output = num_output
+
+    def leave(self) -> None:
+        """The request is over."""
+        self.target.num_running -= 1
+        if self._router is not None and self._call is not None:
+            self._router.ended(self._call, self._num_output, time.monotonic())
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """Members of a task group that wait to be placed."""
+
+    calls: list[Call] = field(default_factory=list)
+    is_placed: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Placement:
+    """The choices, and what they are based on.
+
+    Args:
+        targets: All of them.
+        cache_tokens: The size of a target's cache.
+        check_s: The interval of health checks, after which a client may try again.
+    """
+
+    def __init__(
+        self, targets: Sequence[Target], *, cache_tokens: int = CACHE_TOKENS, check_s: float = 5.0
+    ) -> None:
+        self.targets = targets
+        self.reasons: Counter[str] = Counter()
+        """How often a target was chosen for each reason."""
+        self._cache_tokens = cache_tokens
+        self._check_s = check_s
+        self._routers: dict[str, TextRouter] = {}
+        self._owners: OrderedDict[str, Target] = OrderedDict()
+        self._gatherings: dict[tuple[str, str, str], _Gathering] = {}
+        self._numbers = itertools.count()
+
+    # Stored things
+
+    def own(self, name: str, target: Target) -> None:
+        """The target has the stored thing of this name."""
+        self._owners[name] = target
+        self._owners.move_to_end(name)
+        if len(self._owners) > MAX_OWNED:
+            self._owners.popitem(last=False)
+
+    def owner(self, names: Sequence[str]) -> Target | None:
+        """The target that has one of these things, if it is known."""
+        for name in names:
+            if (found := self._owners.get(name)) is not None:
+                self._owners.move_to_end(name)
+                return found
+        return None
+
+    # Health
+
+    def failed(self, target: Target, attempt: Attempt, why: str, *, is_gone: bool = False) -> None:
+        """A request to the target failed. If that opens its circuit, its cache is taken for lost.
+        ``is_gone``: nothing listens there, so the first failure opens it."""
+        was_closed = target.circuit.status == "closed"
+        attempt.failed(0.0 if is_gone else None)
+        if was_closed and target.circuit.status == "open":
+            self.lost(target, why)
+
+    def lost(self, target: Target, why: str) -> None:
+        """The target does not answer."""
+        logger.warning("%s gets no requests until it answers again: %s", target.base, why)
+        target.why_down = why
+        for router in self._routers.values():
+            router.forget(target.number)
+
+    # Choices
+
+    def candidates(self, asked: Asked, barred: Collection[Target] = ()) -> list[Target]:
+        """The targets that may have the request now. Those that asked for a pause are among them only if
+        there are no others."""
+        up = [target for target in self.targets if target.is_up and target not in barred]
+        if asked.model:
+            having = [target for target in up if target.has_model(asked.model)]
+            is_known = any(target.has_model(asked.model) for target in self.targets)
+            up = having if is_known else up  # a target's own error says that no such model is there
+        return [target for target in up if not target.is_busy] or up
+
+    async def place(self, asked: Asked, barred: Collection[Target] = ()) -> Place:
+        """The place of a request. ``ApiError`` if no target can have it.
+
+        Args:
+            asked: The request.
+            barred: Targets that it must not go to.
+        """
+        owner = self.owner(asked.names)
+        if owner is not None and owner.circuit.is_ready and owner not in barred:  # also while it drains
+            self.reasons["owner"] += 1
+            return Place(owner)
+        candidates = self.candidates(asked, barred)
+        if not candidates:
+            raise self._none_left(asked)
+        if asked.run is None:
+            self.reasons["fewest_requests"] += 1
+            return Place(min(candidates, key=lambda target: target.num_running + target.num_websockets))
+        self.reasons["cost"] += 1
+        router = self._router(asked.model)
+        call = self._call(asked, candidates)
+        if call.task_group is None or barred:
+            router.place([call], time.monotonic())
+        else:
+            await self._gather(router, asked, call)
+        return Place(self.targets[call.replica], router, call)
+
+    def _none_left(self, asked: Asked) -> ApiError:
+        if asked.model and any(target.has_model(asked.model) for target in self.targets):
+            text = f"no server with the model {asked.model!r:.200} answers now: try again in a moment"
+        else:
+            text = "no server answers now: try again in a moment"
+        return ApiError(503, "no_target", text, retry_after_s=self._check_s)
+
+    def _router(self, model: str) -> TextRouter:
+        """The router of a model, or of all that no target shows: clients must not make routers."""
+        name = model if any(target.models and model in target.models for target in self.targets) else ""
+        router = self._routers.get(name)
+        if router is None:
+            numbers = [target.number for target in self.targets]
+            router = self._routers[name] = TextRouter(numbers, self._cache_tokens)
+        return router
+
+    def _call(self, asked: Asked, candidates: Sequence[Target]) -> Call:
+        caller, program = asked.caller, asked.program
+        assert asked.run is not None
+        return Call(
+            next(self._numbers),
+            asked.key,
+            asked.run,
+            output_tokens=caller.output_tokens or 0,
+            objective=asked.objective,
+            task_group=f"{program}\0{caller.group}" if caller.group else None,
+            program=program or None,
+            barred=[target.number for target in self.targets if target not in candidates],
+        )
+
+    async def _gather(self, router: TextRouter, asked: Asked, call: Call) -> None:
+        key = asked.model, asked.program, asked.caller.group
+        gathering = self._gatherings.get(key)
+        if gathering is not None:
+            gathering.calls.append(call)
+            try:
+                await gathering.is_placed.wait()
+            except BaseException:
+                self._give_up(router, gathering, call)
+                raise
+            return
+        gathering = self._gatherings[key] = _Gathering([call])
+        try:
+            await anyio.sleep(GATHER_S)  # noqa: TID251  (a bound, within which the rest of the group comes)
+        except BaseException:
+            gathering.calls.remove(call)
+            raise
+        finally:
+            del self._gatherings[key]
+            barred = gathering.calls[0].barred if gathering.calls else ()
+            for one in gathering.calls:
+                one.barred = barred
+            if gathering.calls:
+                router.place(gathering.calls, time.monotonic())
+            gathering.is_placed.set()
+
+    def _give_up(self, router: TextRouter, gathering: _Gathering, call: Call) -> None:
+        """The client of a waiting member is gone."""
+        if gathering.is_placed.is_set():
+            router.ended(call, None, time.monotonic())
+        else:
+            gathering.calls.remove(call)

@@ -1,0 +1,176 @@
+"""One server behind the gateway: its address, its health, and its models."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import httpx2
+import msgspec
+
+from agentflow.errors import BadArgument
+from agentflow.runtime.circuit import Circuit
+
+logger = logging.getLogger(__name__)
+
+CHECK_TIMEOUT_S = 5.0
+MAX_LIST_BYTES = 4_000_000
+MAX_KNOWN_PATHS = 256
+CONNECT_TIMEOUT_S = 5.0
+HeaderList = list[tuple[bytes, bytes]]
+
+
+class NotCompatible(Exception):
+    """A server answers, and does not have OpenAI's API."""
+
+
+@dataclass(eq=False)
+class Target:
+    """A server.
+
+    - ``number``: its place in the list.
+    - ``base``: its address, without ``/v1`` and a slash at the end.
+    - ``models``: their names; None: unknown, because the server does not show them.
+    - ``is_draining``: requests end, and no new ones come.
+    - ``busy_until_s``: it asked for no requests until then, on the clock ``time.monotonic``.
+    """
+
+    number: int
+    base: str
+    circuit: Circuit = field(default_factory=Circuit)
+    models: frozenset[str] | None = None
+    is_draining: bool = False
+    busy_until_s: float = 0.0
+    num_running: int = 0
+    num_websockets: int = 0
+    why_down: str = ""
+
+    def __post_init__(self) -> None:
+        self.origin = httpx2.URL(self.base)
+        self.host = self.origin.netloc
+        self._urls: dict[bytes, httpx2.URL] = {}
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may have new requests."""
+        return self.circuit.is_ready and not self.is_draining
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it asked for a pause."""
+        return time.monotonic() < self.busy_until_s
+
+    def has_model(self, name: str) -> bool:
+        """Whether it has the model, or may have it."""
+        return self.models is None or name in self.models
+
+    def url(self, raw_path: bytes, query: bytes = b"") -> httpx2.URL:
+        """The address of a path there. ``raw_path``: as the client sent it."""
+        known = None if query else self._urls.get(raw_path)
+        if known is None:
+            path = self.origin.raw_path.rstrip(b"/") + raw_path
+            known = self.origin.copy_with(raw_path=path + b"?" + query if query else path)
+            if not query:
+                if len(self._urls) >= MAX_KNOWN_PATHS:
+                    self._urls.clear()
+                self._urls[raw_path] = known
+        return known
+
+    async def check(self, transport: httpx2.AsyncBaseTransport, api_key: str | None) -> None:
+        """Asks for the models, which closes or opens the circuit. ``NotCompatible``."""
+        attempt = self.circuit.attempt()
+        try:
+            status, body = await self._fetch_models(transport, api_key)
+        except (httpx2.HTTPError, TimeoutError) as error:
+            self.why_down = _why(error)
+            attempt.failed(0.0 if isinstance(error, httpx2.ConnectError) else None)
+            return
+        finally:
+            attempt.left()
+        if status >= 500 and status != 501:
+            self.why_down = f"answers with the status {status}"  # it loads a model, or drains
+            attempt.failed(0.0)
+            return
+        attempt.succeeded()
+        self.why_down = ""
+        if status == 200:
+            self.models = _names(body)
+            if self.models is None:
+                raise NotCompatible("its /v1/models is no list of models")
+        elif status in (401, 403, 429):
+            self.models = None
+        else:
+            raise NotCompatible(f"its /v1/models answers with the status {status}")
+
+    async def _fetch_models(
+        self, transport: httpx2.AsyncBaseTransport, api_key: str | None
+    ) -> tuple[int, bytes]:
+        headers = {"accept-encoding": "identity"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
+        request = httpx2.Request("GET", self.url(b"/v1/models"), headers=headers)
+        with anyio.fail_after(CHECK_TIMEOUT_S):
+            return await fetch(transport, request)
+
+
+async def fetch(transport: httpx2.AsyncBaseTransport, request: httpx2.Request) -> tuple[int, bytes]:
+    """The status and the body of an answer, of at most ``MAX_LIST_BYTES`` bytes. ``httpx2.HTTPError``."""
+    response = await transport.handle_async_request(request)
+    stream = response.stream
+    assert isinstance(stream, httpx2.AsyncByteStream)
+    try:
+        body = bytearray()
+        async for part in stream:
+            body += part
+            if len(body) > MAX_LIST_BYTES:
+                raise httpx2.RemoteProtocolError("the answer is too large")
+        return response.status_code, bytes(body)
+    finally:
+        await stream.aclose()
+
+
+def _names(body: bytes) -> frozenset[str] | None:
+    try:
+        items = msgspec.json.decode(body, type=dict[str, Any])["data"]
+        return frozenset([str(item["id"]) for item in items])
+    except (msgspec.DecodeError, KeyError, TypeError, UnicodeError, RecursionError):
+        return None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+        return "cannot be reached"
+    if isinstance(error, TimeoutError):
+        return f"did not answer within {CHECK_TIMEOUT_S:g} s"
+    if isinstance(error, httpx2.RemoteProtocolError):
+        return f"does not answer as HTTP does ({error})"
+    return f"does not answer ({error})"
+
+
+def parse_targets(urls: list[str]) -> list[Target]:
+    """The targets at these addresses. ``BadArgument`` for an address that is none, or comes twice."""
+    targets: list[Target] = []
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address or parts.query or parts.fragment or parts.username:
+            text = f"--to {url!r:.200} is not the address of a server: it looks like http://127.0.0.1:8000"
+            raise BadArgument(text, param="to")
+        base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        if base in [target.base for target in targets]:
+            raise BadArgument(f"--to {url!r:.200} is given twice", param="to")
+        targets.append(Target(len(targets), base))
+    if not targets:
+        raise BadArgument(
+            "the gateway has no servers: give the address of each with --to, such as "
+            "`agentflow route --to http://127.0.0.1:8000 --to http://127.0.0.1:8001`",
+            param="to",
+        )
+    return targets

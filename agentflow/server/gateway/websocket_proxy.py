@@ -1,0 +1,173 @@
+"""Passes websockets on: messages in both directions, without reading them.
+
+A websocket of a session that is resumed goes to the target that has the session: its id is in the address or
+among the subprotocols. So does one with a ticket, to the target that issued it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from urllib.parse import parse_qs
+
+import anyio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.typing import Subprotocol
+
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.errors import ApiError
+from agentflow.server.gateway.asked import Asked
+from agentflow.server.gateway.http_proxy import answer_headers, raw_path, request_headers
+from agentflow.server.gateway.placement import Placement
+from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, Target
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_QUEUED = 4
+"""Messages that wait while a client does not read."""
+CLOSE_S = 2.0
+TARGET_LOST = 1012  # "service restart": clients connect again
+"""The close code for a target that is lost."""
+_UNSENDABLE = (1005, 1006, 1015)
+_HANDSHAKE = b"sec-websocket-"
+SESSION = "session"
+"""The parameter of the address, and the part of a subprotocol, with the id of a session."""
+
+
+class WebSocketProxy:
+    """The proxy of all websockets.
+
+    Args:
+        placement: Chooses the targets.
+        via: The gateway in the header ``via``.
+    """
+
+    def __init__(self, placement: Placement, via: str) -> None:
+        self._placement = placement
+        self._via = via.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one websocket until it closes."""
+        socket = WebSocket(scope, receive, send)
+        names = session_names(scope)
+        asked, tried = Asked(names=names), list[Target]()
+        refusal: Response | None = None
+        while True:
+            try:
+                if refusal is not None and not self._placement.candidates(asked, tried):
+                    break
+                place = await self._placement.place(asked, tried)
+            except ApiError as error:
+                refusal = Response(error.message, error.status, error.headers, "text/plain")
+                break
+            target = place.target
+            place.leave()  # a websocket counts as such
+            tried.append(target)
+            attempt = target.circuit.attempt()
+            try:
+                connection = await self._connect(scope, target)
+            except InvalidStatus as error:
+                attempt.succeeded()
+                shown = error.response
+                headers = [(name.encode(), value.encode()) for name, value in shown.headers.raw_items()]
+                refusal = Response(bytes(shown.body or b""), shown.status_code)
+                refusal.raw_headers = answer_headers(headers)
+                if shown.status_code not in (429, 502, 503, 504):
+                    break
+                continue
+            except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
+                self._placement.failed(target, attempt, str(error) or type(error).__name__)
+                refusal = Response("the server does not answer", 502, media_type="text/plain")
+                continue
+            finally:
+                attempt.left()
+            attempt.succeeded()
+            for name in names:
+                self._placement.own(name, target)
+            target.num_websockets += 1
+            try:
+                await _join(socket, connection)
+            finally:
+                target.num_websockets -= 1
+            return
+        await socket.send_denial_response(refusal)
+
+    async def _connect(self, scope: Scope, target: Target) -> ClientConnection:
+        url = target.url(raw_path(scope), scope.get("query_string", b""))
+        scheme = "wss" if url.scheme == "https" else "ws"
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in request_headers(scope, target, self._via)
+            if name != b"host" and not name.startswith(_HANDSHAKE)
+        ]
+        return await connect(
+            str(url.copy_with(scheme=scheme)),
+            additional_headers=headers,
+            subprotocols=[Subprotocol(name) for name in scope.get("subprotocols", [])] or None,
+            compression=None,
+            user_agent_header=None,
+            proxy=None,
+            open_timeout=CONNECT_TIMEOUT_S,
+            close_timeout=CLOSE_S,
+            max_size=MAX_MESSAGE_BYTES,
+            max_queue=MAX_QUEUED,
+        )
+
+
+def session_names(scope: Scope) -> tuple[str, ...]:
+    """The ids of a session or ticket in the address or the subprotocols of a websocket."""
+    found = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(SESSION, [])
+    for subprotocol in scope.get("subprotocols", []):
+        head, _, name = subprotocol.removeprefix("agentflow.").partition(".")
+        if head in (SESSION, "ticket") and name:
+            found.append(name)
+    return tuple(name[:256] for name in found)
+
+
+async def _join(socket: WebSocket, connection: ClientConnection) -> None:
+    """Passes messages on until one side closes, which closes the other."""
+    code: int | None = None
+    try:
+        await socket.accept(connection.subprotocol)
+        async with open_task_group() as group:
+            group.start_soon(_pass_back, socket, connection, group.cancel_scope)
+            try:
+                while True:
+                    message = await socket.receive()
+                    if message["type"] == "websocket.disconnect":
+                        code = message.get("code")
+                        break
+                    data = message.get("text")
+                    await connection.send(message["bytes"] if data is None else data)
+            except (ConnectionClosed, OSError):
+                return  # the other task closes the client's
+            group.cancel_scope.cancel()
+    except (WebSocketDisconnect, OSError):
+        pass
+    finally:
+        with anyio.CancelScope(shield=True):
+            if code is None or code in _UNSENDABLE:  # the client is lost, and the target must see the same
+                connection.transport.abort()
+            else:
+                with suppress(ConnectionClosed, OSError, ValueError):
+                    await connection.close(code)
+
+
+async def _pass_back(socket: WebSocket, connection: ClientConnection, scope: anyio.CancelScope) -> None:
+    try:
+        while True:
+            data = await connection.recv()
+            if isinstance(data, str):
+                await socket.send_text(data)
+            else:
+                await socket.send_bytes(data)
+    except ConnectionClosed as closed:
+        frame = closed.rcvd
+        code = TARGET_LOST if frame is None or frame.code in _UNSENDABLE else frame.code
+        with suppress(RuntimeError, OSError, WebSocketDisconnect):
+            await socket.close(code, "" if frame is None else frame.reason)
+    except (RuntimeError, OSError, WebSocketDisconnect):
+        pass  # the client is gone
+    scope.cancel()
