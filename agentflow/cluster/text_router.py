@@ -9,7 +9,7 @@ run of bytes. The servers report nothing. What they hold follows from the prompt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentflow.cluster.learned_cost import LearnedCost, mean_cost
 from agentflow.cluster.load import Call, EngineShape
@@ -26,6 +26,10 @@ LEARNED_S = 1.0
 """The router learns the times of the servers this often."""
 EVEN = 1.3
 """Servers whose times differ by less than this factor are treated alike."""
+NUM_KNOWN = 8
+"""A server is taken for one like the others until it has answered this often."""
+KNOWN_S = 60.0
+"""After this time without an answer, half of the difference to the others is forgotten: it may be over."""
 _LEARNED_PART = 0.05  # of the mean request, by the latest one
 
 
@@ -58,10 +62,12 @@ class TextRouter:
     def __init__(self, servers: Sequence[Replica], cache_tokens: int) -> None:
         self._cache_tokens = cache_tokens
         self._costs = {server: LearnedCost() for server in servers}
-        self._shape = EngineShape(mean_cost(list(self._costs.values())), MAX_RUNNING, cache_tokens)
+        self._shape = EngineShape(mean_cost([LearnedCost()]), MAX_RUNNING, cache_tokens)
         self.router = Router(self._shape)
         self._epochs = dict.fromkeys(servers, 0)
         self._caches: dict[Replica, SentCache] = {}
+        self._num_answers = dict.fromkeys(servers, 0)
+        self._answered_at_s = dict.fromkeys(servers, 0.0)
         self._waiting_units = dict.fromkeys(servers, 0)
         self._sent: dict[Call, _Sent] = {}
         self._mean_units, self._mean_output = 256.0, 64.0
@@ -91,6 +97,8 @@ class TextRouter:
         sent, missing = self._sent.pop(call), call.num_tokens - call.num_hit
         if num_output is not None:
             self._costs[call.replica].observe(sent.num_units, num_output, now_s - sent.at_s)
+            self._num_answers[call.replica] += 1
+            self._answered_at_s[call.replica] = now_s
             self._mean_units += _LEARNED_PART * (missing - self._mean_units)
             self._mean_output += _LEARNED_PART * (num_output - self._mean_output)
         if not call.has_started:
@@ -101,7 +109,7 @@ class TextRouter:
         self.router.ended(call, num_output or 0, now_s)
         if now_s - self._learned_at_s >= LEARNED_S:
             self._learned_at_s = now_s
-            self._learn()
+            self._learn(now_s)
 
     def forget(self, server: Replica) -> None:
         """The server's process was lost, and its cache with it."""
@@ -118,13 +126,17 @@ class TextRouter:
         if update is not None:
             self.router.receive(update)
 
-    def _learn(self) -> None:
+    def _learn(self, now_s: float) -> None:
         """Tells the router the times of the servers."""
-        cost = mean_cost(list(self._costs.values()))
-        self._shape = EngineShape(cost, MAX_RUNNING, self._cache_tokens)
-        self.router.loads.set_shape(self._shape)
+        known = [server for server, count in self._num_answers.items() if count >= NUM_KNOWN]
+        if not known:
+            return
+        cost = mean_cost([self._costs[server] for server in known])
+        self.router.loads.set_shape(replace(self._shape, cost=cost))
         mean_s = cost.row_s * self._mean_units + cost.base_s * self._mean_output
-        for server, learned in self._costs.items():
+        for server in known:
+            learned = self._costs[server]
             own_s = learned.unit_s * self._mean_units + learned.output_s * self._mean_output
             factor = own_s / mean_s
+            factor **= 0.5 ** ((now_s - self._answered_at_s[server]) / KNOWN_S)
             self.router.loads.set_slowness(server, 1.0 if 1 / EVEN < factor < EVEN else factor)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 import anyio
@@ -138,11 +138,14 @@ class HttpProxy:
                 break
             place = await self._placement.place(asked, tried)
             tried.append(place.target)
-            is_last = num_lost >= MAX_LOST or len(tried) >= MAX_ATTEMPTS
+            owner = self._placement.owner(asked.names)
+            has_other = len(tried) < MAX_ATTEMPTS and bool(self._placement.candidates(asked, tried))
+            may_refuse = (*REFUSALS, NOT_FOUND) if has_other and body.can_be_sent else ()
+            if owner is not None and owner is not place.target:
+                may_refuse = (*may_refuse, NOT_FOUND)
             try:
-                may_refuse = not is_last and bool(self._placement.candidates(asked, tried))
                 request = self._request(scope, place.target, body)
-                refusal = await self._attempt(request, place, asked, answer, may_refuse=may_refuse)
+                refusal = await self._attempt(request, place, asked, answer, may_refuse)
             finally:
                 place.leave()
             if refusal is None:
@@ -151,7 +154,6 @@ class HttpProxy:
             if not body.can_be_sent or num_lost >= MAX_LOST or len(tried) >= MAX_ATTEMPTS:
                 break
             self.retries["lost" if refusal.is_lost else str(refusal.status)] += 1
-        owner = self._placement.owner(asked.names)
         if refusal.status == NOT_FOUND and owner is not None and owner not in tried:
             text = "the server that has what this request refers to does not answer now"
             raise ApiError(503, "no_target", text, retry_after_s=self._limits.check_s)
@@ -184,10 +186,15 @@ class HttpProxy:
         )
 
     async def _attempt(
-        self, request: httpx2.Request, place: Place, asked: Asked, answer: _Answer, *, may_refuse: bool
+        self,
+        request: httpx2.Request,
+        place: Place,
+        asked: Asked,
+        answer: _Answer,
+        may_refuse: Collection[int],
     ) -> Refusal | None:
-        """Passes the answer of one target on. Returns a refusal instead if nothing was passed on, and another
-        target may have the request. ``may_refuse``: one is there."""
+        """Passes the answer of one target on. Returns a refusal if nothing was passed on: there was no
+        answer, or one with a status of ``may_refuse``."""
         target, attempt = place.target, place.target.circuit.attempt()
         size, num_hit = place.num_bytes
         self.num_prompt_bytes[target.number] += size
@@ -209,7 +216,7 @@ class HttpProxy:
                 attempt.succeeded()
             if status == 503:
                 target.busy_until_s = time.monotonic() + received.pause_s
-            if may_refuse and _is_refusal(status, asked):
+            if status in may_refuse and (status != NOT_FOUND or asked.names or asked.model):
                 return await received.refusal()
             self.answers[target.number, status] += 1
             await self._pass_on(received, place, asked, answer)
@@ -371,10 +378,6 @@ async def _cancel_when_gone(body: ClientBody, answer: _Answer, scope: anyio.Canc
     await body.until_gone()
     if not answer.is_over:
         scope.cancel()
-
-
-def _is_refusal(status: int, asked: Asked) -> bool:
-    return status in REFUSALS or (status == NOT_FOUND and bool(asked.names or asked.model))
 
 
 def _broken() -> ApiError:

@@ -78,7 +78,8 @@ class WebSocketProxy:
                     break
                 continue
             except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
-                self._placement.failed(target, attempt, str(error) or type(error).__name__)
+                is_gone = isinstance(error, ConnectionRefusedError)
+                self._placement.failed(target, attempt, str(error) or type(error).__name__, is_gone=is_gone)
                 refusal = Response("the server does not answer", 502, media_type="text/plain")
                 continue
             finally:

@@ -1,0 +1,207 @@
+"""The gateway before agentflow's own servers, with the real clients: OpenAI's, Anthropic's, and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import anthropic
+import anyio
+import openai
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import FakeEngine
+from support.server.gateways import Routed, routed
+from support.server.http_clients import only_asyncio
+
+import agentflow as af
+from agentflow.backends.remote import Remote
+from agentflow.server.tenants.keys import Tenants
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+anyio_backend = pytest.fixture(only_asyncio)
+LONG = "These are the rules of the game, which everybody knows. " * 12
+
+
+@contextmanager
+def two_servers(**options: Any) -> Iterator[list[ApiServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(api_server(FakeEngine(), **options)) for _ in range(2)]
+
+
+@asynccontextmanager
+async def before(servers: list[ApiServer], **options: Any) -> AsyncIterator[Routed]:
+    async with routed([f"{server.url}/v1" for server in servers], **options) as route:
+        yield route
+
+
+def client_of(route: Routed, key: str = "unused") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{route.url}/v1", api_key=key, max_retries=0)
+
+
+async def ask(client: openai.AsyncOpenAI, text: str, **fields: Any) -> Any:
+    return await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=8, **fields
+    )
+
+
+async def test_openais_client_gets_the_same_answers_as_from_a_server() -> None:
+    with two_servers() as servers:
+        async with before(servers) as route, client_of(route) as client:
+            direct = openai.AsyncOpenAI(base_url=f"{servers[0].url}/v1", api_key="unused")
+            async with direct:
+                for text in ("one", "two"):
+                    [got, expected] = [await ask(one, text, seed=3) for one in (client, direct)]
+                    assert got.choices == expected.choices
+                    assert got.usage.completion_tokens == expected.usage.completion_tokens
+                    stream = await ask(client, text, seed=3, stream=True)
+                    parts = [event.choices[0].delta.content or "" async for event in stream]
+                    assert "".join(parts) == expected.choices[0].message.content
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask(client, "x", top_p=5)
+            assert caught.value.param == "top_p"
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(
+                    model="other", messages=[{"role": "user", "content": "x"}]
+                )
+
+
+async def test_anthropics_client() -> None:
+    with two_servers() as servers:
+        async with (
+            before(servers) as route,
+            anthropic.AsyncAnthropic(base_url=route.url, api_key="unused") as client,
+        ):
+            asked: Any = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+            asked["extra_body"] = {"temperature": 0}
+            message = await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                assert (await stream.get_final_message()).content[0].text == message.content[0].text  # type: ignore[union-attr]
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            with pytest.raises(anthropic.BadRequestError):
+                await client.messages.create(**asked | {"extra_body": {"top_p": 9}})
+
+
+async def test_the_keys_of_clients_reach_the_servers() -> None:
+    with two_servers(tenants=Tenants(["right"])) as servers:
+        async with before(servers) as route, client_of(route, "right") as client:
+            assert (await ask(client, "hello")).usage.completion_tokens > 0
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            async with client_of(route, "wrong") as stranger:
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(stranger, "hello")
+                with pytest.raises(openai.AuthenticationError):
+                    await stranger.models.list()
+
+
+async def test_prefixes_are_computed_on_one_server() -> None:
+    with two_servers() as servers:
+        async with before(servers) as route, client_of(route) as client:
+            for number in range(6):
+                got = await ask(client, f"{LONG}{number}")
+                assert number == 0 or got.usage.prompt_tokens_details.cached_tokens > len(LONG) // 2
+        computed = sorted(server.stats().computed_tokens for server in servers)
+        assert computed[0] == 0
+
+
+async def test_responses_go_on_where_they_are_stored() -> None:
+    with two_servers() as servers:
+        async with before(servers) as route, client_of(route) as client:
+            latest = [
+                await client.responses.create(model=MODEL, input=f"{number} {LONG}", max_output_tokens=4)
+                for number in range(4)
+            ]
+            for response in latest:
+                more = await client.responses.create(
+                    model=MODEL, input="more", previous_response_id=response.id, max_output_tokens=4
+                )
+                assert more.usage is not None
+                assert more.usage.input_tokens > len(LONG) // 2
+                assert (await client.responses.retrieve(more.id)).id == more.id
+            route.gateway.placement._owners.clear()
+            for response in latest:
+                assert (await client.responses.retrieve(response.id)).id == response.id
+                await client.responses.delete(response.id)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(latest[0].id)
+
+
+async def test_a_stream_is_cancelled_on_the_server_when_its_client_leaves() -> None:
+    with two_servers() as servers:
+        async with before(servers[:1]) as route, client_of(route) as client:
+            servers[0].call(servers[0].engine.gate.allow, 3)
+            stream = await ask(client, "hello", stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+            servers[0].call(servers[0].engine.gate.open)
+            servers[0].wait_until(lambda: not servers[0].service.calls.num)
+        servers[0].assert_idle()
+
+
+async def test_sessions_pass_through() -> None:
+    with two_servers() as servers:
+        async with before(servers) as route:
+            async with af.session(route.url.replace("http", "ws")) as flow:
+                state = flow.state()
+                state += af.user("hello")
+                state += af.assistant(af.gen("x", max_tokens=6))
+                assert isinstance(await state["x"], str)
+                assert sum(target.num_websockets for target in route.gateway.targets) == 1
+            with anyio.fail_after(10):
+                await route.gateway.until_idle()
+            assert sum(target.num_websockets for target in route.gateway.targets) == 0
+
+
+async def test_a_websocket_that_a_server_refuses() -> None:
+    with two_servers(tenants=Tenants(["right"])) as servers:
+        async with before(servers) as route:
+            with pytest.raises(af.errors.NotAuthorized):
+                async with af.session(route.url.replace("http", "ws"), api_key="wrong"):
+                    pytest.fail("it is open")
+
+
+async def test_a_ticket_opens_a_websocket_where_it_was_issued() -> None:
+    import websockets
+
+    with two_servers(tenants=Tenants(["right"])) as servers:
+        async with before(servers) as route:
+            for number in range(4):
+                route.gateway.targets[number % 2].num_websockets += 10  # the other one is chosen
+                got = await route.http.post("/v1/session-ticket", headers={"authorization": "Bearer right"})
+                ticket = got.json()["ticket"]
+                route.gateway.targets[number % 2].num_websockets -= 20
+                async with websockets.connect(
+                    f"{route.url.replace('http', 'ws')}/v1/session",
+                    subprotocols=[
+                        websockets.Subprotocol(name)
+                        for name in ("agentflow.v2", f"agentflow.ticket.{ticket}")
+                    ],
+                ) as socket:
+                    assert socket.subprotocol == "agentflow.v2"
+                route.gateway.targets[number % 2].num_websockets += 10
+
+
+async def test_a_server_that_stops_loses_its_sessions_and_no_others() -> None:
+    with ExitStack() as stack:
+        stays = stack.enter_context(api_server(FakeEngine()))
+        stops = ExitStack()
+        gone = stops.enter_context(api_server(FakeEngine()))
+        async with before([gone, stays]) as route, client_of(route) as client:
+            async with Remote(route.url.replace("http", "ws"), reconnect=False).connect(
+                lambda events: None, lambda error: None
+            ):
+                gone.call(gone.engine.gate.allow, 2)
+                route.gateway.targets[1].busy_until_s = 1e12
+                stream = await ask(client, "hello", stream=True)
+                assert await anext(stream.__aiter__())
+                route.gateway.targets[1].busy_until_s = 0
+                await anyio.to_thread.run_sync(stops.close)
+                with pytest.raises(openai.APIError):
+                    async for _ in stream:
+                        pass
+            for number in range(4):
+                assert (await ask(client, f"{number} {LONG}")).choices
+            assert not route.gateway.targets[0].is_up

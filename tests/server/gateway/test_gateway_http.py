@@ -1,0 +1,415 @@
+"""Requests through the gateway, before servers that play scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+from support.apis.fake_server import Answer, AnyAnswer, Close, Forever, Hold, RawAnswer, Received, Reset
+from support.server.gateways import CHAT, Play, completion, json_answer, models, refused, routed_fakes
+from support.server.http_clients import only_asyncio
+
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.gateway.defaults import Limits
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+anyio_backend = pytest.fixture(only_asyncio)
+EVENTS = "text/event-stream"
+
+
+def always(answer: AnyAnswer) -> Play:
+    return lambda request: answer
+
+
+def unexpected(request: Received) -> AnyAnswer:
+    raise AssertionError(f"unexpected: {request}")
+
+
+ok = always(completion())
+
+
+async def test_a_request_and_its_answer_pass_unchanged() -> None:
+    raw = b'{"a" :1,\n"b":"\\u00e9"}'
+    play = always(Answer(b"\x00\xffbytes", 201, {"x-mine": "1", "Set-Cookie": "a=b"}, "application/odd"))
+    async with routed_fakes(play) as route:
+        got = await route.http.request(
+            "PATCH",
+            "/v1/anything/a%20b?x=%2F&y",
+            content=raw,
+            headers={"authorization": "Bearer k", "connection": "x-hop", "x-hop": "1", "x-kept": "2"},
+        )
+        assert (got.status_code, got.content) == (201, b"\x00\xffbytes")
+        assert (got.headers["content-type"], got.headers["x-mine"]) == ("application/odd", "1")
+        assert (got.headers["set-cookie"], got.headers["x-agentflow-target"]) == ("a=b", "0")
+        [asked] = route.asked(0)
+        assert (asked.method, asked.path, asked.body) == ("PATCH", "/v1/anything/a%20b?x=%2F&y", raw)
+        assert asked.headers["host"] == route.fakes[0].url.removeprefix("http://")
+        assert (asked.headers["authorization"], asked.headers["x-kept"]) == ("Bearer k", "2")
+        assert not asked.headers.keys() & {"x-hop", "connection"}
+        assert asked.headers["x-forwarded-for"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(b"", 204, content_type=None),
+        Answer(b"", 304, {"etag": "1"}, None),
+        Answer([b"a", b"b" * 100_000, b"c"]),
+        RawAnswer([b"HTTP/1.1 200 OK\r\n\r\nuntil the end"]),
+        RawAnswer([b"HTTP/1.1 103 Early\r\nlink: a\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"]),
+    ],
+)
+async def test_answers_of_any_framing(answer: AnyAnswer) -> None:
+    async with routed_fakes(always(answer)) as route:
+        got = await route.http.get("/v1/x")
+        if isinstance(answer, Answer):
+            expected = answer.body if isinstance(answer.body, bytes) else b"ab" + b"b" * 99_999 + b"c"
+            assert (got.status_code, got.content) == (answer.status, expected)
+        else:
+            assert (got.status_code, got.content) in [(200, b"until the end"), (200, b"ok")]
+
+
+async def test_head_and_the_address_of_a_target_with_a_path() -> None:
+    head = RawAnswer([b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"])
+    async with routed_fakes(always(head)) as route:
+        got = await route.http.head("/v1/files")
+        assert (got.status_code, got.headers["content-length"], got.content) == (200, "5", b"")
+
+
+async def test_events_pass_one_by_one() -> None:
+    hold = Hold()
+    first, last = b'data: {"a": 1}\n\n', b"data: [DONE]\n\n"
+    async with (
+        routed_fakes(always(Answer([first, hold, last], content_type=EVENTS))) as route,
+        route.http.stream("POST", CHAT, json={"model": "m", "stream": True}) as got,
+    ):
+        parts = got.aiter_raw()
+        assert await anext(parts) == first
+        assert not hold.is_over.is_set()
+        hold.go_on()
+        assert b"".join([part async for part in parts]) == last
+
+
+async def test_a_client_that_leaves_cancels_the_request() -> None:
+    stream = Answer([b"data: 1\n\n", Forever(b"data: 2\n\n")], content_type=EVENTS)
+    silent = Answer([Hold()])
+    for answer in (stream, silent):
+        async with routed_fakes(always(answer)) as route, open_task_group() as group:
+            group.start_soon(route.chat)
+            await route.fakes[0].wait_for_requests(2)
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await route.fakes[0].wait_until_gone()
+                with anyio.fail_after(10):
+                    await route.gateway.until_idle()
+                assert route.gateway.targets[0].num_running == 0
+
+
+LOST: dict[str, AnyAnswer] = {
+    "reset": RawAnswer([Reset()]),
+    "closed": RawAnswer([Close()]),
+    "cut in the head": RawAnswer([b"HTTP/1.1 200 OK\r\ncont"]),
+    "no HTTP": RawAnswer([b"SSH-2.0\r\n"]),
+    "cut before the first part": Answer([Close()], content_type=EVENTS),
+    "an endless head": RawAnswer([b"HTTP/1.1 200 OK\r\nx: ", Forever(b"y" * 5_000)]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+async def test_another_target_has_a_request_whose_answer_did_not_begin(name: str) -> None:
+    async with routed_fakes(always(LOST[name]), always(LOST[name])) as route:
+        route.gateway.targets[0].busy_until_s = 1e12  # so that the other one is first
+        route.fakes[0]._script = ok
+        got = await route.chat()
+        assert (got.status_code, got.headers["x-agentflow-target"]) == (200, "0")
+        assert (len(route.asked(0)), len(route.asked(1))) == (1, 1)
+        assert route.asked(0)[0].body == route.asked(1)[0].body
+        assert route.gateway.proxy.retries == {"lost": 1}
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_another_target_has_a_request_that_was_refused(status: int) -> None:
+    def play(request: Received) -> AnyAnswer:
+        return refused(status, retry_after="7") if len(everything) == 0 else completion()
+
+    everything: list[int] = []
+    async with routed_fakes(play, play) as route:
+        got = await route.chat()
+        assert (got.status_code, got.headers["retry-after"]) == (status, "7")
+        assert [len(route.asked(number)) for number in (0, 1)] == [1, 1]
+        for target in route.gateway.targets:
+            target.busy_until_s = 0.0
+        everything.append(1)
+        assert (await route.chat()).status_code == 200
+
+
+async def test_a_busy_target_is_left_alone() -> None:
+    async with routed_fakes(always(refused(503, retry_after="20")), ok) as route:
+        for number in range(6):
+            assert (await route.chat(f"{number} " * 400)).status_code == 200
+        assert len(route.asked(0)) <= 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 500, 501])
+async def test_other_errors_pass_and_are_not_repeated(status: int) -> None:
+    play = always(refused(status))
+    async with routed_fakes(play, play) as route:
+        got = await route.http.post(CHAT, json={"messages": []})
+        assert (got.status_code, got.json()["error"]["code"]) == (status, f"e{status}")
+        assert len(route.asked(0) + route.asked(1)) == 1
+
+
+async def test_a_request_that_ends_its_servers_is_not_sent_to_all() -> None:
+    play = always(RawAnswer([Reset()]))
+    async with routed_fakes(play, play, play) as route:
+        got = await route.chat()
+        assert (got.status_code, got.json()["error"]["code"]) == (502, "target_failed")
+        assert sum(len(route.asked(number)) for number in range(3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [(CHAT, ["error", "message"]), ("/v1/messages", ["error", "message"]), ("/api/chat", ["error"])],
+)
+async def test_the_gateways_own_errors_have_the_format_of_the_api(path: str, place: list[str]) -> None:
+    async with routed_fakes(always(RawAnswer([Reset()]))) as route:
+        got = await route.http.post(path, json={"model": "m"})
+        assert got.status_code == 502
+        found: Any = got.json()
+        for name in place:
+            found = found[name]
+        assert isinstance(found, str)
+
+
+async def test_a_stream_that_breaks_ends_with_an_error() -> None:
+    broken = Answer([b'data: {"a": 1}\n\n', Reset()], content_type=EVENTS)
+    async with routed_fakes(always(broken), always(broken)) as route:
+        got = await route.chat(stream=True)
+        [first, error] = [line for line in got.text.splitlines() if line.startswith("data:")]
+        assert json.loads(first.removeprefix("data: ")) == {"a": 1}
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "target_failed"
+        assert len(route.asked(0) + route.asked(1)) == 1  # never repeated
+
+
+async def test_a_body_that_breaks_is_not_complete_for_the_client() -> None:
+    broken = RawAnswer([b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nabc", Reset()])
+    async with routed_fakes(always(broken)) as route:
+        with pytest.raises(Exception, match=r"(?i)peer|closed|incomplete"):
+            await route.chat()
+
+
+async def test_targets_that_do_not_answer_in_time() -> None:
+    hold = Answer([b"data: 1\n\n", Hold()], content_type=EVENTS)
+    limits = Limits(first_byte_s=0.2, stall_s=0.2)
+    async with routed_fakes(always(Answer([Hold()])), limits=limits) as route:
+        got = await route.chat()
+        assert (got.status_code, got.json()["error"]["code"]) == (504, "timeout")
+    async with routed_fakes(always(hold), limits=limits) as route:
+        got = await route.chat(stream=True)
+        assert '"target_failed"' in got.text
+
+
+async def test_a_target_that_is_gone_gets_nothing_until_it_answers_again() -> None:
+    async with routed_fakes(ok, ok) as route:
+        gone, other = route.gateway.targets
+        await gone.check(_Gone(), None)
+        assert (gone.is_up, other.is_up) == (False, True)
+        for number in range(4):
+            assert (await route.chat(f"{number} " * 300)).headers["x-agentflow-target"] == "1"
+        await route.gateway.check_all()
+        assert gone.is_up
+        other.is_draining = True
+        assert (await route.chat()).headers["x-agentflow-target"] == "0"
+
+
+class _Gone:
+    async def handle_async_request(self, request: Any) -> Any:
+        import httpx2
+
+        raise httpx2.ConnectError("refused")
+
+
+async def test_requests_go_where_their_model_is() -> None:
+    def having(*names: str) -> Play:
+        return lambda request: models(*names) if request.path == "/v1/models" else completion()
+
+    async with routed_fakes(having(), having()) as route:
+        for fake, names in zip(route.fakes, (("a", "both"), ("b", "both")), strict=True):
+            fake._script = having(*names)
+        await route.gateway.check_all()
+        for name, number in (("a", "0"), ("b", "1")):
+            for text in range(4):
+                got = await route.chat(f"{text} " * 300, model=name)
+                assert got.headers["x-agentflow-target"] == number
+        listed = (await route.http.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == ["a", "both", "b"]
+        assert (await route.http.get("/v1/models/b")).headers["x-agentflow-target"] == "1"
+        route.gateway.targets[1].is_draining = True
+        got = await route.chat(model="b")
+        assert (got.status_code, got.json()["error"]["code"]) == (503, "no_target")
+        assert int(got.headers["retry-after"]) > 0
+        assert (await route.chat(model="unknown")).status_code == 200  # a target decides
+
+
+async def test_conversations_stay_and_others_are_spread() -> None:
+    hold = Hold()
+
+    def play(request: Received) -> AnyAnswer:
+        return Answer([hold, completion().body]) if not hold.is_over.is_set() else completion()
+
+    async with routed_fakes(play, play) as route:
+        places: dict[int, list[str]] = {number: [] for number in range(6)}
+
+        async def turn(number: int, length: int) -> None:
+            asked = [{"role": "user", "content": f"{number} {'x y ' * 500} {at}"} for at in range(length)]
+            got = await route.http.post(CHAT, json={"model": "m", "messages": asked})
+            places[number].append(got.headers["x-agentflow-target"])
+
+        async with open_task_group() as group:
+            for number in places:
+                group.start_soon(turn, number, 1)
+            for fake in route.fakes:
+                await fake.wait_for_requests(4)
+            hold.go_on()
+        for length in range(2, 5):
+            for number in places:
+                await turn(number, length)
+        assert all(len(set(where)) == 1 for where in places.values())
+        proxy = route.gateway.proxy
+        assert sum(proxy.num_hit_bytes.values()) > 0.5 * sum(proxy.num_prompt_bytes.values())
+
+
+async def test_a_task_group_is_placed_on_one_target() -> None:
+    holds = [Hold() for _ in range(4)]
+
+    def play(request: Received) -> AnyAnswer:
+        number = int(json.loads(request.body)["messages"][0]["content"][-1])
+        return Answer([holds[number], b"{}"])
+
+    async with routed_fakes(play, play) as route, open_task_group() as group:
+        headers = {"x-agentflow-program": "p", "x-agentflow-group": "g"}
+        for number in range(4):
+            group.start_soon(route.chat, f"{'an essay to judge ' * 1_000} {number}", headers)
+        for hold in holds:
+            await hold.reached.wait()
+        assert sorted(len(route.asked(number)) for number in (0, 1)) == [0, 4]
+        for hold in holds:
+            hold.go_on()
+
+
+async def test_stored_things_are_found_where_they_are() -> None:
+    def storing(name: str) -> Play:
+        def play(request: Received) -> AnyAnswer:
+            if request.method == "POST":
+                event = json.dumps({"type": "response.created", "response": {"id": f"resp_{name}1"}})
+                return Answer([f"data: {event}\n\n".encode()], content_type=EVENTS)
+            return json_answer({"from": name}) if name in request.path else refused(404)
+
+        return play
+
+    async with routed_fakes(storing("left"), storing("right")) as route:
+        for number, name in enumerate(("left", "right")):
+            other = route.gateway.targets[1 - number]
+            other.busy_until_s = 1e12
+            await route.http.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
+            other.busy_until_s = 0
+            got = await route.http.get(f"/v1/responses/resp_{name}1/input_items")
+            assert got.json() == {"from": name}
+            body = {"model": "m", "input": "y", "previous_response_id": f"resp_{name}1"}
+            got = await route.http.post("/v1/responses", json=body)
+            assert got.headers["x-agentflow-target"] == str(number)
+        assert route.gateway.proxy.retries == {}
+        # The gateway was restarted: the targets are asked in turn.
+        route.gateway.placement._owners.clear()
+        for name in ("left", "right"):
+            assert (await route.http.delete(f"/v1/responses/resp_{name}1")).json() == {"from": name}
+        assert (await route.http.get("/v1/responses/resp_none1")).status_code == 404
+        # The owner is down: others do not have it.
+        route.gateway.placement.own("resp_left1", route.gateway.targets[0])
+        await route.gateway.targets[0].check(_Gone(), None)
+        got = await route.http.get("/v1/responses/resp_left1")
+        assert (got.status_code, got.json()["error"]["code"]) == (503, "no_target")
+
+
+async def test_a_large_body_is_passed_on_while_it_arrives() -> None:
+    limits = Limits(body_bytes=10_000, bodies_bytes=15_000)
+
+    async def pieces() -> Any:
+        for number in range(50):
+            yield b"%d" % (number % 10) * 1_000
+
+    async with routed_fakes(
+        always(RawAnswer([Reset()])), always(RawAnswer([Reset()])), limits=limits
+    ) as route:
+        got = await route.http.post("/v1/files", content=pieces())
+        assert got.status_code == 502
+        assert len(route.asked(0) + route.asked(1)) == 1  # it cannot be sent again
+        for fake in route.fakes:
+            fake._script = ok
+        for headers in ({}, {"content-length": "50000"}):
+            got = await route.http.post("/v1/files", content=pieces(), headers=headers)
+            assert got.status_code == 200
+            asked = (route.asked(0) + route.asked(1))[-1]
+            assert len(asked.body) == 50_000
+        assert route.gateway.proxy._bodies.num_bytes == 0
+
+
+async def test_a_client_that_stops_within_its_body() -> None:
+    async with routed_fakes(unexpected, limits=Limits(body_timeout_s=0.2)) as route:
+        host, _, port = route.url.removeprefix("http://").rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as client:
+            await client.send(b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
+            got = await client.receive()
+        assert got.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in got
+
+
+async def test_a_gateway_before_itself() -> None:
+    async with routed_fakes(ok) as route:
+        via = {"via": f"1.1 {route.gateway._name}, 1.0 other"}
+        got = await route.http.post(CHAT, json={}, headers=via)
+        assert (got.status_code, route.asked(0)) == (508, [])
+
+
+async def test_pages_of_other_sites_are_refused() -> None:
+    async with routed_fakes(ok, origins=["https://app.example"]) as route:
+        assert (await route.chat(headers={"origin": "https://evil.example"})).status_code == 403
+        assert (await route.chat(headers={"origin": "https://app.example"})).status_code == 200
+        assert (await route.chat(headers={"origin": route.url})).status_code == 200
+        assert [one.headers.get("origin") for one in route.asked(0)] == ["https://app.example", None]
+
+
+async def test_health_metrics_and_draining() -> None:
+    async with routed_fakes(ok, ok, admin_key="secret") as route:
+        key = {"authorization": "Bearer secret"}
+        first = route.fakes[0].url
+        assert (await route.http.get("/gateway/targets")).status_code == 401
+        for number in range(3):
+            await route.chat(f"{number} " * 300)
+        got = await route.http.post("/gateway/drain", json={"target": f"{first}/v1/"}, headers=key)
+        assert got.json()["state"] == "draining"
+        before = len(route.asked(0))
+        for number in range(3):
+            assert (await route.chat(f"{number}, " * 300)).headers["x-agentflow-target"] == "1"
+        assert len(route.asked(0)) == before
+        assert (await route.http.get("/health")).status_code == 200
+        text = (await route.http.get("/metrics", headers=key)).text
+        assert f'agentflow_gateway_target_up{{target="{first}"}} 0.0' in text
+        assert 'agentflow_gateway_decisions_total{reason="cost"} 6.0' in text
+        await route.http.post("/gateway/drain", json={"target": route.fakes[1].url}, headers=key)
+        assert (await route.http.get("/health")).status_code == 503
+        assert (await route.chat()).status_code == 503
+        got = await route.http.post("/gateway/resume", json={"target": first}, headers=key)
+        assert got.json()["state"] == "up"
+        assert (await route.chat()).status_code == 200
+        for body in (b"{", b'{"target": "http://x"}', b'{"target": 1}', b"a" * 5_000):
+            got = await route.http.post("/gateway/drain", content=body, headers=key)
+            assert got.status_code in (400, 404, 413)
+
+
+async def test_without_an_admin_key_there_is_no_administration() -> None:
+    async with routed_fakes(ok) as route:
+        assert (await route.http.get("/gateway/targets")).status_code == 404
+        assert (await route.http.get("/metrics")).status_code == 200

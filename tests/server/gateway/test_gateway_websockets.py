@@ -1,0 +1,195 @@
+"""Websockets through the gateway, before websocket servers in the test's loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
+
+import anyio
+import pytest
+from support.server.gateways import Routed, routed
+from support.server.http_clients import only_asyncio
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.http11 import Request, Response
+from websockets.typing import Subprotocol
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+anyio_backend = pytest.fixture(only_asyncio)
+Handler = Callable[[ServerConnection], Awaitable[None]]
+MODELS = b'{"data": [{"id": "m"}]}'
+
+
+async def echo(socket: ServerConnection) -> None:
+    async for message in socket:
+        await socket.send(message)
+
+
+def _answer(status: int, body: bytes = b"") -> Callable[[ServerConnection, Request], Response | None]:
+    """Lists the models over HTTP. ``status``: of handshakes; 101: they are accepted."""
+
+    def answer(socket: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/v1/models":
+            response = socket.respond(HTTPStatus.OK, "")
+            response.body = MODELS
+            del response.headers["content-length"]
+            response.headers["content-length"] = str(len(MODELS))
+            return response
+        return None if status == 101 else socket.respond(HTTPStatus(status), body.decode())
+
+    return answer
+
+
+@asynccontextmanager
+async def before(*targets: tuple[Handler, int]) -> AsyncIterator[tuple[Routed, list[Server]]]:
+    """A gateway before websocket servers: their handlers, and the status of handshakes."""
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(
+                serve(
+                    handler,
+                    "127.0.0.1",
+                    0,
+                    process_request=_answer(status, b"not now"),
+                    select_subprotocol=lambda _, offered: offered[0] if offered else None,
+                    max_size=None,
+                )
+            )
+            for handler, status in targets
+        ]
+        urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+        yield await stack.enter_async_context(routed(urls)), servers
+
+
+def opened(route: Routed, path: str = "/v1/session", *subprotocols: str) -> connect:
+    names = [Subprotocol(name) for name in subprotocols] or None
+    return connect(f"ws{route.url.removeprefix('http')}{path}", subprotocols=names, max_size=None)
+
+
+async def ended(socket: ClientConnection) -> ConnectionClosed:
+    with anyio.fail_after(10), pytest.raises(ConnectionClosed) as caught:
+        await socket.recv()
+    return caught.value
+
+
+async def test_messages_of_both_kinds_pass_in_both_directions() -> None:
+    seen: list[str] = []
+
+    async def handler(socket: ServerConnection) -> None:
+        assert socket.request is not None
+        seen.extend([socket.request.path, socket.request.headers["authorization"]])
+        await echo(socket)
+
+    async with before((handler, 101)) as (route, _):
+        socket = opened(route, "/v1/realtime?model=m%20x", "one", "two")
+        socket.additional_headers = {"authorization": "Bearer k"}
+        async with socket as client:
+            assert client.subprotocol == "one"
+            for message in ("text é", b"\x00\xff", "", b"", b"x" * 3_000_000):
+                await client.send(message)
+                assert await client.recv() == message
+        assert seen == ["/v1/realtime?model=m%20x", "Bearer k"]
+
+
+async def test_close_codes_pass_in_both_directions() -> None:
+    codes: list[int | None] = []
+    has_closed = anyio.Event()
+
+    async def handler(socket: ServerConnection) -> None:
+        message = await anext(aiter(socket), None)
+        if message == "close":
+            await socket.close(4001, "enough")
+        await socket.wait_closed()
+        codes.append(socket.close_code)
+        has_closed.set()
+
+    async with before((handler, 101)) as (route, _):
+        async with opened(route) as client:
+            await client.send("close")
+            closed = await ended(client)
+            assert closed.rcvd is not None
+            assert (closed.rcvd.code, closed.rcvd.reason) == (4001, "enough")
+        has_closed = anyio.Event()
+        async with opened(route) as client:
+            await client.send("stay")
+            await client.close(4002)
+        with anyio.fail_after(10):
+            await has_closed.wait()
+        assert codes[1] == 4002
+
+
+async def test_a_lost_client_is_a_lost_client_for_the_server() -> None:
+    codes: list[int | None] = []
+    has_closed = anyio.Event()
+
+    async def handler(socket: ServerConnection) -> None:
+        await socket.send("hello")
+        await socket.wait_closed()
+        codes.append(socket.close_code)
+        has_closed.set()
+
+    async with before((handler, 101)) as (route, _):
+        async with opened(route) as client:
+            await client.recv()
+            client.transport.abort()
+            with anyio.fail_after(10):
+                await has_closed.wait()
+        assert codes == [1006]
+
+
+async def test_a_lost_server_makes_clients_connect_again() -> None:
+    async def handler(socket: ServerConnection) -> None:
+        await socket.recv()
+        socket.transport.abort()
+
+    async with before((handler, 101)) as (route, _), opened(route) as client:
+        await client.send("go")
+        closed = await ended(client)
+        assert closed.rcvd is not None
+        assert closed.rcvd.code == 1012
+
+
+@pytest.mark.parametrize(("status", "is_passed"), [(503, False), (429, False), (401, True), (404, True)])
+async def test_refused_handshakes(status: int, is_passed: bool) -> None:
+    async with before((echo, status), (echo, 101)) as (route, _):
+        route.gateway.targets[1].num_websockets = 1
+        if not is_passed:
+            async with opened(route) as client:
+                await client.send("x")
+                assert await client.recv() == "x"
+            return
+        with pytest.raises(InvalidStatus) as caught:
+            await opened(route)
+        assert (caught.value.response.status_code, caught.value.response.body) == (status, b"not now")
+
+
+async def test_a_session_is_resumed_where_it_is() -> None:
+    async with before((echo, 101), (echo, 101)) as (route, _):
+        first, second = route.gateway.targets
+        for address, subprotocols in [
+            ("/v1/session?session=abc", ()),
+            ("/v1/session", ("agentflow.v2", "agentflow.session.def")),
+        ]:
+            second.num_websockets = 9
+            async with opened(route, address, *subprotocols):
+                assert first.num_websockets == 1
+            await route.gateway.until_idle()
+            first.num_websockets, second.num_websockets = 9, 0
+            async with opened(route, address, *subprotocols):
+                assert (first.num_websockets, second.num_websockets) == (10, 0)
+            await route.gateway.until_idle()
+            first.num_websockets = 0
+
+
+async def test_no_server_answers() -> None:
+    async with before((echo, 101)) as (route, servers):
+        servers[0].close()
+        await servers[0].wait_closed()
+        with pytest.raises(InvalidStatus) as caught:
+            await opened(route)
+        assert caught.value.response.status_code == 502
+        with pytest.raises(InvalidStatus) as caught:
+            await opened(route)
+        assert caught.value.response.status_code == 503
