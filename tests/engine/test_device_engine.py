@@ -9,12 +9,12 @@ On a machine with a GPU and without a network, in one process::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 import torch
@@ -24,17 +24,19 @@ from support.engine.device import DEVICE, QueuedStream
 from support.engine.random_model import VOCAB, write_random_model
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.constrained.grammar_builder import BuiltGrammar
 from agentflow.engine.engine import Engine
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.grammar import Grammar
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Finished
+from agentflow.engine.messages import Abort, Failed, Finished, FromEngine, Progress, Stop
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import EngineFailed
+from agentflow.errors import Cancelled, EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -103,31 +105,57 @@ class AloneRunner(TorchRunner):
         """Keeps the model for the next engine."""
 
 
+class PromptBuilder:
+    """Builds each grammar when it is asked for: when a thread has built it depends on the machine's load."""
+
+    def __init__(
+        self, make: Callable[[CompiledConstraint], Grammar], deliver: Callable[[BuiltGrammar], None]
+    ) -> None:
+        self._make = make
+        self._deliver = deliver
+
+    def build(self, constraint: CompiledConstraint, tenant: str) -> None:
+        self._deliver(BuiltGrammar(constraint.key, self._make(constraint)))
+
+    def cancel(self, key: str) -> None:
+        """It is built."""
+
+    def close(self) -> None:
+        """It has no thread."""
+
+
 @dataclass(frozen=True)
 class Model:
-    """One model, on both devices."""
+    """One model, on both devices. ``ends``: those of the jobs that have run alone, as ``Job`` has them."""
 
     ahead: AheadRunner
     alone: AloneRunner
     tokenizer: Tokenizer
+    ends: dict[str, Finished] = field(default_factory=dict)
+
+    def end_alone(self, job: Job) -> Finished:
+        key = repr(replace(job, aborts_after=None))
+        if key not in self.ends:
+            uncached = SchedulerConfig(use_cache=False)
+            [end], _ = run_engine(self.alone, self.tokenizer, uncached, [replace(job, aborts_after=None)])
+            assert isinstance(end, Finished)
+            self.ends[key] = end
+        return self.ends[key]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     folder = write_random_model(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentflow.engine.engine.GrammarBuilder", PromptBuilder)
         patch.setenv("AGENTFLOW_KERNELS", "torch")
         alone = AloneRunner(folder, num_slots=NUM_SLOTS, device="cpu", dtype="float32")
         if DEVICE != "cpu":
             patch.delenv("AGENTFLOW_KERNELS")
         ahead = AheadRunner(folder, QueuedStream() if DEVICE == "cpu" else None)
-    yield Model(ahead, alone, Tokenizer.from_folder(folder))
+        yield Model(ahead, alone, Tokenizer.from_folder(folder))
     TorchRunner.close(ahead)
     TorchRunner.close(alone)
-
-
-class EnoughText(Exception):
-    """A caller has read enough and aborts its request."""
 
 
 @dataclass(frozen=True)
@@ -140,30 +168,13 @@ class Job:
     choices: tuple[tuple[int, ...], ...] = ()
     aborts_after: int | None = None
 
-    async def run(self, client: EngineClient, *, aborts: bool) -> Finished | None:
-        """Returns the end of the request; None if it was aborted."""
+    def submit(self, request_id: int) -> Submit:
         if self.choices:
-            return await client.score_choices([*self.prompt], self.choices)
-        num_deltas = 0
-
-        def on_text(_: str) -> None:
-            nonlocal num_deltas
-            num_deltas += 1
-            if aborts and self.aborts_after is not None and num_deltas > self.aborts_after:
-                raise EnoughText
-
+            return Submit(request_id, [*self.prompt], None, choices=self.choices)
         constraint = None
         if self.pattern is not None:
             constraint = CompiledConstraint(self.pattern, "dfa", _DFAS[self.pattern])
-        try:
-            return await client.generate(
-                [*self.prompt], self.params, seed=5, on_text=on_text, constraint=constraint
-            )
-        except EnoughText:
-            return None
-        except EngineFailed:  # out of memory
-            assert aborts
-            return None
+        return Submit(request_id, [*self.prompt], self.params, seed=5, constraint=constraint)
 
 
 _DFAS = {pattern: build_dfa(parse_regex(pattern)).to_bytes() for pattern in PATTERNS}
@@ -203,6 +214,40 @@ jobs = st.one_of(
 )
 
 
+def run_engine(
+    runner: TorchRunner, tokenizer: Tokenizer, config: SchedulerConfig, work: Sequence[Job]
+) -> tuple[list[Finished | Failed], Engine]:
+    """Runs the jobs to their ends on a new engine in this thread, so that the same jobs make the same batches
+    on a busy machine. Returns the ends, and the engine, which is idle."""
+    ends: dict[int, Finished | Failed] = {}
+    num_deltas: Counter[int] = Counter()
+
+    def deliver(messages: list[FromEngine]) -> None:
+        for message in messages:
+            if isinstance(message, Progress) and message.text:
+                number = message.request_id
+                num_deltas[number] += 1
+                if num_deltas[number] - 1 == work[number].aborts_after:
+                    engine.send(Abort(number))
+            elif isinstance(message, Finished | Failed):
+                ends[message.request_id] = message
+                if len(ends) == len(work):  # behind a batch in flight whose requests have all ended
+                    if isinstance(runner, AheadRunner):
+                        runner.fails_at = frozenset()
+                    engine.send(Submit(len(work), [10, 11], None))
+                elif len(ends) > len(work):
+                    engine.send(Stop())
+
+    engine = Engine(runner, tokenizer, config, deliver)
+    if isinstance(runner, AheadRunner):
+        runner.engine = engine
+    for number, job in enumerate(work):
+        engine.send(job.submit(number))
+    engine.run()
+    engine.scheduler.check_idle()
+    return [ends[number] for number in range(len(work))], engine
+
+
 def run_all(
     model: Model,
     work: Sequence[Job],
@@ -213,43 +258,21 @@ def run_all(
     fails_at: frozenset[int] = frozenset(),
 ) -> int:
     """Runs all jobs together, and each alone, and compares their ends. Returns the number of preemptions."""
-    ends: dict[int, Finished | None] = {}
-    expected: list[Finished | None] = []
-    num_preemptions = 0
-
-    async def one(client: EngineClient, number: int) -> None:
-        ends[number] = await work[number].run(client, aborts=True)
-
-    async def main() -> None:
-        nonlocal num_preemptions
-        async with running_engine(
-            lambda: (model.alone, model.tokenizer, SchedulerConfig(use_cache=False))
-        ) as client:
-            for job in work:
-                expected.append(await job.run(client, aborts=False))
-        runner = model.ahead
-        runner.info = replace(runner.all_info, num_slots=num_slots, launches_ahead=ahead)
-        runner.num_calls, runner.fails_at = 0, fails_at
-        async with running_engine(lambda: (runner, model.tokenizer, config)) as client:
-            runner.engine = client.engine
-            async with anyio.create_task_group() as group:
-                for number in range(len(work)):
-                    group.start_soon(one, client, number)
-            num_preemptions = (await client.stats()).preemptions
-            runner.fails_at = frozenset()
-            await client.compute([10, 11])  # behind a batch in flight whose requests have all ended
-            client.engine.scheduler.check_idle()
-
-    anyio.run(main)
-    for number in range(len(work)):
-        check_end(ends[number], expected[number])
-    return num_preemptions
+    runner = model.ahead
+    runner.info = replace(runner.all_info, num_slots=num_slots, launches_ahead=ahead)
+    runner.num_calls, runner.fails_at = 0, fails_at
+    ends, engine = run_engine(runner, model.tokenizer, config, work)
+    for job, end in zip(work, ends, strict=True):
+        if isinstance(end, Finished):
+            check_end(end, model.end_alone(job))
+        elif end.code == Cancelled.code:
+            assert job.aborts_after is not None
+        else:  # out of memory
+            assert (end.code, bool(fails_at)) == (EngineFailed.code, True)
+    return engine.scheduler.counters.preemptions
 
 
-def check_end(end: Finished | None, expected: Finished | None) -> None:
-    if end is None:
-        return
-    assert expected is not None
+def check_end(end: Finished, expected: Finished) -> None:
     assert (end.token_ids, end.text, end.finish_reason) == (
         expected.token_ids,
         expected.text,
@@ -299,8 +322,8 @@ def test_f42e_a_feature_beside_greedy_requests(
 
 
 @given(
-    work=st.lists(jobs, min_size=1, max_size=8),
-    num_slots=st.integers(110, 300),
+    work=st.lists(jobs, min_size=3, max_size=8),
+    num_slots=st.integers(110, 200),
     max_running=st.integers(1, 6),
     token_budget=st.integers(4, 80),
     fails_at=st.frozensets(st.integers(0, 100), max_size=4),
