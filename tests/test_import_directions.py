@@ -155,6 +155,7 @@ ROOMS = {
         "sent_cache",
         "learned_cost",
         "text_router",
+        "ray",
     ),
     "server": (
         "log",

@@ -208,9 +208,7 @@ class ChildProcess:
         with anyio.CancelScope(shield=True):
             limiter = anyio.CapacityLimiter(1)  # the server's worker threads may all be busy
             code = await anyio.to_thread.run_sync(self._reap, grace_s, limiter=limiter)
-        if code is None:
-            return "could not be killed and was abandoned"
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return exit_phrase(code)
 
     def _reap(self, grace_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -227,6 +225,17 @@ def import_path() -> str:
     """Returns a ``PYTHONPATH`` with which a child finds the same modules as this process, in the same
     order."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+
+
+def exit_phrase(code: int | None) -> str:
+    """Returns how a process ended, for messages, from its exit code; None: it could not be killed.
+
+    >>> exit_phrase(-9)
+    'was killed by SIGKILL'
+    """
+    if code is None:
+        return "could not be killed and was abandoned"
+    return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def _signal_name(number: int) -> str:

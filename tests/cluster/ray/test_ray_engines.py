@@ -1,0 +1,188 @@
+"""Engines in the actors of a Ray cluster: whatever dies there, no request loses or repeats a token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+from support.engine_loaders import start
+from support.fake_engine import TOKENIZER
+from support.holds import Hold, until
+from support.process_engine import PLAIN, generate
+from support.server.http_clients import only_asyncio
+
+import agentflow.cluster.ray.placement as placement_module
+from agentflow.cluster.ray.placement import Bundle, Placement, connected_to_ray, placed
+from agentflow.engine.process.supervisor import supervised_engine
+from agentflow.errors import BadArgument, BadModelFolder, ServerUnreachable
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+anyio_backend = pytest.fixture(only_asyncio)
+
+MODEL = Path(__file__).parent  # any folder that all nodes have
+
+
+@asynccontextmanager
+async def room(cluster, count: int = 2, *, wait_s: float = 20.0, **bundle) -> AsyncIterator[Placement]:
+    async with (
+        connected_to_ray(cluster.address),
+        placed("a model", count, Bundle(**bundle), wait_s=wait_s) as placement,
+    ):
+        yield placement
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_path):
+    """The engine, its actor, and an actor that is silent."""
+    cluster, _ = ray_nodes
+    results, ended = [], []
+
+    async def run() -> None:
+        results.append(await generate(client))
+
+    hold = Hold(tmp_path / "hold")
+    async with (
+        room(cluster) as placement,
+        supervised_engine(
+            start(hold_at={"2": hold.path}), lambda: TOKENIZER, start_child=placement.start_child(1)
+        ) as client,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(run)
+        for fault in ("engine", "actor", "silence"):
+            await hold.reached()
+            engine = psutil.Process(client.engine.pid)
+            actor = engine.parent()
+            ended += [engine, actor]
+            before, hold = hold, Hold(tmp_path / "hold") if fault != "silence" else None
+            if fault == "silence":
+                actor.suspend()
+            else:
+                (engine if fault == "engine" else actor).kill()
+            await until(lambda pid=engine.pid: client.engine.pid != pid)
+            before.release()
+        await until(lambda: bool(results))
+        assert (await client.stats()).restarts == 3
+        ended += [psutil.Process(client.engine.pid)]
+    [(end, deltas)] = results
+    assert (end.text, "".join(deltas)) == (PLAIN.text, PLAIN.text)
+    await until(lambda: all(map(has_ended, ended)))
+
+
+FRONT = """
+import sys, anyio
+from support.engine_loaders import start
+from support.fake_engine import TOKENIZER
+from agentflow.cluster.ray.placement import Bundle, connected_to_ray, placed
+from agentflow.engine.process.supervisor import supervised_engine
+
+async def main():
+    async with (
+        connected_to_ray(sys.argv[1]),
+        placed("a model", 1, Bundle(), wait_s=20) as placement,
+        supervised_engine(start(), lambda: TOKENIZER, start_child=placement.start_child(0)) as client,
+    ):
+        print(client.engine.pid, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_engines_and_room_are_released_when_the_server_dies(ray_nodes):
+    import ray
+    from ray.util import placement_group_table
+
+    cluster, _ = ray_nodes
+    async with connected_to_ray(cluster.address):
+        async with await anyio.open_process([sys.executable, "-c", FRONT, cluster.address]) as front:
+            assert front.stdout is not None
+            engine = psutil.Process(int(await front.stdout.receive()))
+            actor = engine.parent()
+            front.kill()
+        await until(lambda: has_ended(engine) and has_ended(actor))
+        await until(lambda: all(one["state"] == "REMOVED" for one in placement_group_table().values()))
+        await until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+
+
+async def test_too_little_room_is_refused_before_anything_starts(ray_nodes):
+    cluster, _ = ray_nodes
+    with pytest.raises(
+        BadArgument, match="no room for 2 replicas of a model, each with 3 CPUs, 1 GPU"
+    ) as caught:
+        async with room(cluster, 2, wait_s=0.5, cpus=3, gpus=1, memory_bytes=2**30):
+            raise AssertionError
+    assert "0 GPUs free of 0 GPUs" in str(caught.value)
+
+
+async def test_nodes_with_other_files_or_another_version_are_refused(ray_nodes, monkeypatch, tmp_path):
+    cluster, _ = ray_nodes
+    (tmp_path / "config.json").write_text("{}")
+    async with room(cluster, 1) as placement:
+        with pytest.raises(BadModelFolder, match=r"127\.0\.0\.\d has no /no/such/model"):
+            await placement.inspect(Path("/no/such/model"), [], "cpu")
+        with pytest.raises(BadModelFolder, match="has no /no/such/adapter"):
+            await placement.inspect(tmp_path, ["/no/such/adapter"], "cpu")
+        monkeypatch.setattr(placement_module, "fingerprint", lambda model: "another")
+        with pytest.raises(BadModelFolder, match="another model"):
+            await placement.inspect(tmp_path, [], "cpu")
+        monkeypatch.setattr(placement_module, "__version__", "0.0.1")
+        with pytest.raises(BadArgument, match=r"and this server 0\.0\.1"):
+            await placement.inspect(tmp_path, [], "cpu")
+
+
+async def test_another_version_of_ray_is_refused(ray_nodes, monkeypatch):
+    import ray
+
+    cluster, _ = ray_nodes
+    monkeypatch.setattr(ray, "__version__", "2.0.0")
+    with pytest.raises(BadArgument, match=r"and this server Ray 2\.0\.0 with Python 3"):
+        async with connected_to_ray(cluster.address):
+            raise AssertionError
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:99999", "127.0.0.1:1"])
+async def test_an_address_without_a_cluster_is_refused(address):
+    pytest.importorskip("ray")
+    error = BadArgument if address in ("ray://127.0.0.1:10001", "127.0.0.1") else ServerUnreachable
+    with pytest.raises(error, match=address):
+        async with connected_to_ray(address):
+            raise AssertionError
+
+
+async def test_ray_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BadArgument, match=r"agentflow-lm\[cluster\]"):
+        async with connected_to_ray(None):
+            raise AssertionError
+
+
+async def test_a_lost_node_is_replaced(ray_nodes):
+    """Its bundle moves to the other node. The last test, because the node does not come back."""
+    cluster, _ = ray_nodes
+    [node] = cluster.worker_nodes
+    async with room(cluster) as placement:
+        reports = await placement.inspect(MODEL, [], "cpu")
+        assert {report.address for report in reports} == {"127.0.0.2", "127.0.0.3"}
+        number = next(n for n, report in enumerate(reports) if report.address == "127.0.0.3")
+        async with supervised_engine(
+            start(), lambda: TOKENIZER, start_child=placement.start_child(number)
+        ) as client:
+            engine = psutil.Process(client.engine.pid)
+            cluster.remove_node(node, allow_graceful=False)
+            await until(lambda: client.engine.pid != engine.pid)
+            await until(lambda: has_ended(engine))
+            end, _ = await generate(client)
+            assert end.text == PLAIN.text
