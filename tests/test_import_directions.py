@@ -156,6 +156,13 @@ ROOMS = {
         "learned_cost",
         "text_router",
         "ray",
+        "requests",
+        "merged_answers",
+        "replica_queries",
+        "charge_exchange",
+        "measured_cost",
+        "replica_set",
+        "open_replicas",
     ),
     "server": (
         "log",

@@ -140,7 +140,7 @@ async def supervised_engine(
     async with open_task_group() as group:
         group.start_soon(supervisor.run)
         try:
-            tokenizer = await anyio.to_thread.run_sync(_prepared, load_tokenizer)
+            tokenizer = await anyio.to_thread.run_sync(prepared, load_tokenizer)
             loaded = await supervisor.loaded()
             check_tokenizer(loaded, tokenizer)
             client = EngineClient(supervisor, loaded.info, tokenizer, max_unfinished=max_unfinished)
@@ -150,7 +150,8 @@ async def supervised_engine(
             group.cancel_scope.cancel()
 
 
-def _prepared(load_tokenizer: Callable[[], Tokenizer]) -> Tokenizer:
+def prepared(load_tokenizer: Callable[[], Tokenizer]) -> Tokenizer:
+    """Loads a tokenizer, and makes it ready. Takes a second for a large one."""
     tokenizer = load_tokenizer()
     tokenizer.prepare()
     return tokenizer

@@ -1,0 +1,488 @@
+"""Several engine processes that serve one model behind one ``EngineClient``.
+
+A ``ReplicaSet`` is the client's link. It places each request on a replica by the ``Router``: all requests
+that come in one turn of the event loop together, so that the members of a task group meet. Each replica has
+a supervisor, which keeps its process alive and knows its unfinished requests. A replica is in one of these
+states:
+
+- ``loading``: it has no process that runs requests.
+- ``serving``: the router places requests on it.
+- ``trial``: it runs requests that may crash it, alone, and gets no others.
+- ``draining``: it gets no requests, and its process is replaced when those that it has have ended.
+- ``down``: its process died several times in a row. New ones are started at growing intervals.
+
+When a process dies or hangs, its requests continue on other replicas, from the ids that were generated. Those
+that were running at two deaths without progress between them stay with the replica, for a trial (see
+``request_journal``): a request that crashes engines takes two replicas with it at most. Requests wait while
+no replica serves, and fail when all are down.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import anyio
+import anyio.lowlevel
+
+from agentflow.cluster.charge_exchange import ChargeExchange
+from agentflow.cluster.feed import Update
+from agentflow.cluster.load import Call
+from agentflow.cluster.replica_queries import ReplicaQueries
+from agentflow.cluster.requests import router_call
+from agentflow.cluster.router import Policy
+from agentflow.engine.client import EngineClient
+from agentflow.engine.messages import (
+    Abort,
+    AdapterLoaded,
+    BlocksRequest,
+    BlocksUpdate,
+    Charges,
+    EngineSnapshot,
+    EngineStats,
+    Failed,
+    Finished,
+    FromEngine,
+    KeepMedium,
+    LoadAdapter,
+    Loaded,
+    NodeTokens,
+    PeekRequest,
+    Placed,
+    Progress,
+    SnapshotRequest,
+    StatsRequest,
+    Stop,
+    ToEngine,
+)
+from agentflow.engine.process.request_journal import Unfinished, aborted
+from agentflow.engine.process.supervisor import EngineSupervisor
+from agentflow.engine.submit import Submit
+from agentflow.errors import BadArgument, BadModelFolder, EngineDown, EngineFailed, Overloaded
+from agentflow.runtime.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
+
+MAX_PLACED = 64
+"""Requests that are placed in one turn of the event loop."""
+CHARGES_EVERY_S = 0.1
+DRAIN_S = 30.0
+"""How long a replica that is drained may finish its requests. Those that are left continue on others."""
+
+State = Literal["loading", "serving", "trial", "draining", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica at one moment."""
+
+    number: int
+    state: State
+    device: str
+    pid: int | None  # of its process; None: there is none, or it is unknown
+    requests: int  # that it has not ended
+    restarts: int  # how often its process was replaced
+    stats: EngineStats | None  # the last known ones of its process
+    problem: str  # why it is down
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine of the model."""
+
+    number: int
+    supervisor: EngineSupervisor
+    device: str
+    # Its unfinished requests, by id. None: the router no longer counts it.
+    requests: dict[int, Call | None] = field(default_factory=dict)
+    is_in_router: bool = False
+    is_draining: bool = False
+    has_asked: bool = False  # for its blocks
+    changed: anyio.Event = field(default_factory=anyio.Event)  # its state, or it has no more requests
+
+    @property
+    def state(self) -> State:
+        """Its present state."""
+        if self.supervisor.down_because is not None:
+            return "down"
+        if self.is_draining:
+            return "draining"
+        if self.is_in_router:
+            return "serving"
+        return "trial" if self.supervisor.is_ready else "loading"
+
+    def notify(self) -> None:
+        """Wakes those who wait for a change."""
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+class ReplicaSet:
+    """The ``EngineLink`` to the replicas of one model. All methods run in the event loop's thread.
+
+    Args:
+        supervisors: One for each replica. ``run`` runs them.
+        devices: Where each replica runs, for people.
+        exits_when_down: ``run`` raises ``EngineFailed`` when all replicas are down.
+    """
+
+    def __init__(
+        self,
+        supervisors: Sequence[EngineSupervisor],
+        devices: Sequence[str],
+        *,
+        exits_when_down: bool = False,
+    ) -> None:
+        self._replicas = [
+            Replica(number, supervisor, device)
+            for number, (supervisor, device) in enumerate(zip(supervisors, devices, strict=True))
+        ]
+        self._exits_when_down = exits_when_down
+        self._router: Policy | None = None
+        self._client: EngineClient | None = None
+        self._queries = ReplicaQueries(dict(enumerate(supervisors)), anyio.current_time)
+        self._charges = ChargeExchange()
+        self._waiting: dict[int, Unfinished] = {}  # requests without a replica
+        self._of_request: dict[int, Replica] = {}
+        self._has_work = anyio.Event()  # requests to place
+        self._has_charges = anyio.Event()
+        self._all_down = anyio.Event()
+        self._drains: list[tuple[Replica, float]] = []
+        self._has_drains = anyio.Event()
+
+    # Opening.
+
+    async def loaded(self) -> Loaded:
+        """Waits until all replicas have loaded the same model. Raises the first error of a load, and
+        ``BadModelFolder`` if the models differ."""
+        infos: dict[int, Loaded] = {}
+
+        async def wait(replica: Replica) -> None:
+            infos[replica.number] = await replica.supervisor.loaded()
+
+        async with open_task_group() as group:
+            for replica in self._replicas:
+                group.start_soon(wait, replica)
+        first = infos[0]
+        for number, other in sorted(infos.items()):
+            if other != first:
+                what = "model" if other.info != first.info else "tokenizer"
+                raise BadModelFolder(f"replica {number} has loaded another {what} than replica 0")
+        return first
+
+    def begin(self, client: EngineClient, router: Policy) -> None:
+        """Places requests from now on. ``client`` gets the answers."""
+        self._client, self._router = client, router
+        for replica in self._replicas:
+            replica.supervisor.receiver = _Receiver(self, replica)
+            replica.supervisor.on_change = partial(self._changed, replica)
+            self._changed(replica)
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises ``EngineFailed`` if all replicas are down and ``exits_when_down``."""
+        try:
+            async with open_task_group() as group:
+                for replica in self._replicas:
+                    group.start_soon(replica.supervisor.run)
+                group.start_soon(self._place_forever)
+                group.start_soon(self._exchange_charges)
+                group.start_soon(self._drain_forever)
+                await self._all_down.wait()
+                raise EngineFailed("all replicas are down: see the log")
+        finally:
+            if self._client is not None:
+                self._client.end_all("the engine has stopped")
+
+    # Messages of the client.
+
+    def send(self, message: ToEngine | KeepMedium) -> None:
+        """Accepts a message. Raises ``EngineDown`` for a ``Submit`` while all replicas are down, and for a
+        query while none has a process."""
+        match message:
+            case Submit():
+                if (why := self._down_because()) is not None:
+                    raise EngineDown(why)
+                self._wait(Unfinished(message, time.monotonic()))
+            case Abort():
+                self._abort(message)
+            case StatsRequest() | SnapshotRequest() | PeekRequest() | LoadAdapter():
+                self._queries.send(message)
+            case Stop():
+                pass  # the scope ends the processes
+            case _:
+                if isinstance(message, Placed):
+                    for waiting in self._waiting.values():
+                        waiting.place(message)
+                for replica in self._replicas:
+                    replica.supervisor.send(message)
+
+    def _abort(self, message: Abort) -> None:
+        if self._waiting.pop(message.request_id, None) is not None:
+            self._hand_over([aborted(message.request_id)])
+        elif (replica := self._of_request.get(message.request_id)) is not None:
+            replica.supervisor.send(message)
+
+    # Placing.
+
+    def _wait(self, request: Unfinished) -> None:
+        self._waiting[request.submit.request_id] = request
+        self._has_work.set()
+
+    async def _place_forever(self) -> None:
+        while True:
+            await self._has_work.wait()
+            self._has_work = anyio.Event()
+            while self._waiting and any(replica.is_in_router for replica in self._replicas):
+                self._place([*self._waiting.values()][:MAX_PLACED])
+                await anyio.lowlevel.checkpoint()
+
+    def _place(self, requests: Sequence[Unfinished]) -> None:
+        """Places requests. One that cannot be placed or sent fails alone."""
+        assert self._router is not None
+        calls: list[tuple[Unfinished, Call]] = []
+        for request in requests:
+            del self._waiting[request.submit.request_id]
+            try:
+                calls.append((request, router_call(request.as_submitted(time.monotonic()))))
+            except Exception:
+                self._fail(request, "cannot read the request")
+        try:
+            self._router.place([call for _, call in calls], anyio.current_time())
+        except Exception:  # a fault of one request, or of the router, must not affect others
+            logger.exception("cannot place %d requests by their costs", len(calls))
+        for request, call in calls:
+            is_placed = call.replica >= 0
+            replica = self._replicas[call.replica] if is_placed else self._least_busy()
+            replica.requests[call.id] = call if is_placed else None
+            self._of_request[call.id] = replica
+            try:
+                replica.supervisor.adopt(request)
+            except Exception:
+                self._fail(request, "cannot send the request")
+
+    def _least_busy(self) -> Replica:
+        serving = [replica for replica in self._replicas if replica.is_in_router]
+        return min(serving, key=lambda replica: len(replica.requests))
+
+    def _fail(self, request: Unfinished, what: str) -> None:
+        logger.exception("%s", what)
+        number = request.submit.request_id
+        self._ended(self._of_request.get(number), number, 0)
+        self._hand_over([Failed(number, EngineFailed.code, f"{what}: see the server's log")])
+
+    # Messages of a replica.
+
+    def received(self, replica: Replica, messages: Sequence[FromEngine]) -> None:
+        """Reads the messages of one step of a replica, and hands them to the client."""
+        handed: list[FromEngine] = []
+        for message in messages:
+            answer: FromEngine | None = message
+            match message:
+                case Progress():
+                    self._progressed(replica, message.request_id)
+                case Finished():
+                    self._ended(replica, message.request_id, message.output_tokens)
+                case Failed() if message.request_id in replica.requests:
+                    self._ended(replica, message.request_id, 0)
+                case Failed() | EngineStats() | EngineSnapshot() | NodeTokens() | AdapterLoaded():
+                    answer = self._queries.received(replica.number, message)
+                case BlocksUpdate():
+                    self._read_blocks(replica, message)
+                    continue
+                case Charges():
+                    if len(self._replicas) > 1:
+                        self._charges.received(replica.number, message)
+                        self._has_charges.set()
+                    continue
+            if answer is not None:
+                handed.append(answer)
+        self._hand_over(handed)
+        self._join(replica)  # a trial may be over
+
+    def _progressed(self, replica: Replica, request_id: int) -> None:
+        call = replica.requests.get(request_id)
+        if call is not None and not call.has_started:
+            assert self._router is not None
+            self._router.started(call, anyio.current_time())
+
+    def _ended(self, replica: Replica | None, request_id: int, num_output: int) -> None:
+        self._of_request.pop(request_id, None)
+        if replica is None:
+            return
+        call = replica.requests.pop(request_id, None)
+        if call is not None:
+            assert self._router is not None
+            self._router.ended(call, num_output, anyio.current_time())
+        if not replica.requests:
+            replica.notify()
+
+    def _read_blocks(self, replica: Replica, message: BlocksUpdate) -> None:
+        if not replica.is_in_router:
+            return
+        assert self._router is not None
+        epoch = replica.supervisor.restarts
+        update = Update(replica.number, epoch, message.number, message.changes, message.is_snapshot)
+        if self._router.receive(update):
+            replica.has_asked = False
+        elif not replica.has_asked or message.is_snapshot:
+            replica.has_asked = True
+            replica.supervisor.send(BlocksRequest())
+
+    # Changes of replicas.
+
+    def _changed(self, replica: Replica) -> None:
+        """A replica has a process that runs requests, or has lost it, or is down."""
+        supervisor = replica.supervisor
+        if supervisor.is_ready:
+            replica.has_asked = False
+            self._join(replica)
+            return
+        self._leave(replica)
+        replica.is_draining = False
+        is_down = supervisor.down_because is not None
+        if self._down_because() is None:
+            # A request that waits for its trial goes elsewhere only if there will be none here.
+            for request in supervisor.give_up(suspects=is_down):
+                self._ended(replica, request.submit.request_id, 0)
+                self._wait(request)
+        else:
+            self._fail_waiting()
+        replica.notify()
+
+    def _join(self, replica: Replica) -> None:
+        """Places requests on a replica from now on, if it may have any."""
+        supervisor = replica.supervisor
+        if replica.is_in_router or replica.is_draining or not supervisor.is_ready or supervisor.has_suspects:
+            return
+        assert self._router is not None
+        replica.is_in_router = True
+        self._router.add(replica.number)
+        replica.notify()
+        self._has_work.set()
+
+    def _leave(self, replica: Replica) -> None:
+        """Places no more requests on a replica."""
+        assert self._router is not None
+        now_s = anyio.current_time()
+        for request_id, call in replica.requests.items():
+            if call is not None:
+                self._router.ended(call, 0, now_s)
+                replica.requests[request_id] = None
+        if replica.is_in_router:
+            replica.is_in_router = False
+            self._router.lose(replica.number)
+
+    def _down_because(self) -> str | None:
+        """Why all replicas are down; None if they are not."""
+        reasons = [replica.supervisor.down_because for replica in self._replicas]
+        return reasons[0] if all(reason is not None for reason in reasons) else None
+
+    def _fail_waiting(self) -> None:
+        why = self._down_because()
+        assert why is not None
+        failed = [Failed(number, EngineDown.code, why) for number in self._waiting]
+        self._waiting.clear()
+        self._hand_over(failed)
+        if self._exits_when_down:
+            self._all_down.set()
+
+    # Draining.
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]:
+        """All replicas now."""
+        return [
+            ReplicaStatus(
+                replica.number,
+                replica.state,
+                replica.device,
+                replica.supervisor.pid,
+                len(replica.requests),
+                replica.supervisor.restarts,
+                self._queries.stats.get(replica.number),
+                replica.supervisor.down_because or "",
+            )
+            for replica in self._replicas
+        ]
+
+    def drain(self, number: int, patience_s: float = DRAIN_S) -> None:
+        """Replaces the process of a replica without losing its requests: they end there within
+        ``patience_s``, or continue on other replicas. Returns immediately. Replicas are drained one after
+        the other, so draining each one is a rolling restart.
+
+        Raises:
+            BadArgument: There is no such replica, or it is being drained.
+            Overloaded: No other replica serves.
+        """
+        if not 0 <= number < len(self._replicas):
+            raise BadArgument(f"there is no replica {number}: they are 0 to {len(self._replicas) - 1}")
+        replica = self._replicas[number]
+        if replica.is_draining or any(one is replica for one, _ in self._drains):
+            raise BadArgument(f"replica {number} is being drained already")
+        if not self._others_serve(replica) and not self._drains:
+            raise Overloaded(f"replica {number} cannot be drained: no other replica serves")
+        self._drains.append((replica, patience_s))
+        self._has_drains.set()
+
+    def _others_serve(self, replica: Replica) -> bool:
+        return any(other.is_in_router for other in self._replicas if other is not replica)
+
+    async def _drain_forever(self) -> None:
+        while True:
+            await self._has_drains.wait()
+            self._has_drains = anyio.Event()
+            while self._drains:
+                replica, patience_s = self._drains[0]
+                is_fine = self._others_serve(replica) and await self._drain(replica, patience_s)
+                del self._drains[0]
+                if not is_fine:
+                    logger.error("replica %d does not serve after its drain", replica.number)
+                    self._drains.clear()
+
+    async def _drain(self, replica: Replica, patience_s: float) -> bool:
+        """Returns whether the replica serves again."""
+        if not replica.supervisor.is_ready:
+            return True  # its process is being replaced in any case
+        logger.info("replica %d is drained: %d requests", replica.number, len(replica.requests))
+        replica.is_draining = True
+        self._leave(replica)
+        replica.notify()
+        with anyio.move_on_after(patience_s):
+            while replica.requests and replica.is_draining:
+                await replica.changed.wait()
+        if replica.is_draining:  # it has not died meanwhile
+            replica.supervisor.replace()
+        while replica.state not in ("serving", "down"):
+            await replica.changed.wait()
+        return replica.state == "serving"
+
+    async def _exchange_charges(self) -> None:
+        while True:
+            await self._has_charges.wait()
+            self._has_charges = anyio.Event()
+            serving = [replica.number for replica in self._replicas if replica.supervisor.is_ready]
+            for number, message in self._charges.take(serving).items():
+                self._replicas[number].supervisor.send(message)
+            await anyio.sleep(CHARGES_EVERY_S)  # noqa: TID251  later charges go with the next message
+
+    def _hand_over(self, messages: Sequence[FromEngine]) -> None:
+        assert self._client is not None
+        self._client.receive(messages)
+
+
+class _Receiver:
+    """Delivers the messages of one replica to the set."""
+
+    def __init__(self, replicas: ReplicaSet, replica: Replica) -> None:
+        self._replicas = replicas
+        self._replica = replica
+
+    def receive(self, messages: Sequence[FromEngine]) -> None:
+        self._replicas.received(self._replica, messages)
+
+    def end_all(self, why: str) -> None:
+        """Has no effect: the set ends its client."""

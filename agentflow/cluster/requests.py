@@ -1,0 +1,37 @@
+"""A request as the router sees it: its tokens, and what is known of its output."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentflow.cluster.load import Call
+from agentflow.engine.cache.radix_cache import TokenRun, token_run
+from agentflow.engine.media_run import MediaRun, pseudo_tokens
+from agentflow.engine.request import CacheIdentity
+from agentflow.engine.submit import Submit
+
+
+def router_call(submit: Submit) -> Call:
+    """Returns the router's record of a request, or of the rest of one that another engine has begun."""
+    origin = submit.origin
+    is_generation = submit.params is not None and not submit.score_from
+    return Call(
+        submit.request_id,
+        CacheIdentity(origin.tenant, origin.cache_salt, submit.adapter),
+        _tokens(submit),
+        output_tokens=origin.output_tokens if is_generation else 1,
+        objective="throughput" if origin.is_ahead else origin.objective,
+        tenant=origin.tenant,
+        adapter=submit.adapter,
+        task_group=origin.task_group or None,
+        program=(origin.tenant, origin.program) if origin.program else None,
+    )
+
+
+def _tokens(submit: Submit) -> TokenRun:
+    """Returns the tokens under which the engine caches the request."""
+    tokens = np.array([*submit.token_ids, *submit.generated_ids], dtype=np.int32)
+    for submitted in submit.media:
+        run = MediaRun.of(submitted)
+        tokens[run.start : run.end] = pseudo_tokens(run)
+    return token_run(tokens)
