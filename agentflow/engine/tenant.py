@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +52,10 @@ class RequestGate(Protocol):
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
         """Raises ``RateLimited`` if ``num_requests`` requests would not all be admitted now."""
+
+    def ready(self, tenant: Tenant) -> Awaitable[None] | None:
+        """What must be awaited immediately before ``request``, without which it may be rejected; None:
+        nothing."""
 
     def is_unlimited(self, tenant: Tenant) -> bool:
         """Whether the tenant has no limit on tokens and requests."""

@@ -18,6 +18,13 @@ Settle: TypeAlias = Callable[[float | None], None]
 class Payer(Protocol):
     """Pays for calls. Amounts are US dollars."""
 
+    async def until_ready(self, highest: float) -> None:
+        """Called immediately before ``reserve`` of the same cost.
+
+        Raises:
+            Overloaded: The payer's account cannot be reached.
+        """
+
     def reserve(self, highest: float | None) -> Settle:
         """Called before a call is sent.
 

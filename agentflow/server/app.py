@@ -195,6 +195,7 @@ def create_app(
         http = http_limits or HttpLimits()
         async with (
             open_models() as models,
+            models.gate.running(),
             open_sessions(limits) as sessions,
             open_background_runs(http.max_background_responses) as background,
             open_programs(http.programs) as programs,

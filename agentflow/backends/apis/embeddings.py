@@ -111,6 +111,7 @@ class ApiEmbedder:
         if dimensions is not None:
             fields["dimensions"] = dimensions
         body = msgspec.json.encode(fields)
+        await self._billing.until_ready(len(body), 0)
         with self._billing.charged(len(body), 0) as charged:
             try:
                 found = await self._transport.post("embeddings", body)

@@ -281,6 +281,7 @@ class ApiGenerator:
             messages = [Message("user", context.open_text)]
         key = prefix_key(context.program.encode(), context.cache_salt.encode())
         body = decisions.request_body(self.capabilities.model, messages, questions, key)
+        await self._billing.until_ready(len(body), 0)
         with self._billing.charged(len(body), 0) as charged:  # the model writes nothing
             try:
                 found = await self._transport.post(decisions.PATH, body)
@@ -698,6 +699,7 @@ class ApiGenerator:
             return sink if lane is None else lane.sink(sink)
 
         most = call.params.max_tokens or self.capabilities.default_max_tokens
+        await self._billing.until_ready(request.most_tokens, most)
         with self._billing.charged(request.most_tokens, most) as charged:
 
             def charge_left(*, is_lost: bool = False) -> None:

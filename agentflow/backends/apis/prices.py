@@ -277,6 +277,13 @@ class Billing(NamedTuple):
     spending: Spending = UNCAPPED
     longest_output: int = LONGEST_OUTPUT
 
+    async def until_ready(self, prompt_tokens: int, max_tokens: int | None) -> None:
+        """Prepares the payer for ``charged`` with the same arguments, which must follow immediately."""
+        payer = PAYER.get()
+        if payer is not None and self.price is not None:
+            most = self.longest_output if max_tokens is None else max_tokens
+            await payer.until_ready(highest_cost(self.price, prompt_tokens, most))
+
     @contextmanager
     def charged(self, prompt_tokens: int, max_tokens: int | None) -> Iterator[Charge]:
         """The scope of one call, whose function adds the cost to its usage.

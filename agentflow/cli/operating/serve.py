@@ -14,10 +14,11 @@ from agentflow.cli.operating.served_apis import api_backend, open_api_generator
 from agentflow.engine.child_process import lower_priority
 from agentflow.server.addresses import is_loopback
 from agentflow.server.config.config import add_config_flags, read_flags
-from agentflow.server.config.schema import NetworkConfig, ServeConfig
+from agentflow.server.config.schema import NetworkConfig, ServeConfig, StoresConfig
 
 if TYPE_CHECKING:
     from agentflow.server.serve import RunningServer, Tls
+    from agentflow.server.stores.shared import SharedStore
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,16 @@ def run_serve(
     from agentflow.server.serve import serve
     from agentflow.server.tenants.keys import Tenants
     from agentflow.server.tenants.rate_limit import TenantGate
+    from agentflow.server.tenants.shared_limit import SharedGate
+    from agentflow.server.tenants.shared_tickets import SharedTickets
 
     set_up_logs(config.logs.log_level, config.logs.log_format)
     tenants = Tenants(config.access.api_keys, config.access.keys_path)
     _warn_of_open_keys(config.network, tenants.need_keys)
+    shared = _shared_store(config.stores)
     gate = TenantGate(current=tenants.current)
+    if shared is not None:
+        gate, tenants.tickets = SharedGate(shared, current=tenants.current), SharedTickets(shared)
     network = config.network
     shutdown = ShutdownBudget(config.overload.drain_s)
     models = {
@@ -84,6 +90,7 @@ def run_serve(
             logs_prompts=config.logs.log_prompts,
             has_page=network.ui,
         ),
+        shared=shared,
         tls=_tls(network),
         shutdown=shutdown,
         on_ready=on_ready,
@@ -105,6 +112,14 @@ def _known_names(network: NetworkConfig) -> tuple[str, ...] | None:
     if network.allowed_hosts:
         return network.allowed_hosts
     return (network.host,) if is_loopback(network.host) else None
+
+
+def _shared_store(stores: StoresConfig) -> SharedStore | None:
+    from agentflow.server.stores.shared import SharedStore
+
+    if stores.redis_url is None:
+        return None
+    return SharedStore(stores.redis_url, prefix=stores.redis_prefix, front=stores.front_name)
 
 
 def _tls(network: NetworkConfig) -> Tls | None:

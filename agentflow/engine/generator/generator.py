@@ -8,8 +8,8 @@ endpoints use it, too, with one generator per tenant.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
@@ -404,6 +404,7 @@ class EngineGenerator:
             thinking = msgspec.structs.replace(
                 thinking, strips=constraint is None or constraint.has_free_text
             )
+        await self._until_ready()
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             self.limits.check_length(context.num_unencoded_chars)
@@ -448,6 +449,7 @@ class EngineGenerator:
         """Returns the log-probability of each token of the context except the first, given all tokens before
         it, with the ``num_top`` likeliest tokens at its place. All tokens are computed, and then cached."""
         self.check_task(embeds=False)
+        await self._until_ready()
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0
             token_ids = await self.prompt_ids(context)
@@ -459,12 +461,18 @@ class EngineGenerator:
         context.num_computed = len(token_ids) - 1
         return end
 
-    @contextmanager
-    def metered(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def metered(self) -> AsyncIterator[None]:
         """The scope of work that counts as a request of the tenant but generates nothing. Raises
         ``RateLimited``."""
+        await self._until_ready()
         with self._admit(0):
             yield
+
+    async def _until_ready(self) -> None:
+        """Prepares the gate for ``_admit``, which must follow immediately."""
+        if self._gate is not None and (leasing := self._gate.ready(self.tenant)) is not None:
+            await leasing
 
     @contextmanager
     def _admit(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
@@ -478,6 +486,7 @@ class EngineGenerator:
         """Scores all choices, by the tokens after their common beginning. The chosen one is appended with the
         scored ids."""
         self.check_task(embeds=False)
+        await self._until_ready()
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             encoded = await self._encode_choices(context, choices)
@@ -507,6 +516,7 @@ class EngineGenerator:
         self.check_task(embeds=False)
         lengths = [len(question_text(question)) for question in questions]
         num_chars = sum(lengths)
+        await self._until_ready()
         with self._admit(context.num_guessed_tokens + num_chars // CHARS_PER_TOKEN) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             await self._encode(context)
@@ -565,6 +575,7 @@ class EngineGenerator:
         check_options(options, client)
         prefix = prefix_of(options, self._embedding)
         amount = sum(map(len, inputs)) + len(prefix) * len(inputs)
+        await self._until_ready()
         with self._admit(amount // CHARS_PER_TOKEN) as admitted:
             admitted.prompt_tokens = 0
             ids = await self.encode_beside(amount, encoded, client, inputs, prefix, self._embedding, param)

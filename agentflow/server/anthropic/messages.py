@@ -217,7 +217,8 @@ async def count_tokens(call: ApiCall) -> None:
     body = await call.beside(read_request, call, CountRequest)
     generator = call.generator(body.model, to_generate=False)
     request = await call.beside(_count_request_of, body, generator.capabilities)
-    with _naming_field(), generator.metered():
-        token_ids = await prompt_ids(generator, request)
+    async with generator.metered():
+        with _naming_field():
+            token_ids = await prompt_ids(generator, request)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))

@@ -144,6 +144,24 @@ class AccessConfig(Struct, frozen=True, kw_only=True):
         return None if self.keys_file is None else Path(self.keys_file).expanduser()
 
 
+class StoresConfig(Struct, frozen=True, kw_only=True):
+    """``[stores]``: where several servers keep what their clients see."""
+
+    redis_url: Annotated[
+        Text | None,
+        doc(
+            "Redis that several servers share: redis://:PASSWORD@HOST:6379/0 (not set: each keeps its own)",
+            **SECRET,
+        ),
+    ] = None
+    redis_prefix: Annotated[Text, doc("before all keys in Redis; equal for servers that share")] = (
+        "agentflow:"
+    )
+    front_name: Annotated[
+        Text | None, doc("this server's name among them, which ids begin with (not set: a random one)")
+    ] = None
+
+
 class OverloadConfig(Struct, frozen=True, kw_only=True):
     """``[overload]``: when requests are rejected, and how the server shuts down."""
 
@@ -181,6 +199,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     network: NetworkConfig = NetworkConfig()
     access: AccessConfig = AccessConfig()
+    stores: StoresConfig = StoresConfig()
     http_limits: HttpLimits = HttpLimits()
     server_limits: ServerLimits = ServerLimits()
     compile_limits: CompileLimits = CompileLimits()
@@ -201,6 +220,7 @@ SECTIONS = {
     "engine": Section("engine", EngineConfig),
     "network": Section("network", NetworkConfig),
     "access": Section("access", AccessConfig),
+    "stores": Section("stores", StoresConfig),
     "http_limits": Section("limits", HttpLimits),
     "server_limits": Section("limits", ServerLimits),
     "compile_limits": Section("limits", CompileLimits, "compile_"),

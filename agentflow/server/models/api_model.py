@@ -12,8 +12,8 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import anyio
@@ -280,6 +280,7 @@ class TenantGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates a continuation."""
+        await self._until_ready()
         with self._call(self._num_chars(context)) as call:
             generated = await self._inner.generate(
                 context, params, call.counting(on_text), constraint, call.counting_or_none(on_reasoning)
@@ -296,6 +297,7 @@ class TenantGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the model may call the context's tools."""
+        await self._until_ready()
         with self._call(self._num_chars(context)) as call:
             generated = await self._inner.reply(
                 context, params, call.counting(on_text), constraint, call.counting_or_none(on_reasoning)
@@ -305,6 +307,7 @@ class TenantGenerator:
 
     async def score(self, context: Any, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score."""
+        await self._until_ready()
         with self._call(self._num_chars(context)) as call:
             scored = await self._inner.score(context, choices, method)
             call.end(scored.usage)
@@ -313,6 +316,7 @@ class TenantGenerator:
     async def decide(self, context: Any, questions: Sequence[Question]) -> Decided:
         """Answers questions about the context."""
         num_chars = sum([len(question_text(question)) for question in questions])
+        await self._until_ready()
         with self._call(self._num_chars(context) + num_chars) as call:
             decided = await self._inner.decide(context, questions)
             call.end(decided.usage)
@@ -321,6 +325,7 @@ class TenantGenerator:
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """Makes embeddings, if the model can."""
         self.capabilities.require_embeddings()
+        await self._until_ready()
         with self._call(sum(map(len, texts)), generates=False) as call:
             made = await self._inner.embed(texts, options)
             call.end(made.usage)
@@ -375,10 +380,11 @@ class TenantGenerator:
         """``NotSupported``, as the API has no scheduler to watch."""
         return self._inner.watching()
 
-    @contextmanager
-    def metered(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def metered(self) -> AsyncIterator[None]:
         """The scope of work that counts as a request of the tenant but generates nothing. Raises
         ``RateLimited``."""
+        await self._until_ready()
         with self._admitted(0):
             yield
 
@@ -416,6 +422,11 @@ class TenantGenerator:
 
     def _num_chars(self, context: Any) -> int:
         return len(self._inner.text(context))
+
+    async def _until_ready(self) -> None:
+        """Prepares the gate for ``_admitted``, which must follow immediately."""
+        if self.model.gate is not None and (leasing := self.model.gate.ready(self.tenant)) is not None:
+            await leasing
 
     @contextmanager
     def _admitted(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
@@ -526,6 +537,12 @@ class _TenantPayer:
     def __init__(self, generator: TenantGenerator, call: _Call | None) -> None:
         self._generator = generator
         self._call = call
+
+    async def until_ready(self, highest: float) -> None:
+        """Prepares the gate for ``reserve``."""
+        gate, tenant = self._generator.model.gate, self._generator.tenant
+        if gate is not None and (leasing := gate.ready_to_pay(tenant, highest)) is not None:
+            await leasing
 
     def reserve(self, highest: float | None) -> Settle:
         """Takes the highest cost of a request from the tenant's limit."""

@@ -66,7 +66,7 @@ async def _embedded(
     """The embeddings. Errors name the field ``param``, which has the texts."""
     generator = call.embedder(model_of(call, model))
     if not texts:
-        with generator.metered():
+        async with generator.metered():
             return [], Usage()
     if "" in texts:
         raise invalid_field(f"{param}[{texts.index('')}]", "an empty text has no embedding")

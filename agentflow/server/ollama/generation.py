@@ -87,7 +87,7 @@ async def _answer(
     is_chat = isinstance(body, OllamaChatRequest)
     lines = AnswerLines(body.model, began_ns, is_chat=is_chat, has_context=request.returns_prompt)
     if not (body.messages if isinstance(body, OllamaChatRequest) else body.prompt):
-        with generator.metered():
+        async with generator.metered():
             await call.reply(lines.loaded())
         return
     with naming_field(generator, "messages" if is_chat else "prompt", "format", effort="think"):

@@ -146,7 +146,7 @@ async def tokenize(call: ApiCall) -> None:
     body = await call.beside(call.read, TokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
     texts: list[str] | None = None
-    with generator.metered():
+    async with generator.metered():
         with naming_field(generator, "prompt" if body.messages is None else "messages"):
             token_ids = await _ids_of(call, body, generator)
         if body.return_token_strs:
@@ -169,7 +169,7 @@ async def detokenize(call: ApiCall) -> None:
     with naming_param("tokens"):
         generator.limits.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
-    with generator.metered():
+    async with generator.metered():
         text = await generator.encode_beside(len(body.tokens), decode, body.tokens)
     await call.reply(DetokenizeAnswer(text))
 

@@ -14,6 +14,8 @@ The limit of costs is a bucket with the capacity of one day, for models behind a
 a call can have is taken before the call is sent, and what it did not cost is given back at its end. So a
 tenant never spends more than it has.
 
+``shared_limit`` has the same limits for several fronts.
+
 Times are in nanoseconds and levels in fractions of a token, or of a nanodollar, as integers, so that nothing
 is rounded.
 """
@@ -22,8 +24,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
@@ -65,43 +67,68 @@ class Bucket:
 
     def __init__(self, capacity: int, now_ns: int, period_ns: int = MINUTE_NS) -> None:
         self.capacity = capacity
-        self._period_ns = period_ns
-        self._level = capacity * self._period_ns
+        self.period_ns = period_ns
+        self._level = capacity * self.period_ns
         self._filled_ns = now_ns
+
+    @classmethod
+    def restored(cls, capacity: int, level: int, filled_ns: int, period_ns: int) -> Bucket:
+        """A bucket from the numbers of ``kept``."""
+        bucket = cls(capacity, filled_ns, period_ns)
+        bucket._level = min(level, capacity * period_ns)
+        return bucket
+
+    def kept(self) -> bytes:
+        """The capacity, the level and its time, as decimal numbers."""
+        return b"%d %d %d" % (self.capacity, self._level, self._filled_ns)
+
+    def level(self, now_ns: int) -> int:
+        """What it has, in ``period_ns`` parts of a token."""
+        self._fill(now_ns)
+        return self._level
+
+    def shift(self, change: int, now_ns: int) -> None:
+        """Changes the level, up to the capacity."""
+        self._fill(now_ns)
+        self._level = min(self._level + change, self.capacity * self.period_ns)
+
+    def renew(self, level: int, now_ns: int) -> None:
+        """Replaces the level."""
+        self._level, self._filled_ns = level, now_ns
 
     def set_limit(self, capacity: int, now_ns: int) -> None:
         """Changes the rate and the capacity. The level stays, up to the capacity."""
         self._fill(now_ns)
         self.capacity = capacity
-        self._level = min(self._level, capacity * self._period_ns)
+        self._level = min(self._level, capacity * self.period_ns)
 
     def wait_ns(self, now_ns: int, amount: int = 1) -> int:
         """The time until the bucket has ``amount`` if nothing else is taken; 0 if it has."""
         self._fill(now_ns)
-        return max(0, -((self._level - amount * self._period_ns) // self.capacity))
+        return max(0, -((self._level - amount * self.period_ns) // self.capacity))
 
     def take(self, amount: int, now_ns: int) -> None:
         """Takes ``amount``, also more than the level. A negative amount is given back."""
         self._fill(now_ns)
-        self._level = min(self._level - amount * self._period_ns, self.capacity * self._period_ns)
+        self._level = min(self._level - amount * self.period_ns, self.capacity * self.period_ns)
 
     def state(self, now_ns: int) -> BucketState:
         """The current state. An empty bucket has nothing remaining, also if its level is negative."""
         reset_ns = self.wait_ns(now_ns, self.capacity)
-        return BucketState(self.capacity, max(0, self._level // self._period_ns), reset_ns)
+        return BucketState(self.capacity, max(0, self._level // self.period_ns), reset_ns)
 
     def is_full(self, now_ns: int) -> bool:
         """Whether the level is at the capacity."""
         self._fill(now_ns)
-        return self._level == self.capacity * self._period_ns
+        return self._level == self.capacity * self.period_ns
 
     def _fill(self, now_ns: int) -> None:
         level = self._level + max(0, now_ns - self._filled_ns) * self.capacity
-        self._level = min(level, self.capacity * self._period_ns)
+        self._level = min(level, self.capacity * self.period_ns)
         self._filled_ns = max(now_ns, self._filled_ns)
 
 
-class _Account:
+class Account:
     """The buckets and unfinished requests of one tenant."""
 
     def __init__(self) -> None:
@@ -109,31 +136,36 @@ class _Account:
         self.tokens: Bucket | None = None
         self.cost: Bucket | None = None
         self.num_unfinished = 0
+        self.must_read = False
+        """Of shared buckets: a check has failed by what was read last."""
 
     def set_limits(self, tenant: Tenant, now_ns: int) -> None:
         """Applies the tenant's limits. A bucket without a limit is kept, so that earlier use counts when
         there is a limit again."""
-        self.requests = _limited(self.requests, tenant.requests_per_minute, now_ns)
-        self.tokens = _limited(self.tokens, tenant.tokens_per_minute, now_ns)
+        self.requests = self._limited(self.requests, tenant.requests_per_minute, now_ns)
+        self.tokens = self._limited(self.tokens, tenant.tokens_per_minute, now_ns)
         dollars = tenant.max_cost_per_day
         most = None if dollars is None else math.ceil(dollars * NANODOLLARS)
-        self.cost = _limited(self.cost, most, now_ns, DAY_NS)
+        self.cost = self._limited(self.cost, most, now_ns, DAY_NS)
+
+    def new_bucket(self, capacity: int, now_ns: int, period_ns: int) -> Bucket:
+        """A full bucket."""
+        return Bucket(capacity, now_ns, period_ns)
+
+    def _limited(
+        self, bucket: Bucket | None, capacity: int | None, now_ns: int, period_ns: int = MINUTE_NS
+    ) -> Bucket | None:
+        if capacity is None or (bucket is not None and bucket.capacity == capacity):
+            return bucket
+        if bucket is None:
+            return self.new_bucket(capacity, now_ns, period_ns)
+        bucket.set_limit(capacity, now_ns)
+        return bucket
 
     def is_idle(self, now_ns: int) -> bool:
         """Whether it equals a new account."""
         buckets = (self.requests, self.tokens, self.cost)
         return not self.num_unfinished and all(b is None or b.is_full(now_ns) for b in buckets)
-
-
-def _limited(
-    bucket: Bucket | None, capacity: int | None, now_ns: int, period_ns: int = MINUTE_NS
-) -> Bucket | None:
-    if capacity is None or (bucket is not None and bucket.capacity == capacity):
-        return bucket
-    if bucket is None:
-        return Bucket(capacity, now_ns, period_ns)
-    bucket.set_limit(capacity, now_ns)
-    return bucket
 
 
 class TenantGate:
@@ -157,12 +189,29 @@ class TenantGate:
     ) -> None:
         self._clock_ns = clock_ns
         self._current = current
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
         self._sweep_at = MIN_SWEPT
 
     def __len__(self) -> int:
         """The number of accounts."""
         return len(self._accounts)
+
+    def new_account(self) -> Account:
+        """An account that has used nothing."""
+        return Account()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The scope in which the gate is used."""
+        yield
+
+    def ready(self, tenant: Tenant) -> Awaitable[None] | None:
+        """As in ``RequestGate``. All is in this process."""
+        return None
+
+    def ready_to_pay(self, tenant: Tenant, highest: float) -> Awaitable[None] | None:
+        """What must be awaited immediately before ``reserve_cost``; None: nothing."""
+        return None
 
     def num_unfinished(self, tenant: Tenant) -> int:
         """The tenant's requests that were admitted and have not ended."""
@@ -261,7 +310,7 @@ class TenantGate:
 
     def _admit(
         self, tenant: Tenant, now_ns: int, num_requests: int = 1
-    ) -> tuple[_Account, Bucket | None, Bucket | None]:
+    ) -> tuple[Account, Bucket | None, Bucket | None]:
         """The result of ``_buckets``, if ``num_requests`` requests may start."""
         if self._current is not None:
             tenant = self._current(tenant)
@@ -270,7 +319,7 @@ class TenantGate:
         _check_buckets(((requests, "requests", num_requests), (tokens, "tokens", 1)), now_ns)
         return account, requests, tokens
 
-    def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[_Account, Bucket | None, Bucket | None]:
+    def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[Account, Bucket | None, Bucket | None]:
         """The tenant's account and its current buckets."""
         if self._current is not None:
             tenant = self._current(tenant)
@@ -284,14 +333,14 @@ class TenantGate:
             tenant = self._current(tenant)
         return None if tenant.max_cost_per_day is None else self._account(tenant, now_ns).cost
 
-    def _account(self, tenant: Tenant, now_ns: int) -> _Account:
+    def _account(self, tenant: Tenant, now_ns: int) -> Account:
         """The tenant's account with its current limits, which may have changed with the keys file."""
         account = self._accounts.get(tenant.name)
         if account is None:
             if len(self._accounts) >= self._sweep_at:
                 self._accounts = {n: a for n, a in self._accounts.items() if not a.is_idle(now_ns)}
                 self._sweep_at = max(MIN_SWEPT, 2 * len(self._accounts))
-            account = self._accounts[tenant.name] = _Account()
+            account = self._accounts[tenant.name] = self.new_account()
         account.set_limits(tenant, now_ns)
         return account
 

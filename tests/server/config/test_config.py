@@ -273,7 +273,7 @@ def _value_of(kind: inspect.Type) -> st.SearchStrategy:
 
 
 _TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
-_SEPARATE = ("tls_cert", "tls_key", "tls_key_password", "keys_file", "host", "api_keys")
+_SEPARATE = ("tls_cert", "tls_key", "tls_key_password", "keys_file", "host", "api_keys", "redis_url")
 _NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/=\0"), min_size=1, max_size=8).filter(
     lambda name: name not in (".", "..")
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -44,7 +45,7 @@ _NO_MODEL = Capabilities("a conversation", images=True)
 async def create_conversation(call: ApiCall) -> None:
     """Creates a conversation."""
     body = await call.beside(call.read, ConversationRequest)
-    with call.service.models.gate.request(call.tenant, 0):
+    async with _metered(call):
         items = await _read(call, body.items or ())
         made = StoredConversation(f"conv_{secrets.token_hex(24)}", int(time.time()), body.metadata or {})
         made = _grown(made, items, "items")
@@ -62,7 +63,7 @@ async def update_conversation(call: ApiCall) -> None:
     """Replaces the metadata of a conversation."""
     body = call.read(ConversationUpdateRequest)
     await _found(call)
-    with call.service.models.gate.request(call.tenant, 0):
+    async with _metered(call):
         changed = await _changed(call, lambda found: replace(found, metadata=body.metadata or {}))
     await call.reply(_answer(changed))
 
@@ -82,7 +83,7 @@ async def list_items(call: ApiCall) -> None:
 async def create_items(call: ApiCall) -> None:
     """Appends items to a conversation."""
     body = await call.beside(call.read, ConversationItemsRequest)
-    with call.service.models.gate.request(call.tenant, 0):
+    async with _metered(call):
         items = await _read(call, body.items)
 
         def append(found: StoredConversation) -> StoredConversation:
@@ -161,6 +162,16 @@ def check_room(num_items: int, param: str) -> None:
     if num_items > MAX_ITEMS:
         text = f"the conversation would have {num_items:,} items; the limit is {MAX_ITEMS:,}"
         raise invalid_field(param, text)
+
+
+@asynccontextmanager
+async def _metered(call: ApiCall) -> AsyncIterator[None]:
+    """The scope of work that counts as a request of the tenant."""
+    gate = call.service.models.gate
+    if (leasing := gate.ready(call.tenant)) is not None:
+        await leasing
+    with gate.request(call.tenant, 0):
+        yield
 
 
 async def _read(call: ApiCall, given: Sequence[msgspec.Raw]) -> list[Item]:

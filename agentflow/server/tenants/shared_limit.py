@@ -1,0 +1,287 @@
+"""Rate limits of tenants over several fronts: the buckets are in Redis, and each front leases from them.
+
+Admission stays synchronous. Before a request, ``ready`` makes sure that this front holds a *lease*: at least
+one request and one token of the tenant's, which it took from the shared buckets. A lease is a 32nd of a
+bucket, so most requests need no round trip; of a bucket below 64 it is what one request needs. Used tokens
+beyond the lease are a debt, which is taken from the shared bucket within ``SETTLE_S``. A lease that is not
+used for ``IDLE_NS`` is given back. For costs, exactly the highest cost of each call is leased.
+
+So, with F fronts, a tenant starts within a minute at most (1 + F/32) times the requests that one front would
+start, and each front may have one more prompt that takes the bucket of tokens below zero. Costs are never
+exceeded. A front that is lost takes its lease with it, and the highest costs of its calls. The number of
+unfinished requests is each front's own.
+
+The value of a tenant is the text of its buckets. Python changes it, whose integers are exact, and Redis
+accepts the change if the value is still the one that was read. The time is that of Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from agentflow.engine.tenant import Tenant
+from agentflow.errors import NotAuthorized, Overloaded, RateLimited
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.stores.shared import SharedStore
+from agentflow.server.tenants.rate_limit import (
+    DAY_NS,
+    MINUTE_NS,
+    NANODOLLARS,
+    Account,
+    Bucket,
+    BucketState,
+    TenantGate,
+)
+
+logger = logging.getLogger(__name__)
+
+PARTS: Final = 32
+"""A lease is this part of a bucket."""
+SETTLE_S: Final = 0.25
+IDLE_NS: Final = 1_000_000_000
+_MAX_TRIES: Final = 100
+_SECOND_NS: Final = 1_000_000_000
+_BUCKET: Final = re.compile(rb"([0-9]{1,40}) (-?[0-9]{1,40}) ([0-9]{1,20})")
+_NAMES: Final = ("requests", "tokens", "cost")
+
+_READ: Final = "return {redis.call('GET', KEYS[1]), redis.call('TIME')}"
+_REPLACE: Final = """
+local found = redis.call('GET', KEYS[1])
+if (found or '') ~= ARGV[1] then return {found, redis.call('TIME')} end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
+
+class Lease(Bucket):
+    """The part of a shared bucket that this front holds. As a ``Bucket``, it is all that the front may use:
+    its credit, and what was left in the shared bucket when it was last read, which refills."""
+
+    def __init__(self, capacity: int, now_ns: int, period_ns: int) -> None:
+        super().__init__(capacity, now_ns, period_ns)
+        self.credit = 0
+        """In levels of the bucket. Negative: a debt."""
+        self.used_ns = now_ns
+
+    def wait_ns(self, now_ns: int, amount: int = 1) -> int:
+        self._fill(now_ns)
+        return max(0, -((self._level + self.credit - amount * self.period_ns) // self.capacity))
+
+    def take(self, amount: int, now_ns: int) -> None:
+        self.credit -= amount * self.period_ns
+        self.used_ns = now_ns
+
+    def state(self, now_ns: int) -> BucketState:
+        self._fill(now_ns)
+        left = min(self._level + self.credit, self.capacity * self.period_ns)
+        reset_ns = -((left - self.capacity * self.period_ns) // self.capacity)
+        return BucketState(self.capacity, max(0, left // self.period_ns), reset_ns)
+
+    def is_full(self, now_ns: int) -> bool:
+        return not self.credit and super().is_full(now_ns)
+
+    def has(self, amount: int) -> bool:
+        """Whether the front holds this amount."""
+        return self.credit >= amount * self.period_ns
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Whether credit should be given back. Of costs, it is what a call did not need."""
+        return self.period_ns == DAY_NS or now_ns - self.used_ns > IDLE_NS
+
+    def exchange(self, shared: Bucket, shared_ns: int, wanted: int, gives_back: bool) -> int:
+        """Changes the shared bucket: pays a debt, or gives back the credit, and takes at least ``wanted`` if
+        that is there. Returns the change of the credit, and leaves the credit itself."""
+        change = 0
+        if self.credit < 0 or gives_back:
+            change = -self.credit
+            shared.shift(-change, shared_ns)
+        if wanted and self.credit + change < wanted * self.period_ns:
+            missing = wanted * self.period_ns - (self.credit + change)
+            there = shared.level(shared_ns)
+            if there >= missing:
+                most = max(missing, self.capacity // PARTS * self.period_ns if self.period_ns < DAY_NS else 0)
+                granted = max(missing, min(most, there // self.period_ns * self.period_ns))
+                shared.shift(-granted, shared_ns)
+                change += granted
+        return change
+
+
+class SharedAccount(Account):
+    """The leases and unfinished requests of one tenant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanging = anyio.Lock()
+
+    def new_bucket(self, capacity: int, now_ns: int, period_ns: int) -> Bucket:
+        return Lease(capacity, now_ns, period_ns)
+
+    def leases(self) -> list[tuple[str, Lease]]:
+        """The leases of the limits that the tenant has, or had."""
+        found = zip(_NAMES, (self.requests, self.tokens, self.cost), strict=True)
+        return [(name, lease) for name, lease in found if isinstance(lease, Lease)]
+
+    def is_unsettled(self, now_ns: int) -> bool:
+        """Whether the shared buckets should change, or be read."""
+        return self.must_read or any(
+            lease.credit < 0 or (lease.credit and lease.is_idle(now_ns)) for _, lease in self.leases()
+        )
+
+
+@dataclass
+class _Shared:
+    """The buckets of a tenant as they are in Redis."""
+
+    value: bytes
+    now_ns: int
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+
+
+class SharedGate(TenantGate):
+    """Admits requests of one front within limits that several fronts share. ``running`` settles them."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        current: Callable[[Tenant], Tenant] | None = None,
+    ) -> None:
+        super().__init__(clock_ns, current=current)
+        self._store = store
+
+    def new_account(self) -> SharedAccount:
+        return SharedAccount()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The scope in which debts are paid and leases given back; its end gives all back."""
+        async with open_task_group() as group:
+            group.start_soon(self._settle_all)
+            try:
+                yield
+            finally:
+                group.cancel_scope.cancel()
+                with anyio.move_on_after(2, shield=True), suppress(Overloaded):
+                    for name, account in self._shared_accounts():
+                        await self._exchange(name, account, {}, is_last=True)
+
+    def ready(self, tenant: Tenant) -> Awaitable[None] | None:
+        """As in ``RequestGate``. ``Overloaded`` if a lease is needed and the store does not answer."""
+        return self._lease_of(tenant, {"requests": 1, "tokens": 1})
+
+    def ready_to_pay(self, tenant: Tenant, highest: float) -> Awaitable[None] | None:
+        """As in ``TenantGate``. ``Overloaded`` as for ``ready``."""
+        return self._lease_of(tenant, {"cost": math.ceil(highest * NANODOLLARS)})
+
+    def check(self, tenant: Tenant, num_requests: int = 1) -> None:
+        try:
+            super().check(tenant, num_requests)
+        except RateLimited:
+            if (account := self._accounts.get(tenant.name)) is not None:
+                account.must_read = True
+            raise
+
+    def _lease_of(self, tenant: Tenant, wanted: dict[str, int]) -> Awaitable[None] | None:
+        try:
+            now = tenant if self._current is None else self._current(tenant)
+        except NotAuthorized:  # the request itself raises it
+            return None
+        limits = {
+            "requests": now.requests_per_minute,
+            "tokens": now.tokens_per_minute,
+            "cost": now.max_cost_per_day,
+        }
+        wanted = {name: amount for name, amount in wanted.items() if limits[name] is not None}
+        if not wanted:
+            return None
+        account = self._account_of(now)
+        return self._lease(now.name, account, wanted) if _lacks(account, wanted) else None
+
+    async def _lease(self, name: str, account: SharedAccount, wanted: dict[str, int]) -> None:
+        async with account.exchanging:
+            if _lacks(account, wanted):
+                await self._exchange(name, account, wanted)
+
+    async def _settle_all(self) -> None:
+        while True:
+            await anyio.sleep(SETTLE_S)  # noqa: TID251 - the time is the purpose
+            with suppress(Overloaded):  # settled when the store answers again
+                for name, account in self._shared_accounts():
+                    if account.is_unsettled(self._clock_ns()):
+                        async with account.exchanging:
+                            await self._exchange(name, account, {})
+
+    async def _exchange(
+        self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False
+    ) -> None:
+        """Pays debts, gives back what is idle, and leases what is wanted, in one step."""
+        key = self._store.key("limits", name)
+        reply = await self._store.run(_READ, [key], [])
+        for _ in range(_MAX_TRIES):
+            shared = self._read(key, reply)
+            changes: list[tuple[Lease, int, Bucket]] = []
+            now_ns = self._clock_ns()
+            for kind, lease in account.leases():
+                bucket = shared.buckets.setdefault(
+                    kind, Bucket(lease.capacity, shared.now_ns, lease.period_ns)
+                )
+                bucket.set_limit(lease.capacity, shared.now_ns)
+                is_idle = is_last or (kind not in wanted and lease.is_idle(now_ns))
+                change = lease.exchange(bucket, shared.now_ns, wanted.get(kind, 0), is_idle)
+                changes.append((lease, change, bucket))
+            # Longer than an empty bucket needs to fill.
+            arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000]
+            reply = await self._store.run(_REPLACE, [key], arguments)
+            if reply == 1:
+                for lease, change, bucket in changes:
+                    lease.credit += change  # requests may have used some meanwhile
+                    lease.renew(bucket.level(shared.now_ns), self._clock_ns())
+                account.must_read = False
+                return
+        raise Overloaded("the limits of this tenant change too often: try again in a moment")
+
+    def _read(self, key: str, reply: list[object]) -> _Shared:
+        value, now = reply[0] or b"", reply[1]
+        assert isinstance(value, bytes)
+        assert isinstance(now, list)
+        shared = _Shared(value, int(now[0]) * _SECOND_NS + int(now[1]) * 1_000)
+        for part in value.split(b"\n") if value else ():
+            kind, _, rest = part.partition(b" ")
+            found = _BUCKET.fullmatch(rest)
+            if found is None or kind.decode(errors="replace") not in _NAMES:
+                self._store.ignore(key, "it is no rate limit")
+                return _Shared(value, shared.now_ns)
+            capacity, level, filled_ns = map(int, found.groups())
+            period_ns = DAY_NS if kind == b"cost" else MINUTE_NS
+            if not capacity or filled_ns > shared.now_ns + DAY_NS:
+                self._store.ignore(key, "it is no rate limit")
+                return _Shared(value, shared.now_ns)
+            shared.buckets[kind.decode()] = Bucket.restored(capacity, level, filled_ns, period_ns)
+        return shared
+
+    def _account_of(self, tenant: Tenant) -> SharedAccount:
+        account = self._account(tenant, self._clock_ns())
+        assert isinstance(account, SharedAccount)
+        return account
+
+    def _shared_accounts(self) -> list[tuple[str, SharedAccount]]:
+        return [(name, one) for name, one in self._accounts.items() if isinstance(one, SharedAccount)]
+
+
+def _lacks(account: SharedAccount, wanted: dict[str, int]) -> bool:
+    leases = dict(account.leases())
+    return any(not leases[name].has(amount) for name, amount in wanted.items())
+
+
+def _text(buckets: dict[str, Bucket]) -> bytes:
+    return b"\n".join(b"%b %b" % (name.encode(), bucket.kept()) for name, bucket in buckets.items())

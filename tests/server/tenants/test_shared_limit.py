@@ -1,0 +1,244 @@
+"""Rate limits of several fronts: in a real Redis, and against the limits of one process on a shared clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.clocks import ClockNs
+from support.redis_server import RedisServer, redis_server, shared_store
+
+from agentflow.engine.tenant import AdmittedRequest, Tenant
+from agentflow.errors import Overloaded, RateLimited
+from agentflow.server.tenants import shared_limit
+from agentflow.server.tenants.rate_limit import TenantGate
+from agentflow.server.tenants.shared_limit import PARTS, SharedGate
+
+pytestmark = pytest.mark.anyio
+FRONTS = 3
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def gates_of(redis: RedisServer, num: int = FRONTS) -> AsyncIterator[list[SharedGate]]:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(shared_store(redis))
+        stores = [first]
+        stores += [await stack.enter_async_context(shared_store(redis, first.prefix)) for _ in range(num - 1)]
+        yield [SharedGate(store) for store in stores]
+
+
+async def is_admitted(
+    gate: SharedGate, tenant: Tenant, prompt_tokens: int = 0, output_tokens: int = 0
+) -> bool:
+    if (leasing := gate.ready(tenant)) is not None:
+        await leasing
+    try:
+        with gate.request(tenant, prompt_tokens) as admitted:
+            admitted.output_tokens = output_tokens
+    except RateLimited:
+        return False
+    return True
+
+
+async def settle(gate: SharedGate, tenant: Tenant) -> None:
+    await gate._exchange(tenant.name, gate._account_of(tenant), {})
+
+
+@pytest.mark.parametrize("limit", [1, 5, 320])
+async def test_all_fronts_together_start_what_one_may(redis: RedisServer, limit: int) -> None:
+    tenant = Tenant("ann", requests_per_minute=limit)
+    num_admitted, began_s = 0, time.monotonic()
+
+    async def ask(gate: SharedGate) -> None:
+        nonlocal num_admitted
+        for _ in range(limit // 4 + 2):
+            was_admitted = await is_admitted(gate, tenant)
+            num_admitted += was_admitted
+
+    async with gates_of(redis) as gates:
+        async with anyio.create_task_group() as group:
+            for gate in gates * 3:
+                group.start_soon(ask, gate)
+        most = limit * (1 + FRONTS / PARTS) + limit * (time.monotonic() - began_s) / 60
+        assert limit - FRONTS * (limit // PARTS) <= num_admitted <= most
+        # What another front holds and does not use is given back.
+        for gate in gates:
+            account = gate._account_of(tenant)
+            assert account.requests is not None
+            await gate._exchange("ann", account, {}, is_last=True)
+            assert account.requests.credit == 0  # type: ignore[attr-defined]
+        while await is_admitted(gates[0], tenant):
+            num_admitted += 1
+        assert limit <= num_admitted <= most + limit * (time.monotonic() - began_s) / 60 + 1
+
+
+async def test_tokens_that_one_front_used_are_used_at_all(redis: RedisServer) -> None:
+    tenant = Tenant("ann", tokens_per_minute=1_000)
+    async with gates_of(redis, 2) as gates:
+        assert await is_admitted(gates[1], tenant)
+        assert await is_admitted(gates[0], tenant, 4_000, 2_000)
+        for gate in gates:
+            await settle(gate, tenant)
+            with pytest.raises(RateLimited) as caught:
+                gate.check(tenant)
+            assert 250 < (caught.value.retry_after_s or 0) < 303
+            assert not await is_admitted(gate, tenant)
+            state = gate.state(tenant).tokens
+            assert state is not None
+            assert (state.limit, state.remaining) == (1_000, 0)
+
+
+async def test_costs_are_never_exceeded(redis: RedisServer) -> None:
+    tenant, spent = Tenant("ann", max_cost_per_day=1.0), 0.0
+
+    async def pay(gate: SharedGate) -> None:
+        nonlocal spent
+        for _ in range(4):
+            if (leasing := gate.ready_to_pay(tenant, 0.3)) is not None:
+                await leasing
+            try:
+                settle_cost = gate.reserve_cost(tenant, 0.3)
+            except RateLimited:
+                continue
+            await anyio.lowlevel.checkpoint()
+            settle_cost(0.1)
+            spent += 0.1
+            await settle(gate, tenant)
+
+    async with gates_of(redis) as gates:
+        async with anyio.create_task_group() as group:
+            for gate in gates:
+                group.start_soon(pay, gate)
+        assert 0.5 < spent < 1.0
+        for gate in gates:
+            await settle(gate, tenant)
+        state = gates[0].state(tenant).cost
+        assert state is not None
+        assert state.remaining / 1e9 == pytest.approx(1.0 - spent, abs=0.02)
+
+
+async def test_leases_are_settled_while_the_gate_runs(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_limit, "SETTLE_S", 0.001)
+    monkeypatch.setattr(shared_limit, "IDLE_NS", 0)
+    tenant = Tenant("ann", requests_per_minute=6_400)
+    async with gates_of(redis, 2) as (here, there):
+        async with here.running():
+            assert await is_admitted(here, tenant)
+            lease = here._account_of(tenant).requests
+            with anyio.fail_after(5):
+                while lease.credit:  # type: ignore[union-attr]
+                    await anyio.lowlevel.checkpoint()
+            assert await is_admitted(here, tenant)
+        await settle(there, tenant)
+        state = there.state(tenant).requests
+        assert state is not None
+        assert state.remaining >= 6_398
+
+
+@pytest.mark.parametrize(
+    "value", ["", "x", "requests 5 5", "requests 0 1 1", "requests 5 -1 99999999999999999999", "other 5 5 5"]
+)
+async def test_a_foreign_value_is_a_full_bucket(redis: RedisServer, value: str) -> None:
+    tenant = Tenant("ann", requests_per_minute=1)
+    async with gates_of(redis, 1) as [gate]:
+        key = gate._store.key("limits", "ann")
+        await gate._store.call(lambda client: client.set(key, value))
+        assert await is_admitted(gate, tenant)
+        assert not await is_admitted(gate, tenant)
+
+
+async def test_only_limited_tenants_need_the_store(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        async with gates_of(redis, 1) as [gate]:
+            redis.stop()
+            assert gate.ready(Tenant("free", max_unfinished=3)) is None
+            leasing = gate.ready(Tenant("ann", requests_per_minute=1))
+            assert leasing is not None
+            with pytest.raises(Overloaded):
+                await leasing
+
+
+class OneClockStore:
+    """A store whose time is the test's."""
+
+    def __init__(self, clock: ClockNs) -> None:
+        self._clock = clock
+        self._values: dict[str, bytes] = {}
+
+    def key(self, *parts: str) -> str:
+        return ":".join(parts)
+
+    async def run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
+        value = self._values.get(keys[0], b"")
+        if script == shared_limit._READ or value != arguments[0]:
+            seconds, ns = divmod(self._clock.now_ns, 10**9)
+            return [value, [b"%d" % seconds, b"%d" % (ns // 1_000)]]
+        self._values[keys[0]] = arguments[1]
+        return 1
+
+
+limits = st.none() | st.integers(1, 5) | st.just(60)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(0, 1), st.sampled_from([0, 1, 3, 50])),
+        st.tuples(st.just("end"), st.integers(0, 1), st.sampled_from([0, 2, 9])),
+        st.tuples(st.just("wait"), st.just(0), st.sampled_from([1, 10_000, 1_000_000, 30_000_000])),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60)
+@given(requests=limits, tokens=limits, steps=steps)
+def test_fronts_that_are_settled_admit_exactly_what_one_does(
+    requests: int | None, tokens: int | None, steps: list[tuple[str, int, int]]
+) -> None:
+    tenant = Tenant("ann", requests_per_minute=requests, tokens_per_minute=tokens)
+
+    async def run() -> None:
+        clock = ClockNs()
+        store: Any = OneClockStore(clock)
+        one, fronts = TenantGate(clock), [SharedGate(store, clock) for _ in range(2)]
+        began: list[tuple[ExitStack, list[AdmittedRequest]]] = []
+        with ExitStack() as left:
+            for step, number, amount in steps:
+                if step == "wait":
+                    clock.now_ns += amount * 1_000
+                elif step == "end" and began:
+                    stack, admitted = began.pop()
+                    for each in admitted:
+                        each.output_tokens, each.cached_tokens = amount, 1
+                    stack.close()
+                elif step == "begin":
+                    gate = fronts[number]
+                    if (leasing := gate.ready(tenant)) is not None:
+                        await leasing
+                    stack = left.enter_context(ExitStack())
+                    errors: list[float | None] = []
+                    admitted = []
+                    for each_gate in (one, gate):
+                        try:
+                            admitted.append(stack.enter_context(each_gate.request(tenant, amount)))
+                        except RateLimited as error:
+                            errors.append(error.retry_after_s)
+                    assert errors in ([], [errors[0], errors[0]] if errors else [])
+                    if admitted:
+                        began.append((stack, admitted))
+                for gate in fronts:  # debts first, so that what is given back is not lost to a full bucket
+                    await gate._exchange("ann", gate._account_of(tenant), {}, is_last=True)
+
+    anyio.run(run)
