@@ -8,6 +8,9 @@ Identification", 1999, section 11.2). Before the first requests, those of a smal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,14 +24,21 @@ _LEAST = _PRIOR * 1e-3
 _LASTING = np.diag(1e-6 / _PRIOR**2)  # decides what requests of one length leave open
 
 
+class Costs(NamedTuple):
+    """``fixed_s`` of a request, ``unit_s`` of a unit of the prompt that is computed, ``output_s`` of a token
+    of the output."""
+
+    fixed_s: float
+    unit_s: float
+    output_s: float
+
+
 class LearnedCost:
-    """The cost of one server: ``fixed_s`` of a request, ``unit_s`` of a unit of the prompt that is computed,
-    ``output_s`` of a token of the output."""
+    """The costs of one server."""
 
     def __init__(self) -> None:
         self._products = np.diag(1 / _PRIOR**2)  # as if there had been a request, which is forgotten
         self._targets = self._products @ _PRIOR
-        self.fixed_s, self.unit_s, self.output_s = _PRIOR.tolist()
 
     def observe(self, num_units: float, num_output: float, seconds: float) -> None:
         """A request, or its part up to the first token (``num_output`` is 0), took this long.
@@ -38,15 +48,14 @@ class LearnedCost:
             num_output: The tokens that it generated.
             seconds: From sending it.
         """
-        seconds = max(seconds, _LEAST_S)
-        row = np.array((1.0, num_units, num_output)) / seconds
+        row = np.array((1.0, num_units, num_output)) / max(seconds, _LEAST_S)
         self._products *= 1 - FORGOTTEN_PART
         self._targets *= 1 - FORGOTTEN_PART
-        self._products += np.outer(row, row)
+        self._products += row[:, None] * row
         self._targets += row
-        self._solve()
 
-    def _solve(self) -> None:
+    def costs(self) -> Costs:
+        """What the requests so far tell. Far slower than ``observe``."""
         matrix, right = self._products + _LASTING, self._targets + _LASTING @ _PRIOR
         used = [0, 1, 2]
         while True:  # a time is not negative: without the most negative part, as in ``fit_cost``
@@ -56,10 +65,10 @@ class LearnedCost:
             del used[int(found.argmin())]
         costs = _LEAST.copy()
         costs[used] = np.maximum(found, _LEAST[used])
-        self.fixed_s, self.unit_s, self.output_s = costs.tolist()
+        return Costs(*costs.tolist())
 
 
-def mean_cost(costs: list[LearnedCost]) -> CostModel:
+def mean_cost(costs: Sequence[Costs]) -> CostModel:
     """The cost of an engine like the mean of the servers."""
     return CostModel(
         base_s=float(np.mean([cost.output_s for cost in costs])),

@@ -62,7 +62,7 @@ class TextRouter:
     def __init__(self, servers: Sequence[Replica], cache_tokens: int) -> None:
         self._cache_tokens = cache_tokens
         self._costs = {server: LearnedCost() for server in servers}
-        self._shape = EngineShape(mean_cost([LearnedCost()]), MAX_RUNNING, cache_tokens)
+        self._shape = EngineShape(mean_cost([LearnedCost().costs()]), MAX_RUNNING, cache_tokens)
         self.router = Router(self._shape)
         self._epochs = dict.fromkeys(servers, 0)
         self._caches: dict[Replica, SentCache] = {}
@@ -128,15 +128,17 @@ class TextRouter:
 
     def _learn(self, now_s: float) -> None:
         """Tells the router the times of the servers."""
-        known = [server for server, count in self._num_answers.items() if count >= NUM_KNOWN]
+        known = {
+            server: self._costs[server].costs()
+            for server, count in self._num_answers.items()
+            if count >= NUM_KNOWN
+        }
         if not known:
             return
-        cost = mean_cost([self._costs[server] for server in known])
+        cost = mean_cost(list(known.values()))
         self.router.loads.set_shape(replace(self._shape, cost=cost))
         mean_s = cost.row_s * self._mean_units + cost.base_s * self._mean_output
-        for server in known:
-            learned = self._costs[server]
-            own_s = learned.unit_s * self._mean_units + learned.output_s * self._mean_output
-            factor = own_s / mean_s
+        for server, learned in known.items():
+            factor = (learned.unit_s * self._mean_units + learned.output_s * self._mean_output) / mean_s
             factor **= 0.5 ** ((now_s - self._answered_at_s[server]) / KNOWN_S)
             self.router.loads.set_slowness(server, 1.0 if 1 / EVEN < factor < EVEN else factor)

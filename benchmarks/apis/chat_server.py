@@ -24,6 +24,7 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 WORDS = (" a", " river", " turns", " under", " the", " old", " stone", " bridge")
+MODELS = b'{"object": "list", "data": [{"id": "words"}, {"id": "forms"}]}'
 TURN_TOKENS = 4
 """The tokens around a turn."""
 
@@ -78,7 +79,8 @@ class ChatServer:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET "):
-                    body = msgspec.json.encode(asdict(self._counters))
+                    is_list = head.startswith(b"GET /v1/models ")
+                    body = MODELS if is_list else msgspec.json.encode(asdict(self._counters))
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
                     writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
                     continue

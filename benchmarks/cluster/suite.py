@@ -19,6 +19,7 @@ from rich.console import Console
 from agentflow.cluster.published import PUBLISHED_ROUTERS
 from agentflow.cluster.router import Policy
 from benchmarks.cluster.decisions import NUM_REPLICAS, decide
+from benchmarks.cluster.gateway import measure_gateway
 from benchmarks.cluster.workloads import CASES, LOAD, Case, goodput
 from benchmarks.report import Report, Result, median_of
 
@@ -46,6 +47,7 @@ def run(report: Report, console: Console, only: str) -> None:
         _summarise(report, measured)
     if only in "cluster.simulated_s":
         _many(report, console)
+    measure_gateway(report, console, only)
     report.results = [result for result in report.results if only in result.id]
 
 

@@ -23,12 +23,12 @@ def observed(fixed_s: float, unit_s: float, output_s: float, count: int, noise: 
 @pytest.mark.parametrize("costs", [(0.05, 2e-5, 8e-3), (0.2, 3e-3, 0.1), (1.0, 1e-4, 1e-3)])
 def test_the_costs_of_a_server_are_found(costs: tuple[float, float, float]) -> None:
     learned = observed(*costs, count=300)
-    assert (learned.fixed_s, learned.unit_s, learned.output_s) == pytest.approx(costs, rel=0.05)
+    assert learned.costs() == pytest.approx(costs, rel=0.05)
 
 
 def test_noise_and_a_server_that_becomes_slower() -> None:
     learned = observed(0.05, 2e-5, 8e-3, count=200, noise=0.2)
-    assert learned.output_s == pytest.approx(8e-3, rel=0.3)
+    assert learned.costs().output_s == pytest.approx(8e-3, rel=0.3)
     for units in range(100, 4100, 20):
         learned.observe(units, units // 20, 0.05 + 2e-4 * units + 0.08 * (units // 20))
     assert pytest.approx(learned.output_s * 50 + learned.unit_s * 1000, rel=0.2) == 0.08 * 50 + 2e-4 * 1000
@@ -39,10 +39,10 @@ def test_no_request_makes_a_cost_that_is_not_positive_and_finite(times: list[tup
     learned = LearnedCost()
     for one in times:
         learned.observe(*one)
-        assert all(0 < part < math.inf for part in (learned.fixed_s, learned.unit_s, learned.output_s))
+        assert all(0 < part < math.inf for part in learned.costs())
 
 
 def test_an_engine_like_the_mean_of_the_servers() -> None:
     slow, fast = observed(0.1, 4e-5, 0.03, count=300), observed(0.1, 2e-5, 0.01, count=300)
-    cost = mean_cost([slow, fast])
+    cost = mean_cost([slow.costs(), fast.costs()])
     assert (cost.row_s, cost.base_s) == pytest.approx((3e-5, 0.02), rel=0.05)

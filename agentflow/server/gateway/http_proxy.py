@@ -257,8 +257,8 @@ class HttpProxy:
                 tail = (tail + part)[-_TAIL_BYTES:]
             if not answer.has_begun:
                 await answer.begin(received.status, headers)
-            await answer.write(part, is_last=not part)
-            if not part:
+            await answer.write(part, is_last=received.is_read)
+            if received.is_read:
                 break
             with anyio.move_on_after(self._limits.stall_s) as scope:
                 part = await received.next()
@@ -285,6 +285,11 @@ class _Received:
     def is_stream(self) -> bool:
         """Whether the parts are events."""
         return self.response.headers.get("content-type", "").startswith(_EVENTS.decode())
+
+    @property
+    def is_read(self) -> bool:
+        """Whether no part follows. The connections of agentflow know it with the last part."""
+        return not self.part or getattr(self._stream, "is_read", False)
 
     @property
     def pause_s(self) -> float:

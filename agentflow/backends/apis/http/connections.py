@@ -138,6 +138,11 @@ class _Body(httpx2.AsyncByteStream):
         self._pool = pool
         self._connection = connection
 
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing follows. False also if that is not known yet."""
+        return self._connection.is_read
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
         receive = self._connection.receive_body
         while part := await receive():
@@ -236,6 +241,11 @@ class _Connection:
     async def _receive_head(self) -> None:
         while not self._has_head:
             await self._receive()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all parts of the body were received and read."""
+        return self._is_complete and not self._parts
 
     async def receive_body(self) -> bytes:
         """The next part of the body, empty at its end."""

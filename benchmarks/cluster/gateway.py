@@ -1,0 +1,228 @@
+"""The gateway (``agentflow route``): the time that it adds, and the prefixes that its servers find cached.
+
+The times are measured in turns, directly and through a gateway in a separate process, before a server that
+writes words without a model. The hits are simulated: the router over text learns caches and costs from what it
+sends, and is compared with the router that reads the replicas' reports, and with round robin.
+``gateway_real_hits`` is measured on two servers with the default model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+import anyio
+import httpx2
+import msgspec
+import psutil
+from rich.console import Console
+
+from agentflow.backends.apis.http.connections import Connections
+from agentflow.cluster.feed import Update
+from agentflow.cluster.load import Call
+from agentflow.cluster.prefix_tree import Replica
+from agentflow.cluster.published import RoundRobin
+from agentflow.cluster.text_router import TextRouter
+from benchmarks.apis.server_process import chat_server
+from benchmarks.cluster.workloads import CASES, LOAD
+from benchmarks.report import Report, Result, median_of
+
+NUM_REPLICAS = 4
+SECONDS = {"small": 3.0, "full": 10.0}
+ROUNDS = {"small": 5, "full": 9}
+CALLS = {"small": 100, "full": 400}
+STREAMED = {"small": 2_000, "full": 8_000}
+PROMPT = "Where does the river go, and what does it do when it arrives there? " * 20
+CONVERSATIONS, TURNS = 7, 4
+"""An odd number of conversations, so that round robin does not keep them on one server."""
+
+
+def measure_gateway(report: Report, console: Console, only: str) -> None:
+    """Measures the figures whose id contains ``only``."""
+    if any(only in f"cluster.{name}" for name in ("gateway_overhead_ms", "gateway_token_us")):
+        console.print("the gateway before a server without a model", style="dim")
+        anyio.run(_overhead, report)
+    if only in "cluster.gateway_hit_gap":
+        _simulated_hits(report, console)
+    if only in "cluster.gateway_real_hits":
+        console.print("the gateway before two servers with the default model", style="dim")
+        anyio.run(_real_hits, report)
+
+
+# Times
+
+
+@contextmanager
+def _process(*arguments: str) -> Iterator[tuple[str, int]]:
+    """Runs a command of agentflow. Yields the address that it prints, and its process id."""
+    command = [sys.executable, "-m", "agentflow", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = next(word for word in line.split() if "://" in word)
+            yield url.replace("ws", "http", 1) if url.startswith("ws") else url, process.pid
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+@asynccontextmanager
+async def _client(url: str) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=url, timeout=120, transport=Connections(None, 60.0)) as http:
+        yield http
+
+
+async def _call(http: httpx2.AsyncClient, num_tokens: int) -> None:
+    body = {
+        "model": "words",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "stream": True,
+        "max_tokens": num_tokens,
+    }
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        async for _ in response.aiter_raw():
+            pass
+
+
+async def _median_ms(http: httpx2.AsyncClient, count: int) -> float:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        await _call(http, 1)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def _overhead(report: Report) -> None:
+    count, rounds, num_tokens = CALLS[report.scale], ROUNDS[report.scale], STREAMED[report.scale]
+    added, direct, busy, tokens, spent = [], [], [], [], []
+    with ExitStack() as stack:
+        urls = [stack.enter_context(chat_server()).removesuffix("/v1") for _ in range(2)]
+        targets = [text for url in urls for text in ("--to", url)]
+        url, pid = stack.enter_context(_process("route", *targets, "--port", "0", "--log-level", "error"))
+        gateway = psutil.Process(pid)
+        async with _client(urls[0]) as plain, _client(url) as routed:
+            for http in (plain, routed):
+                await _median_ms(http, 20)
+            for _ in range(rounds):
+                direct.append(await _median_ms(plain, count))
+                before_s = _cpu_s(gateway)
+                added.append(await _median_ms(routed, count) - direct[-1])
+                busy.append(1e3 * (_cpu_s(gateway) - before_s) / count)
+                times = []
+                before_s = _cpu_s(gateway)
+                for http in (plain, routed):
+                    start = time.perf_counter()
+                    await _call(http, num_tokens)
+                    times.append(time.perf_counter() - start)
+                tokens.append(1e6 * (times[1] - times[0]) / num_tokens)
+                spent.append(1e6 * (_cpu_s(gateway) - before_s) / num_tokens)
+    note = (
+        f"the median of {count} streamed calls, one after the other, above the "
+        f"{statistics.median(direct):.2f} ms without the gateway; processor time of the gateway "
+        f"{statistics.median(busy):.2f} ms a call; a prompt of {len(PROMPT):,} characters"
+    )
+    report.results.append(median_of("cluster.gateway_overhead_ms", added, "ms", note=note))
+    note = (
+        f"for each of {num_tokens:,} tokens streamed as fast as possible; processor time of the gateway "
+        f"{statistics.median(spent):.0f} us"
+    )
+    report.results.append(median_of("cluster.gateway_token_us", tokens, "us", note=note))
+
+
+# Hits
+
+
+class _Text:
+    """The router over text as a policy of the simulator. It reads no report, and knows no costs."""
+
+    reads_feed = True  # otherwise the simulator tells it the length of outputs
+
+    def __init__(self, num_replicas: int, cache_tokens: int) -> None:
+        self._router = TextRouter(range(num_replicas), cache_tokens)
+
+    def add(self, replica: Replica) -> None:
+        pass
+
+    def lose(self, replica: Replica) -> None:
+        self._router.forget(replica)
+
+    def receive(self, update: Update) -> bool:
+        return True
+
+    def place(self, calls: Sequence[Call], now_s: float) -> None:
+        self._router.place(calls, now_s)
+
+    def started(self, call: Call, now_s: float) -> None:
+        call.has_started = False  # the simulator sets it before
+        self._router.started(call, now_s)
+
+    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+        self._router.ended(call, num_output or None, now_s)
+
+
+def _simulated_hits(report: Report, console: Console) -> None:
+    gaps, notes = [], []
+    for case in CASES:
+        per_s = LOAD * case.programs_per_s()
+        workload = case.workload(NUM_REPLICAS, per_s, SECONDS[report.scale])
+        console.print(f"{case.name}: {len(workload.arrivals):,} requests, simulated", style="dim")
+        policies = (case.router(), _Text(NUM_REPLICAS, case.kv_tokens), RoundRobin())
+        fed, text, turns = (case.run(workload, NUM_REPLICAS, policy)[0].hit_rate for policy in policies)
+        gaps.append(100 * (fed - text))
+        notes.append(f"{case.name} {text:.3f} ({fed:.3f}, round robin {turns:.3f})")
+    note = (
+        f"the largest of {len(CASES)} workloads on {NUM_REPLICAS} replicas: the hit rate of the gateway's "
+        f"router, which reads no reports, below the router that does: {'; '.join(notes)}"
+    )
+    report.results.append(Result("cluster.gateway_hit_gap", round(max(gaps), 2), "points", [], note=note))
+
+
+async def _real_hits(report: Report) -> None:
+    shares: dict[str, float] = {}
+    options = ("serve", "--port", "0", "--kv-tokens", "16384", "--log-level", "error")
+    for name in ("gateway", "round robin"):
+        with ExitStack() as servers:
+            urls = [servers.enter_context(_process(*options))[0] for _ in range(2)]
+            if name == "gateway":
+                targets = [text for url in urls for text in ("--to", url)]
+                route = ("route", *targets, "--port", "0", "--log-level", "error")
+                urls = [servers.enter_context(_process(*route))[0]]
+            shares[name] = await _share(urls)
+    note = (
+        f"cached tokens by prompt tokens of {CONVERSATIONS} conversations of {TURNS} turns on two servers; "
+        f"in turns {shares['round robin']:.3f}"
+    )
+    result = Result("cluster.gateway_real_hits", round(shares["gateway"], 3), "of the tokens", [], note=note)
+    report.results.append(result)
+
+
+async def _share(urls: Sequence[str]) -> float:
+    """The cached part of the prompts of conversations, whose requests go to the addresses in turn."""
+    cached = total = number = 0
+    async with httpx2.AsyncClient(timeout=300) as http:
+        histories = [
+            [{"role": "user", "content": f"Story {index}: {PROMPT}"}] for index in range(CONVERSATIONS)
+        ]
+        for _ in range(TURNS):
+            for history in histories:
+                body = {"messages": history, "max_tokens": 4, "temperature": 0}
+                got = await http.post(f"{urls[number % len(urls)]}/v1/chat/completions", json=body)
+                answer = msgspec.json.decode(got.raise_for_status().content)
+                number += 1
+                cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                total += answer["usage"]["prompt_tokens"]
+                said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""}
+                history += [said, {"role": "user", "content": PROMPT[:200]}]
+    return cached / total
