@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_numbe
 from agentflow.engine.media.reader import open_reader
 from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
+from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -92,14 +94,14 @@ def _check_divided(options: EngineOptions) -> None:
     """Refuses what a divided model cannot have. ``BadArgument``."""
     if options.tensor_parallel == 1:
         return
+    if sys.platform != "linux":
+        raise BadArgument("tensor_parallel needs Linux: leave it out", param="tensor_parallel")
     for is_so, feature in (
         (options.task == "embed", "makes no embeddings"),
         (bool(options.loras), "has no adapters: leave out loras, or merge one into the weights"),
     ):
         if is_so:
-            raise BadArgument(
-                f"a model with tensor_parallel {feature}", param="tensor_parallel"
-            )
+            raise BadArgument(f"a model with tensor_parallel {feature}", param="tensor_parallel")
 
 
 def adapter_folders(options: EngineOptions) -> dict[str, Path]:
@@ -116,8 +118,15 @@ def read_template(options: EngineOptions, folder: Path) -> ChatTemplate:
 def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
     """Loads what an engine needs, in its thread or process. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
-    device = chosen.device or _default_device()
-    runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device)
+    limit_spinning()
+    with ExitStack() as started:
+        group = None
+        if chosen.tensor_parallel > 1:  # first: its processes import torch while this one does
+            group = RankGroup(chosen.tensor_parallel)
+            started.callback(group.close)
+        device = chosen.device or _default_device()
+        runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device, group)
+        started.pop_all()
     config = _config(chosen, device, is_paged=is_paged)
     batch_size = min(config.max_running, CPU_BATCH_SIZE) if device == "cpu" else config.max_running
     runner.info = dataclasses.replace(runner.info, batch_size=batch_size)
@@ -155,10 +164,12 @@ def _config(options: EngineOptions, device: str, *, is_paged: bool) -> Scheduler
     )
 
 
-def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunner, Tokenizer, bool]:
-    """The last result: whether its tokens have keys and values in a pool."""
+def _load(
+    options: EngineOptions, folder: Path, device: str, group: RankGroup | None
+) -> tuple[ModelRunner, Tokenizer, bool]:
+    """The last result: whether its tokens have keys and values in a pool. ``group``: the processes over which
+    the model is divided."""
     # Imported here, in the engine's thread, because importing torch takes seconds.
-    limit_spinning()
     from agentflow.engine.models.families.registry import is_native
     from agentflow.engine.models.torch_runner import TorchRunner
 
@@ -167,8 +178,8 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     num_slots = num_slots or _kv_tokens(options, folder, device)
     embeds = options.task == "embed"
     tokenizer, template = _read_texts(options, folder)
-    if options.tensor_parallel > 1:
-        divided = _load_divided(options, folder, device, num_slots)
+    if group is not None:
+        divided = _load_divided(options, folder, device, num_slots, group)
         _set_ends(divided, tokenizer, template)
         return divided, tokenizer, True
     embedding = read_embedding_folder(folder) if embeds else None
@@ -218,7 +229,9 @@ def _set_ends(runner: ModelRunner, tokenizer: Tokenizer, template: ChatTemplate)
     runner.info = dataclasses.replace(runner.info, end_token_ids=ends)
 
 
-def _load_divided(options: EngineOptions, folder: Path, device: str, num_slots: int) -> ModelRunner:
+def _load_divided(
+    options: EngineOptions, folder: Path, device: str, num_slots: int, group: RankGroup
+) -> ModelRunner:
     from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
 
     runner = TensorParallelRunner(
@@ -230,6 +243,7 @@ def _load_divided(options: EngineOptions, folder: Path, device: str, num_slots: 
         num_slots=num_slots,
         num_threads=options.threads,
         keeps_order=options.deterministic,
+        group=group,
     )
     if options.deterministic and not runner.keeps_order:
         runner.close()

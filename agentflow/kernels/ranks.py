@@ -81,7 +81,7 @@ class DistributedRanks:
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = limit
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
@@ -124,7 +124,7 @@ class DistributedRanks:
         try:
             work.wait()
         except RuntimeError as error:
-            raise ConnectionError(f"another rank of the model has ended or does not answer: {error}") from error
+            raise ConnectionError(f"another rank has ended or does not answer: {error}") from error
 
     def _add_in_pass(self, _context: int, values: int, count: int, is_bf16: int) -> int:
         """Adds inside of ``NativeForward``, which has memory and no tensors."""

@@ -23,20 +23,17 @@ SLOT_BYTES = 1 << 22
 MAX_RANKS = 64
 
 
-def shared_memory(size: int) -> int:
-    """Returns the file descriptor of memory for ``size`` ranks. Its pages take memory once they are used.
-    Raises ``NoNativeKernels``, and ``OSError`` if there is no memory."""
-    num_bytes = library().af_ranks_memory(size, SLOT_BYTES)
-    number = os.memfd_create("agentflow-ranks", os.MFD_CLOEXEC)
-    os.ftruncate(number, num_bytes)
-    return number
+def make_room(memory: int, size: int) -> None:
+    """Gives an empty file without a name the size that ``size`` ranks need. Its pages take memory once they
+    are used. Raises ``NoNativeKernels``, and ``OSError`` if there is no memory."""
+    os.ftruncate(memory, library().af_ranks_memory(size, SLOT_BYTES))
 
 
 class SharedRanks:
     """Joins the ranks that share memory.
 
     Args:
-        memory: the file descriptor from ``shared_memory``, which may be closed afterwards.
+        memory: the file descriptor, after ``make_room``; it may be closed afterwards.
         rank: the number of this rank.
         size: the number of ranks.
         limit_s: a rank that waits longer for another one gives up.

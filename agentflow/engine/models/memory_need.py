@@ -102,8 +102,8 @@ def memory_need(
     ranks: int = 1,
 ) -> MemoryNeed:
     """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
-    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``ranks``: the processes
-    over which it is divided; on GPUs, the need is that of one of them. ``BadModelFolder``."""
+    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``ranks``: the
+    processes over which it is divided; on GPUs, the need is that of one of them. ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes

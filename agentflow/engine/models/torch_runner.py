@@ -311,8 +311,9 @@ class TorchRunner:
         return joined(outputs) if outputs else BatchOutput(sampled.target_ids.copy(), None)
 
     @torch.inference_mode()
-    def collect_part(self, handle: _Launched) -> None:
+    def collect_part(self, handle: _Launched | DeviceStep) -> None:
         """Waits for a batch on a rank other than the first, which gets the logits of this one."""
+        assert isinstance(handle, _Launched)
         assert handle.hidden is not None
         hidden = handle.hidden()
         for first in range(0, len(hidden), MAX_LOGIT_ROWS):

@@ -1,6 +1,6 @@
 """How the ranks of a model meet: by memory that they share, or by a store of torch.distributed.
 
-Both are files without a name, so that nothing is left behind: the ranks get their descriptors.
+Either is in a file without a name, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from agentflow.errors import BadArgument
 from agentflow.kernels import native_ops
 from agentflow.kernels.ops import Kernels
 from agentflow.kernels.ranks import DistributedRanks, Ranks
-from agentflow.kernels.shared_ranks import SharedRanks, shared_memory
+from agentflow.kernels.shared_ranks import SharedRanks, make_room
 
 COLLECTIVES = ("shared", "gloo", "nccl")
 
@@ -33,16 +33,15 @@ def collective_for(device: torch.device, kernels: Kernels) -> str:
     return "shared" if kernels is native_ops and chosen != "gloo" else "gloo"
 
 
-def meeting_file(collective: str, size: int) -> int:
-    """Returns the descriptor of the file by which ``size`` ranks meet."""
+def prepare(collective: str, file: int, size: int) -> None:
+    """Makes an empty file without a name ready for ``join`` by ``size`` ranks."""
     if collective == "shared":
-        return shared_memory(size)
-    return os.memfd_create("agentflow-store", os.MFD_CLOEXEC)
+        make_room(file, size)
 
 
 def join(collective: str, file: int, rank: int, size: int, device: str, limit_s: float) -> Ranks:
     """Joins the group; with gloo and NCCL, waits until all ranks have. ``limit_s``: as of ``Ranks``."""
     if collective == "shared":
         return SharedRanks(file, rank, size, limit_s=limit_s)
-    store = dist.FileStore(f"/proc/self/fd/{file}", size)
+    store = FileStore(f"/proc/self/fd/{file}", size)
     return DistributedRanks(store, rank, size, device=torch.device(device), limit_s=limit_s)

@@ -1,8 +1,8 @@
 """The processes of the other ranks, as the engine's process has them.
 
-Each is connected by a socket. It also has a lifeline, with which the kernel kills it when the engine's process
-has closed it or died: a rank that waits for another one, or that is stopped, reads no socket. So no rank
-outlives the engine.
+Each is connected by a socket. It also has a lifeline: when the engine's process closes it or dies, the kernel
+kills the rank. A rank that waits for another one, or that is stopped, reads no socket. So no rank outlives
+the engine.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 RANK_MODULE = "agentflow.engine.models.tensor_parallel.rank_process"
 END_S = 5.0
 _LENGTH = struct.Struct("!I")
+
+
+def framed(content: bytes) -> bytes:
+    """Returns a batch as one frame, like ``to_frame`` but without msgpack."""
+    return _LENGTH.pack(len(content)) + content
 
 
 class LoadPart(msgspec.Struct, frozen=True):
@@ -69,28 +74,26 @@ from_rank_decoder: msgspec.msgpack.Decoder[PartLoaded | PartFailed | PartLogged]
 
 
 class RankGroup:
-    """Starts ranks 1 to ``len(parts)``.
-
-    Args:
-        parts: what each of them loads.
-        file: a file descriptor that they get, of the memory or the store by which they meet.
+    """Starts ranks 1 to ``size`` - 1, which import torch and wait for ``load``. Importing it takes seconds,
+    in which this process can import it too.
 
     Raises:
         EngineFailed: a process cannot be started.
     """
 
-    def __init__(self, parts: Sequence[LoadPart], file: int) -> None:
+    def __init__(self, size: int) -> None:
+        self.file = os.memfd_create("agentflow-ranks", os.MFD_CLOEXEC)  # by which the ranks meet
         self._ranks: list[_Rank] = []
         self._lost = ""
         self._is_closing = False
         self._abort: Any = None
         self._changed: SimpleQueue[int | None] = SimpleQueue()  # bytes of a loaded part; None: one is lost
         try:
-            for part in parts:
-                rank = _Rank(part, file)
+            for number in range(1, size):
+                rank = _Rank(self.file)
                 self._ranks.append(rank)
                 threading.Thread(
-                    target=self._watch, args=(part.rank, rank), name=f"rank-{part.rank}", daemon=True
+                    target=self._watch, args=(number, rank), name=f"rank-{number}", daemon=True
                 ).start()
         except OSError as error:
             self.close()
@@ -100,6 +103,14 @@ class RankGroup:
     def pids(self) -> list[int]:
         """The processes of the ranks from 1 on."""
         return [rank.process.pid for rank in self._ranks]
+
+    def load(self, parts: Sequence[LoadPart]) -> None:
+        """Makes the ranks load their parts, from rank 1 on. Raises ``EngineFailed`` if one has ended."""
+        try:
+            for rank, part in zip(self._ranks, parts, strict=True):
+                rank.connection.sendall(to_frame(part))
+        except OSError as error:
+            raise EngineFailed(self._lost or "a rank of the model has ended") from error
 
     def wait_until_loaded(self) -> int:
         """Returns the bytes of the weights of all ranks. Raises ``EngineFailed`` if a rank has ended."""
@@ -119,7 +130,7 @@ class RankGroup:
 
     def send(self, message: bytes) -> None:
         """Sends a message to all ranks. Raises ``ConnectionError`` if one has ended."""
-        frame = _LENGTH.pack(len(message)) + message
+        frame = framed(message)
         try:
             for rank in self._ranks:
                 rank.connection.sendall(frame)
@@ -132,7 +143,7 @@ class RankGroup:
         return self._lost
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """Ends all ranks. A second call changes nothing."""
         self._is_closing = True
         for rank in self._ranks:
             rank.lifeline.close()
@@ -144,6 +155,10 @@ class RankGroup:
             # Not closed earlier: the thread that reads it ends with the process.
             with contextlib.suppress(OSError):
                 rank.connection.shutdown(socket.SHUT_RDWR)
+        self._ranks.clear()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
     def _watch(self, number: int, rank: _Rank) -> None:
         """Reads the messages of a rank until it ends."""
@@ -166,7 +181,7 @@ class RankGroup:
 
 
 class _Rank:
-    def __init__(self, part: LoadPart, file: int) -> None:
+    def __init__(self, file: int) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             self.connection, other_end = socket.socketpair()
             ours.enter_context(self.connection)
@@ -175,7 +190,6 @@ class _Rank:
             self.lifeline = ours.enter_context(open(write_end, "wb", buffering=0))
             theirs.enter_context(open(read_end, "rb", buffering=0))
             numbers = [other_end.fileno(), read_end, file]
-            self.connection.sendall(to_frame(part))
             self.process = start_process(
                 [sys.executable, "-P", "-m", RANK_MODULE, *map(str, numbers)],
                 pass_fds=numbers,

@@ -1,7 +1,7 @@
 """The main module of a rank's process: ``python -m ... FD LIFELINE FILE``, from ``rank_group``.
 
-The first frame on the socket is ``LoadPart``; each later one is a batch (``steps``). The process ends when the
-engine's process does, or when a batch fails: the ranks have computed different things then.
+The first frame on the socket is ``LoadPart``; each later one is a batch (``steps``). The process ends with
+the engine's process, or when a batch fails: the ranks have computed different things then.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class _GroupLog(logging.Handler):
 def run(connection: socket.socket, file: int) -> int:
     """Loads a part of the model and computes batches. Returns the exit code."""
     frames = received_frames(connection)
-    first = next(frames, None)
-    if first is None:
-        return 0
-    part = msgspec.msgpack.decode(first, type=LoadPart)
     ours = logging.getLogger("agentflow")
     ours.addHandler(_GroupLog(connection))
-    ours.setLevel(part.log_level)
     try:
-        # Torch takes seconds to import, and a process whose engine is gone need not.
+        # Before there is a message: it takes seconds.
         from agentflow.engine.models.tensor_parallel.joining import join
         from agentflow.engine.models.torch_runner import TorchRunner
         from agentflow.kernels.native_library import keep_order
 
+        first = next(frames, None)
+        if first is None:
+            return 0
+        part = msgspec.msgpack.decode(first, type=LoadPart)
+        ours.setLevel(part.log_level)
         if part.keeps_order:
             keep_order()
         options = part.options | {"folder": Path(part.options["folder"])}
@@ -81,8 +81,8 @@ def run(connection: socket.socket, file: int) -> int:
 
 def main() -> None:
     """Runs the rank whose files are in the arguments."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
     socket_fd, lifeline, file = map(int, sys.argv[1:])
     for number in (socket_fd, lifeline, file):
         os.set_inheritable(number, False)

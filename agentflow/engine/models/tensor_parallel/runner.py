@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.machine import gpu_number, usable_cpus
 from agentflow.engine.models.config import read_folder
 from agentflow.engine.models.families.registry import FAMILIES, is_native, read_config
-from agentflow.engine.models.tensor_parallel.joining import collective_for, join, meeting_file
+from agentflow.engine.models.tensor_parallel.joining import collective_for, join, prepare
 from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, RankGroup
 from agentflow.engine.models.tensor_parallel.steps import StepWriter
 from agentflow.engine.models.torch_runner import TorchRunner, device_named, kernels_on
@@ -26,13 +24,12 @@ from agentflow.engine.models.weights.cuts import check_divides
 from agentflow.engine.runner import AcceleratorFault, RunnerInfo
 from agentflow.errors import BadArgument
 from agentflow.kernels.native_library import keep_order
-from agentflow.kernels.ranks import Ranks
 from agentflow.kernels.shared_ranks import MAX_RANKS
 
 logger = logging.getLogger(__name__)
 
 LOST_RANK_S = 300.0
-"""How long a rank waits for another one. The supervisor ends an engine process earlier that does not answer."""
+"""How long a rank waits for another one. The supervisor ends an engine process that hangs earlier."""
 
 
 class TensorParallelRunner:
@@ -50,6 +47,7 @@ class TensorParallelRunner:
         quantize: as of ``TorchRunner``.
         num_threads: CPU threads of all ranks together; None: ``usable_cpus``.
         keeps_order: as of ``native_library.keep_order``.
+        group: the processes of the other ranks, if they are started already; they end also if this fails.
 
     Raises:
         UnknownModel: there is no such folder.
@@ -71,39 +69,43 @@ class TensorParallelRunner:
         quantize: str | None = None,
         num_threads: int | None = None,
         keeps_order: bool = False,
+        group: RankGroup | None = None,
     ) -> None:
         folder = Path(folder)
-        devices = _devices(device, size)
-        _check(folder, size)
-        if keeps_order:
-            keep_order()
-        collective = collective_for(torch.device(devices[0]), kernels_on(torch.device(devices[0])))
-        options: dict[str, Any] = {
-            "folder": str(folder),
-            "num_slots": num_slots,
-            "dtype": dtype,
-            "quantize": quantize,
-            "num_threads": max(1, (num_threads or usable_cpus()) // size),
-        }
-        level = logging.getLogger("agentflow").getEffectiveLevel()
-        parts = [
-            LoadPart(options | {"device": devices[i]}, i, size, collective, LOST_RANK_S, keeps_order, level)
-            for i in range(1, size)
-        ]
-        file = meeting_file(collective, size)
-        try:
-            self._group = RankGroup(parts, file)
-            self._ranks: Ranks | None = None
-            try:
-                self._ranks = join(collective, file, 0, size, devices[0], LOST_RANK_S)
-                self._group.abort_by(self._ranks.abort)
-                self._runner = TorchRunner(**options, device=devices[0], ranks=self._ranks)
-                other_bytes = self._group.wait_until_loaded()
-            except BaseException:
-                self._end()
-                raise
-        finally:
-            os.close(file)
+        with contextlib.ExitStack() as started:
+            if group is not None:
+                started.callback(group.close)
+            devices = _devices(device, size)
+            _check(folder, size)
+            collective = collective_for(torch.device(devices[0]), kernels_on(torch.device(devices[0])))
+            if group is None:
+                group = RankGroup(size)
+                started.callback(group.close)
+            options: dict[str, Any] = {
+                "folder": str(folder),
+                "num_slots": num_slots,
+                "dtype": dtype,
+                "quantize": quantize,
+                "num_threads": max(1, (num_threads or usable_cpus()) // size),
+            }
+            level = logging.getLogger("agentflow").getEffectiveLevel()
+            prepare(collective, group.file, size)
+            group.load(
+                [
+                    LoadPart(
+                        options | {"device": devices[i]}, i, size, collective, LOST_RANK_S, keeps_order, level
+                    )
+                    for i in range(1, size)
+                ]
+            )
+            if keeps_order:
+                keep_order()
+            self._ranks = join(collective, group.file, 0, size, devices[0], LOST_RANK_S)
+            group.abort_by(self._ranks.abort)
+            self._runner = TorchRunner(**options, device=devices[0], ranks=self._ranks)
+            other_bytes = group.wait_until_loaded()
+            started.pop_all()
+        self._group = group
         self._steps = StepWriter()
         info = self._runner.info
         self.info = replace(
@@ -135,13 +137,9 @@ class TensorParallelRunner:
 
     def close(self) -> None:
         """Ends the other ranks and frees the memory. The runner must not be used afterwards."""
-        self._end()
-        self._runner.close()
-
-    def _end(self) -> None:
         self._group.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        self._ranks.close()
+        self._runner.close()
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -155,8 +153,6 @@ class TensorParallelRunner:
 
 def _devices(device: str | None, size: int) -> list[str]:
     """Returns the device of each rank."""
-    if sys.platform != "linux":
-        raise BadArgument("tensor_parallel needs Linux: leave it out", param="tensor_parallel")
     if size > MAX_RANKS:
         raise BadArgument(f"tensor_parallel is at most {MAX_RANKS}, not {size}", param="tensor_parallel")
     first = device_named(device)
@@ -175,8 +171,8 @@ def _check(folder: Path, size: int) -> None:
     """Refuses models that are not divided, before a process is started."""
     if not is_native(folder):
         raise BadArgument(
-            f"tensor_parallel needs a native architecture, and {folder.name} runs through transformers: leave "
-            "it out, or take another model",
+            f"tensor_parallel needs a native architecture, and {folder.name} runs through transformers: "
+            "leave it out, or take another model",
             param="tensor_parallel",
         )
     config = read_config(folder)

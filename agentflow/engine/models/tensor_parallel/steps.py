@@ -49,9 +49,7 @@ class StepWriter:
         lengths = [len(array) for array in arrays]
         return np.concatenate([lengths, *arrays]).astype(np.int64).tobytes()
 
-    def _change(
-        self, table: NDArray[np.int32], row: int, length: int
-    ) -> tuple[int, int, NDArray[np.int32]]:
+    def _change(self, table: NDArray[np.int32], row: int, length: int) -> tuple[int, int, NDArray[np.int32]]:
         """Returns a row, and its slots from the first one that the other end does not have."""
         now, before = table[row, :length], self._sent[row, :length]
         differs = now != before
@@ -79,8 +77,9 @@ class StepReader:
         self._apply((int(shape[0]), int(shape[1])), places.reshape(-1, 3), slots)
         trees = None
         if len(arrays[8]):
-            path_lens = arrays[11]
-            trees = TreeAttention(*arrays[8:11], arrays[12].reshape(len(path_lens), -1), path_lens)
+            tree_rows, prefix_lens, tree_query_lens, path_lens, paths = arrays[8:13]
+            paths = paths.reshape(len(path_lens), -1)
+            trees = TreeAttention(tree_rows, prefix_lens, tree_query_lens, paths, path_lens)
         return Batch(
             *(tokens, positions, write_slots, self._table),
             *(req_rows, query_lens, kv_lens, int(num_decode[0])),

@@ -275,9 +275,7 @@ class GgufCheckpoint(TensorSource):
         if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != whole:
             return None  # ``take`` says what is wrong
         self._taken.add(name)
-        matrix = self._cut_blocks(
-            name, _block_matrix(tensor.type_name, tensor.raw, (whole[0], whole[1]))
-        )
+        matrix = self._cut_blocks(name, _block_matrix(tensor.type_name, tensor.raw, (whole[0], whole[1])))
         return replace(matrix, is_mapped=np.may_share_memory(matrix.rows, tensor.stored.rows))
 
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:

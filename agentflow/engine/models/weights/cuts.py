@@ -1,8 +1,8 @@
 """Divides a model over ranks (tensor parallel: Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053).
 
 A rank has some of the heads and of the inner dimensions of each MLP: the outputs of ``qkv`` and ``gate_up``
-and the inputs of ``output`` and ``down``, so that the sum over the ranks is needed only after the last two. Of
-the vocabulary, it has consecutive tokens, in the embedding and in the head. Norms, routers and learned
+and the inputs of ``output`` and ``down``, so that the sum over the ranks is needed only after the last two.
+Of the vocabulary, it has consecutive tokens, in the embedding and in the head. Norms, routers and learned
 positions are on all ranks. ``Cut`` says which values of a tensor a rank reads.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ def _fitting_sizes(config: DecoderConfig) -> list[int]:
 def token_counts(vocab_size: int, size: int) -> tuple[int, ...]:
     """Returns the number of tokens of the vocabulary on each rank."""
     bounds = [vocab_size * rank // size for rank in range(size + 1)]
-    return tuple(end - first for first, end in zip(bounds, bounds[1:], strict=False))
+    return tuple(end - first for first, end in pairwise(bounds))
 
 
 def rank_config(config: DecoderConfig, rank: int, size: int) -> DecoderConfig:
@@ -161,8 +162,7 @@ def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -
         """``parts``: the length and the rank's range of each part of the outputs."""
         begins = np.cumsum([0, *(length for length, _ in parts)]).tolist()
         ranges = tuple(
-            (begin + first, begin + end)
-            for begin, (_, (first, end)) in zip(begins[:-1], parts, strict=True)
+            (begin + first, begin + end) for begin, (_, (first, end)) in zip(begins[:-1], parts, strict=True)
         )
         cuts[f"{name}.weight"] = Cut((begins[-1], num_inputs), 0, ranges)
         cuts[f"{name}.bias"] = Cut((begins[-1],), 0, ranges)
