@@ -38,7 +38,8 @@ NAMES = {
     ),
     "cluster": (
         "cluster.suite",
-        "many replicas behind a router, simulated: scaling, hit rate, goodput, and the cost of a decision",
+        "many replicas behind a router, simulated: scaling, hit rate, goodput, and the cost of a decision; "
+        "a model on two processes",
     ),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),
     "frontend": ("server.frontend", "the cost of a client: CPU per op and token, round trips, stalls"),

@@ -1,1 +1,2 @@
-"""Several replicas behind a router, simulated: ``python -m benchmarks cluster``."""
+"""Several replicas behind a router, simulated, and a model on two processes: ``python -m benchmarks
+cluster``."""

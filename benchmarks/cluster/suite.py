@@ -18,6 +18,7 @@ from rich.console import Console
 
 from agentflow.cluster.published import PUBLISHED_ROUTERS
 from agentflow.cluster.router import Policy
+from benchmarks.cluster import tensor_parallel
 from benchmarks.cluster.decisions import NUM_REPLICAS, decide
 from benchmarks.cluster.gateway import measure_gateway
 from benchmarks.cluster.workloads import CASES, LOAD, Case, goodput
@@ -48,6 +49,7 @@ def run(report: Report, console: Console, only: str) -> None:
     if only in "cluster.simulated_s":
         _many(report, console)
     measure_gateway(report, console, only)
+    tensor_parallel.run(report, console, only)
     report.results = [result for result in report.results if only in result.id]
 
 
