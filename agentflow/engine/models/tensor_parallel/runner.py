@@ -77,6 +77,8 @@ class TensorParallelRunner:
                 started.callback(group.close)
             devices = _devices(device, size)
             _check(folder, size)
+            if keeps_order:
+                keep_order()
             collective = collective_for(torch.device(devices[0]), kernels_on(torch.device(devices[0])))
             if group is None:
                 group = RankGroup(size)
@@ -98,9 +100,9 @@ class TensorParallelRunner:
                     for i in range(1, size)
                 ]
             )
-            if keeps_order:
-                keep_order()
             self._ranks = join(collective, group.file, 0, size, devices[0], LOST_RANK_S)
+            started.callback(self._ranks.close)
+            started.callback(group.close)  # before: none of its threads may abort ranks that are closed
             group.abort_by(self._ranks.abort)
             self._runner = TorchRunner(**options, device=devices[0], ranks=self._ranks)
             other_bytes = group.wait_until_loaded()
