@@ -45,6 +45,8 @@ class RayChild:
         self._told_at = time.monotonic()
         self._watch = Watch(watch, self._told_at)
         self._pid = pid
+        self.on_end: Callable[[], object] = lambda: None
+        """Called when it has ended."""
 
     @property
     def pid(self) -> int | None:
@@ -77,6 +79,7 @@ class RayChild:
                 partial(_end, self._host, self._watch, grace_s), limiter=anyio.CapacityLimiter(1)
             )
         self._watch.close()
+        self.on_end()
         return how
 
 

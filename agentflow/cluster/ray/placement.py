@@ -24,7 +24,6 @@ import anyio.to_thread
 from agentflow.cluster.ray.child import RayChild, start_in_actor
 from agentflow.cluster.ray.node import NodeReport, fingerprint, inspect_node
 from agentflow.engine.messages import Start
-from agentflow.engine.process.child import StartChild
 from agentflow.errors import BadArgument, BadModelFolder, ServerUnreachable
 from agentflow.version import __version__
 
@@ -59,6 +58,7 @@ class Placement:
         self._group = group
         self._bundle = bundle
         self._count = count
+        self._free = list(range(count))  # the numbers of the bundles without an engine
 
     async def inspect(self, model: Path, files: Sequence[str], device: str) -> list[NodeReport]:
         """Looks at the node of each bundle.
@@ -90,13 +90,18 @@ class Placement:
                 raise BadModelFolder(f"{where} has another model at {model} than this server")
         return reports
 
-    def start_child(self, number: int) -> StartChild:
-        """Starts the engine of replica ``number`` in its bundle."""
-
-        async def start(first: Start) -> RayChild:
-            return await start_in_actor(first, partial(self._options, number))
-
-        return start
+    async def start_child(self, first: Start) -> RayChild:
+        """Starts an engine in a bundle that has none. A ``StartChild``."""
+        if not self._free:
+            raise OSError("all of its room in the Ray cluster is in use")
+        number = self._free.pop(0)
+        try:
+            child = await start_in_actor(first, partial(self._options, number))
+        except BaseException:
+            self._free.append(number)
+            raise
+        child.on_end = partial(self._free.append, number)
+        return child
 
     def _options(self, number: int) -> dict[str, Any]:
         """The arguments of Ray's ``options`` for a task or an actor that fills a bundle."""

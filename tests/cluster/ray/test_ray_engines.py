@@ -55,7 +55,7 @@ async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_
     async with (
         room(cluster) as placement,
         supervised_engine(
-            start(hold_at={"2": hold.path}), lambda: TOKENIZER, start_child=placement.start_child(1)
+            start(hold_at={"2": hold.path}), lambda: TOKENIZER, start_child=placement.start_child
         ) as client,
         anyio.create_task_group() as group,
     ):
@@ -91,7 +91,7 @@ async def main():
     async with (
         connected_to_ray(sys.argv[1]),
         placed("a model", 1, Bundle(), wait_s=20) as placement,
-        supervised_engine(start(), lambda: TOKENIZER, start_child=placement.start_child(0)) as client,
+        supervised_engine(start(), lambda: TOKENIZER, start_child=placement.start_child) as client,
     ):
         print(client.engine.pid, flush=True)
         await anyio.sleep_forever()
@@ -176,10 +176,9 @@ async def test_a_lost_node_is_replaced(ray_nodes):
     async with room(cluster) as placement:
         reports = await placement.inspect(MODEL, [], "cpu")
         assert {report.address for report in reports} == {"127.0.0.2", "127.0.0.3"}
-        number = next(n for n, report in enumerate(reports) if report.address == "127.0.0.3")
-        async with supervised_engine(
-            start(), lambda: TOKENIZER, start_child=placement.start_child(number)
-        ) as client:
+        for _ in range([report.address for report in reports].index("127.0.0.3")):
+            placement._free.reverse()
+        async with supervised_engine(start(), lambda: TOKENIZER, start_child=placement.start_child) as client:
             engine = psutil.Process(client.engine.pid)
             cluster.remove_node(node, allow_graceful=False)
             await until(lambda: client.engine.pid != engine.pid)
