@@ -1,7 +1,7 @@
 """The commands of an operator.
 
 Reading order: ``served_apis`` opens models behind an API, ``serve`` runs the server, and ``up`` also pulls
-the model and opens the page. ``config`` shows the settings of both, and ``keys`` makes API keys. ``route``
-runs a gateway before several servers. ``top`` watches a running server, and ``simulate`` replays a workload
-without one.
+the model and opens the page; ``ray_serve`` runs the server in Ray Serve. ``config`` shows the settings of
+both, and ``keys`` makes API keys. ``route`` runs a gateway before several servers. ``top`` watches a running
+server, and ``simulate`` replays a workload without one.
 """

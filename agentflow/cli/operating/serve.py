@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ from agentflow.server.config.config import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig, StoresConfig
 
 if TYPE_CHECKING:
+    from agentflow.engine.process.shutdown_budget import ShutdownBudget
+    from agentflow.server.app import Access
+    from agentflow.server.models.models import OpenModels
     from agentflow.server.serve import RunningServer, Tls
     from agentflow.server.stores.shared import SharedStore
 
@@ -43,10 +47,39 @@ def run_serve(
     """Serves until SIGINT or SIGTERM. Errors of models, keys or certificates are raised before anything is
     loaded. ``on_ready`` runs once the server is ready; without one, it prints its addresses."""
     from agentflow.engine.process.shutdown_budget import ShutdownBudget
+    from agentflow.server.serve import serve
+
+    network = config.network
+    shutdown = ShutdownBudget(config.overload.drain_s)
+    parts = server_parts(config, shutdown)
+    serve(
+        parts.open_models,
+        host=network.host,
+        port=network.port,
+        limits=config.server_limits,
+        http_limits=config.http_limits,
+        access=parts.access,
+        shared=parts.shared,
+        tls=_tls(network),
+        shutdown=shutdown,
+        on_ready=on_ready,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """What a server is made of, besides its limits and its address."""
+
+    open_models: OpenModels
+    access: Access
+    shared: SharedStore | None  # of several servers
+
+
+def server_parts(config: ServeConfig, shutdown: ShutdownBudget) -> ServerParts:
+    """Sets up the log, and reads the keys. ``shutdown``: limits the time to stop the engines."""
     from agentflow.server.app import Access
     from agentflow.server.log import set_up_logs
     from agentflow.server.models.open_models import open_models
-    from agentflow.server.serve import serve
     from agentflow.server.tenants.keys import Tenants
     from agentflow.server.tenants.rate_limit import TenantGate
     from agentflow.server.tenants.shared_limit import SharedGate
@@ -54,20 +87,19 @@ def run_serve(
 
     set_up_logs(config.logs.log_level, config.logs.log_format)
     tenants = Tenants(config.access.api_keys, config.access.keys_path)
-    _warn_of_open_keys(config.network, tenants.need_keys)
+    network = config.network
+    _warn_of_open_keys(network, tenants.need_keys)
     shared = _shared_store(config.stores)
     gate = TenantGate(current=tenants.current)
     if shared is not None:
         gate, tenants.tickets = SharedGate(shared, current=tenants.current), SharedTickets(shared)
-    network = config.network
-    shutdown = ShutdownBudget(config.overload.drain_s)
     models = {
         model.name: model.engine_options()
         if model.api is None
         else partial(open_api_generator, api_backend(model))
         for model in config.models
     }
-    serve(
+    return ServerParts(
         lambda: open_models(
             models,
             memory_share=config.engine.memory_share,
@@ -79,21 +111,14 @@ def run_serve(
             aliases={model.name: model.aliases for model in config.models},
             image_hosts=network.image_hosts,
         ),
-        host=network.host,
-        port=network.port,
-        limits=config.server_limits,
-        http_limits=config.http_limits,
-        access=Access(
+        Access(
             tenants,
             network.cors_origins,
             _known_names(network),
             logs_prompts=config.logs.log_prompts,
             has_page=network.ui,
         ),
-        shared=shared,
-        tls=_tls(network),
-        shutdown=shutdown,
-        on_ready=on_ready,
+        shared,
     )
 
 
