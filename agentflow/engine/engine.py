@@ -60,11 +60,11 @@ from agentflow.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
+from agentflow.engine.models.memory_need import FEATURE_BYTES
 from agentflow.engine.request import Request, Status
 from agentflow.engine.request_checks import make_request
 from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory
 from agentflow.engine.scheduling.charges import Charged
-from agentflow.engine.scheduling.defaults import FEATURE_BYTES
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig

@@ -1,5 +1,5 @@
 """The settings of a model that reads images: its files ``config.json``, ``preprocessor_config.json`` and
-``processor_config.json``."""
+``processor_config.json``, or the metadata of its GGUF files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.errors import BadModelFolder
 
 _CLIP: Final = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -69,11 +70,16 @@ class MediaSettings(msgspec.Struct, frozen=True):
 
 
 def read_settings(folder: Path) -> MediaSettings:
-    """Reads the settings of the model in ``folder``. ``BadModelFolder`` if a file is damaged."""
+    """Reads the settings of the model in ``folder``, or in a GGUF file. ``BadModelFolder`` if a file is
+    damaged."""
+    if (gguf := find_gguf(folder)) is not None:
+        file = open_gguf(gguf)
+        image = {} if file.vision is None else file.vision.images
+        return MediaSettings(model=_of_media(file.config), image=image, video={}, prompt={})
     prompt = _read(folder / "processor_config.json")
     model = _read(folder / "config.json")
     return MediaSettings(
-        model={key: value for key, value in model.items() if key not in _NOT_OF_MEDIA},
+        model=_of_media(model),
         image=_read(folder / "preprocessor_config.json") or _part(prompt, "image_processor"),
         video=_read(folder / "video_preprocessor_config.json") or _part(prompt, "video_processor"),
         prompt={key: value for key, value in prompt.items() if not key.endswith("_processor")},
@@ -85,10 +91,14 @@ def pixel_scaling(folder: Path) -> PixelScaling:
     return read_settings(folder).scaling
 
 
+def _of_media(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _NOT_OF_MEDIA}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has no others
+    except FileNotFoundError:
         return {}
     try:
         return msgspec.json.decode(content, type=dict[str, Any])

@@ -38,6 +38,8 @@ GPU_KV_FRACTION = 0.85
 PROCESS_BYTES = 500_000_000
 PROCESS_VOCABULARY = 50_000
 TOKEN_BYTES = 1_600
+FEATURE_BYTES = 512 * 2**20
+"""The budget of a model with vision for the features of images, and so the most that they take."""
 ID_BYTES = 4
 """What a token takes in a model without keys and values in a pool: its id."""
 
@@ -77,11 +79,12 @@ class MemoryNeed:
     vocabulary: int = 0
     wanted_kv_tokens: float = WANTED_KV_TOKENS  # the most tokens of a pool whose size is not configured
     processes: int = 1  # that compute the model in this memory
+    feature_bytes: int = 0  # the features of images
 
     @property
     def fixed_bytes(self) -> int:
         """Its need without the KV pool."""
-        return self.weight_bytes + self.processes * work_bytes(self.vocabulary)
+        return self.weight_bytes + self.feature_bytes + self.processes * work_bytes(self.vocabulary)
 
 
 def work_bytes(vocabulary: int) -> int:
@@ -107,8 +110,8 @@ def memory_need(
     item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
-    if quantize is not None:
-        in_towers = _vision_parameters(folder)  # their matrices stay dense
+    in_towers = _vision_parameters(folder, config)
+    if quantize is not None:  # the matrices of towers stay dense
         weight_bytes = int((num_parameters - in_towers) * _QUANTIZED_ITEM_BYTES[quantize])
         weight_bytes += in_towers * item_bytes
     if dtype == "auto" and (not on_gpu or find_spec("triton")):
@@ -121,10 +124,25 @@ def memory_need(
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
     with _naming(folder):
         kv_bytes = kv_bytes_per_token(config, item_bytes, ranks)
+        feature_bytes = FEATURE_BYTES if in_towers else 0
         if on_gpu:  # other matrices than norms and routers are divided
-            return MemoryNeed(name, weight_bytes // ranks, kv_bytes, kv_tokens, vocabulary, math.inf)
+            return MemoryNeed(
+                name,
+                weight_bytes // ranks,
+                kv_bytes,
+                kv_tokens,
+                vocabulary,
+                math.inf,
+                feature_bytes=feature_bytes,
+            )
         return MemoryNeed(
-            name, weight_bytes, ranks * kv_bytes, kv_tokens, vocabulary, WANTED_KV_TOKENS, ranks
+            name,
+            weight_bytes,
+            ranks * kv_bytes,
+            kv_tokens,
+            vocabulary,
+            processes=ranks,
+            feature_bytes=feature_bytes,
         )
 
 
@@ -139,8 +157,14 @@ def _panel_bytes(
         dense = 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
         sizes = dict.fromkeys(_DENSE_TYPES, dense) | dict(item_bytes)
         int8 = _QUANTIZED_ITEM_BYTES["int8"]
-        tensors = open_gguf(file).tensors.values()
-        return int(sum(math.prod(one.shape) * sizes.get(one.type_name, int8) for one in tensors))
+        tensors = open_gguf(file).tensors.items()
+        return int(
+            sum(
+                math.prod(one.shape)
+                * (2.0 if name.startswith(_TOWER_PARTS) else sizes.get(one.type_name, int8))
+                for name, one in tensors
+            )
+        )
     if (scheme := _scheme_of(config)) is None:
         return 0
     parts = [folder / name for name in weight_files(folder)]
@@ -260,6 +284,7 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
         f"{need.name} {need.weight_bytes / 1e9:.2f} GB of weights and "
         f"{(need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token / 1e9:.2f} GB for "
         f"{need.kv_tokens or MIN_KV_TOKENS:,} tokens"
+        + (f" and {need.feature_bytes / 1e9:.2f} GB for images" if need.feature_bytes else "")
         for need in needs
     ]
     models, fewer = ("models do", "fewer models") if len(needs) > 1 else ("model does", "a smaller model")
@@ -272,12 +297,16 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
     )
 
 
-def _vision_parameters(folder: Path) -> int:
-    """The parameters of the vision tower in a model folder; 0 if there is none, as in GGUF files."""
-    config = json_object(folder / "config.json") if folder.is_dir() else None
-    if config is None or "vision_config" not in config:
+def _vision_parameters(folder: Path, config: Mapping[str, Any]) -> int:
+    """The parameters of the vision tower of a model; 0 if it has none."""
+    from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
+
+    if "vision_config" not in config:
         return 0
-    return _num_parameters(folder, None, _TOWER_PARTS)
+    if (gguf := find_gguf(folder)) is None:
+        return _num_parameters(folder, None, _TOWER_PARTS)
+    tensors = open_gguf(gguf).tensors.items()
+    return sum(math.prod(one.shape) for name, one in tensors if name.startswith(_TOWER_PARTS))
 
 
 def _num_parameters(folder: Path, scheme: Scheme | None, beginnings: tuple[str, ...] = ("",)) -> int:

@@ -14,5 +14,3 @@ GPU_TOKEN_BUDGET: Final = 4096
 SIMULATED_CONTEXT: Final = 8192
 """Tokens of one request in a simulation."""
 SIMULATED_POLICY_NAMES: Final = (*get_args(PolicyName), "dfs-weight")
-FEATURE_BYTES = 512 * 2**20
-"""The budget for the features of images."""

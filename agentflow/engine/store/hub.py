@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS, check_adapter
 from agentflow.engine.store.embedding_folder import EMBEDDING_FILES, module_files
+from agentflow.engine.store.gguf.names import is_mmproj, mmproj_among
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
 from agentflow.engine.store.model_folder import INDEX, faults_of, json_object, pickles_in, shards_in
@@ -94,7 +95,7 @@ class _Pull:
         self._remove_stale()
         is_adapter = not self._name.gguf and _is_adapter(files)
         if self._name.gguf:
-            chosen = [files[path] for path in gguf_files(self._name, files)]
+            chosen = [files[path] for path in _with_mmproj(gguf_files(self._name, files), files)]
             self._fetch(chosen)
         elif is_adapter:
             chosen = self._fetch_adapter(files)
@@ -370,6 +371,16 @@ class _Pull:
                 pass
 
         return Progress
+
+
+def _with_mmproj(model: Sequence[str], files: Collection[str]) -> list[str]:
+    """Returns the files of a GGUF model, with its projector file if the repository has one."""
+    first = Path(model[0])
+    names = [
+        Path(path).name for path in files if path.endswith(".gguf") and Path(path).parent == first.parent
+    ]
+    found = None if is_mmproj(first.name) else mmproj_among(first.name, names)
+    return [*model, *([] if found is None else [first.with_name(found).as_posix()])]
 
 
 def _is_adapter(files: Collection[str]) -> bool:

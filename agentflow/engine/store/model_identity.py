@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from agentflow.engine.store.gguf.file import find_gguf
+from agentflow.engine.store.gguf.names import find_mmproj
 from agentflow.engine.store.model_folder import gguf_parts, weight_files
 
 STRIDE = 2**20
@@ -26,6 +27,7 @@ def model_identity(path: Path) -> str:
     digest = hashlib.sha256()
     if gguf is not None:
         files = [gguf.with_name(name) for name in gguf_parts(gguf.name)]
+        files += filter(None, [find_mmproj(gguf)])
     else:
         files = [path / name for name in weight_files(path)]
         digest.update((path / "config.json").read_bytes())

@@ -104,7 +104,7 @@ def chat_template_source(folder: Path) -> str | None:
     the JSON files it is a string or a list of named templates, of which ``default`` is used.
     """
     if (gguf := find_gguf(folder)) is not None:
-        return open_gguf(gguf).vocabulary.chat_template
+        return open_gguf(gguf).chat_template
     source = read_text(folder / "chat_template.jinja")
     if source is not None:
         return source

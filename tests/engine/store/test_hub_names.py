@@ -79,11 +79,11 @@ QUANTISED = {
         ("mmproj-tiny-Q8_0.gguf", "mmproj-tiny-Q8_0.gguf"),
     ],
 )
-def test_a_quantisation_is_one_file(hub: HubServer, gguf: str, file: str) -> None:
+def test_a_quantisation_is_one_file_and_its_projector(hub: HubServer, gguf: str, file: str) -> None:
     hub.add(NAME, QUANTISED)
     path = pull_model(f"{NAME}:{gguf}", progress=False)
     assert (path.name, path.read_bytes()) == (file, QUANTISED[file])
-    assert hub.downloads() == [file]
+    assert {*hub.downloads()} == {file, "mmproj-tiny-Q8_0.gguf"}
     assert resolve_model(f"{NAME}:{gguf}") == path
     with pytest.raises(UnknownModel):
         resolve_model(NAME)

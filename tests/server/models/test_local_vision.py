@@ -9,12 +9,16 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import describe_image
 import httpx2
 import pytest
+from gguf import GGUFWriter
 from rich.console import Console
+from support.engine.gguf_models import write_vocabulary
+from support.engine.gguf_vision import write_gguf_files
 from support.engine.vision_folders import EARLIER, FAMILIES, VisionFolder, picture_file
 from support.server.http_clients import only_asyncio
 
@@ -65,6 +69,8 @@ ANSWER = af.gen("answer", max_tokens=MAX_TOKENS, temperature=0)
 async def test_answers_are_those_of_transformers(folders: Folders, name: str) -> None:
     folder = folders(name)
     prompts = [["#cat", "Is it red?"], ["#dog", "Is it red?"], ["Compare ", "#cat", "with ", "#dog", "."]]
+    if name == "llava_onevision":  # transformers makes no tiles in prompts with several images
+        prompts.pop()
     answers = []
     async with session(folder) as flow:
         assert flow.capabilities.images
@@ -77,6 +83,23 @@ async def test_answers_are_those_of_transformers(folders: Folders, name: str) ->
             assert usage.prompt_tokens + usage.output_tokens == len(ids)
             answers.append(wanted)
     assert len({*answers}) == len(answers)  # they depend on the pictures
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2_5_vl"])
+async def test_gguf_files(folders: Folders, name: str, tmp_path: Path) -> None:
+    """The model of a folder, in a GGUF file with a projector file next to it."""
+    folder = folders(name)
+
+    def write_texts(writer: GGUFWriter) -> None:
+        write_vocabulary(folder.path, writer)
+        writer.add_chat_template(folder.family.template)
+
+    path = write_gguf_files(folder.path, tmp_path, vocabulary=write_texts)
+    async with af.session(backend=af.Embedded(str(path), kv_tokens=KV_TOKENS, dtype="float32")) as flow:
+        s = flow.state()
+        parts = ["Compare ", "#cat", "with ", "#dog", "."]
+        s += asked(*parts) + af.assistant(ANSWER)
+        assert await s["answer"] == folder.answer([("user", parts)], MAX_TOKENS)[0]
 
 
 async def test_later_questions_compute_their_tokens_only(folders: Folders) -> None:

@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "gpt2": MODEL_ARCH.GPT2,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "starcoder2": MODEL_ARCH.STARCODER2,
+    "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
+    "qwen3_vl_text": MODEL_ARCH.QWEN3VL,
 }
 PAIRED = ("llama", "mistral", "mixtral", "smollm3")
 SHIFTED = ("gemma2", "gemma3_text")
@@ -56,6 +58,20 @@ def write_gguf(
     routers and vectors stay float32. ``vocabulary`` writes the tokenizer. ``changes``: metadata that is
     replaced, or left out if None. ``is_absorbed``: latent attention in the form of newer files."""
     config = json.loads((folder / "config.json").read_text()) | {"is_absorbed": is_absorbed}
+    weights = load_file(folder / "model.safetensors")
+    write_model(config, weights, file, kind, vocabulary=vocabulary, changes=changes)
+
+
+def write_model(
+    config: dict[str, Any],
+    weights: dict[str, Array],
+    file: Path,
+    kind: str = "F32",
+    *,
+    vocabulary: Callable[[GGUFWriter], None] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """The same of a model that has this config and these weights."""
     architecture = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _write_config(writer, config)
@@ -72,7 +88,7 @@ def write_gguf(
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     num_layers = config.get("num_hidden_layers") or config["n_layer"]
     names = gguf.get_tensor_name_map(architecture, num_layers)
-    for name, values in _stored(load_file(folder / "model.safetensors"), config):
+    for name, values in _stored(weights, config):
         stored_name = names.get_name(name, (".weight", ".bias")) or name
         stored_kind = kind_of(stored_name, values, kind)
         data = gguf.quantize(np.ascontiguousarray(values), stored_kind)
@@ -90,6 +106,8 @@ def write_vocabulary(folder: Path, writer: GGUFWriter) -> None:
     spec = json.loads((folder / "tokenizer.json").read_text())
     special = {token["content"] for token in spec["added_tokens"]}
     tokens = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
+    later = {token["id"]: token["content"] for token in spec["added_tokens"] if token["id"] >= len(tokens)}
+    tokens += [later[number] for number in sorted(later)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
@@ -216,6 +234,8 @@ def _write_rope(writer: GGUFWriter, config: dict[str, Any], head_dim: int) -> No
     writer.add_rope_freq_base(rope["rope_theta"])
     if (fraction := rope.get("partial_rotary_factor", 1.0)) != 1:
         writer.add_rope_dimension_count(int(head_dim * fraction))
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     original = rope.get("original_max_position_embeddings")
     match rope["rope_type"]:
         case "linear":

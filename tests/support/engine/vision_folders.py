@@ -91,6 +91,20 @@ FAMILIES = {
         "llava_next.processing_llava_next.LlavaNextProcessor",
         _CLIP,
     ),
+    "llava_next_video": Family(
+        _CHATML.replace("IMAGE", "<image>\n"),
+        "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
+        "llava_next_video.processing_llava_next_video.LlavaNextVideoProcessor",
+        _CLIP,
+        has_videos=True,
+    ),
+    "llava_onevision": Family(
+        _CHATML.replace("IMAGE", "<image>"),
+        "llava_onevision.image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil",
+        "llava_onevision.processing_llava_onevision.LlavaOnevisionProcessor",
+        {"num_image_tokens": 49, "vision_feature_select_strategy": "full"},
+        has_videos=True,
+    ),
     "gemma3": Family(
         _CHATML.replace("IMAGE", "<start_of_image>"),
         "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
@@ -131,13 +145,14 @@ class VisionFolder:
         self.model.generation_config.pad_token_id = 0
         self.model.save_pretrained(path)
         settings = dict(VISION_MODELS[name].settings)
+        settings.pop("is_onevision", None)
         (path / "preprocessor_config.json").write_text(json.dumps(settings))
         joint = _found(self.family.joint)
         if self.family.has_videos:  # their processor of videos needs a package that is not installed
             joint = type(joint.__name__, (joint,), {"check_argument_for_proper_class": lambda *_: None})
-        arguments = (_found(self.family.images)(**settings), self.tokenizer)
-        arguments += (None,) * self.family.has_videos
-        self._processor = joint(*arguments, **self.family.options)
+        arguments = {"image_processor": _found(self.family.images)(**settings), "tokenizer": self.tokenizer}
+        arguments |= {"video_processor": None} if self.family.has_videos else {}
+        self._processor = joint(**arguments, **self.family.options)
 
     def _save_tokenizer(self) -> transformers.PreTrainedTokenizerFast:
         """Each id is a text, so that answers can be compared as texts."""
@@ -202,7 +217,7 @@ class VisionFolder:
             given["input_ids"] = torch.tensor([[*prompt[:at], *earlier, *prompt[at + 1 :]]])
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         is_image = (given["input_ids"] == IMAGE_TOKEN).long()
-        if self.family.has_videos:
+        if self.family.joint.startswith("qwen"):
             given["mm_token_type_ids"] = is_image
         if "boi_token" in vars(self.tokenizer):
             given["token_type_ids"] = is_image

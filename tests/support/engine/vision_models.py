@@ -200,17 +200,19 @@ def read_qwen_frames(patch: int, *, is_divided: bool, seed: int, num_times: int 
     return Reading(medium_of({"pixels": pixels, "grid": grid}, pieces), arguments)
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str, text: Mapping[str, Any] | None = None) -> Any:
+    """The config of a model. ``text``: other values of its text model."""
     model = VISION_MODELS[name]
     if model.kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model.kind}")
-    return transformers.AutoConfig.for_model(model.kind, **model.config)
+    values = {**model.config, "text_config": {**model.config["text_config"], **(text or {})}}
+    return transformers.AutoConfig.for_model(model.kind, **values)
 
 
-def saved_vision_model(name: str, folder: Path) -> Any:
+def saved_vision_model(name: str, folder: Path, text: Mapping[str, Any] | None = None) -> Any:
     """A model with random weights, biases and norms, saved to ``folder`` with its processor's settings."""
     torch.manual_seed(0)
-    made = transformers.AutoModelForImageTextToText.from_config(config_of(name))
+    made = transformers.AutoModelForImageTextToText.from_config(config_of(name, text))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)

@@ -65,6 +65,7 @@ FAMILIES = (
         read_qwen2_5_vl,
         _PLAIN,
         (_BELOW,),
+        gguf=("qwen2vl",),
     ),
     Family(
         "Qwen3VLForConditionalGeneration",
@@ -72,5 +73,6 @@ FAMILIES = (
         read_qwen3_vl,
         _BELOW,
         (_PLAIN,),
+        gguf=("qwen3vl",),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -18,8 +19,11 @@ from agentflow.engine.models.vision.qwen import load_qwen2_5, load_qwen3
 from agentflow.engine.models.vision.tower import Tower
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.engine.models.weights.loader import open_checkpoint
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.ops import Kernels
+
+logger = logging.getLogger(__name__)
 
 TOWERS: Final[Mapping[str, Callable[[TowerWeights, RawConfig, PixelScaling], Tower]]] = {
     "Gemma3ForConditionalGeneration": load_gemma3,
@@ -45,6 +49,8 @@ def load_tower(
         BadModelFolder: the configuration is wrong, or tensors are missing, misshapen or left over.
     """
     load = TOWERS.get(architecture)
+    if (gguf := find_gguf(folder)) is not None and (unread := open_gguf(gguf).unread) is not None:
+        logger.warning("%s reads no images: %s", gguf.name, unread)
     if load is None:
         return None
     with torch.inference_mode(), open_checkpoint(folder, dtype, device) as checkpoint:

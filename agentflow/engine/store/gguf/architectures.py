@@ -191,6 +191,23 @@ def _qwen3(data: Metadata, stored: Stored) -> Config:
     return _common(data, stored, "Qwen3ForCausalLM", "qwen3")
 
 
+def _qwen2_vl(data: Metadata, stored: Stored) -> Config:
+    return _qwen2(data, stored) | _axes(data, stored)
+
+
+def _qwen3_vl(data: Metadata, stored: Stored) -> Config:
+    return _qwen3(data, stored) | _axes(data, stored)
+
+
+def _axes(data: Metadata, stored: Stored) -> Config:
+    """Adds the frequencies of each axis to a rope. Text alone has the same position on all axes."""
+    head_dim = data.whole(".attention.key_length", data.whole(".embedding_length") // _num_heads(data))
+    sections = [int(count) for count in data.numbers(".rope.dimension_sections")]
+    if len(sections) not in (3, 4):
+        raise data.reject(".rope.dimension_sections", "must be a number for each axis")
+    return {"rope_parameters": _rope(data, stored, head_dim) | {"mrope_section": sections[:3]}}
+
+
 def _qwen3_moe(data: Metadata, stored: Stored) -> Config:
     return _common(data, stored, "Qwen3MoeForCausalLM", "qwen3_moe") | {
         "num_experts": data.whole(".expert_count"),
@@ -382,6 +399,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "qwen2": Architecture(read=_qwen2, top=_TOP, layer=_LAYER),
     "qwen3": Architecture(read=_qwen3, top=_TOP, layer=_LAYER),
+    "qwen2vl": Architecture(read=_qwen2_vl, top=_TOP, layer=_LAYER),
+    "qwen3vl": Architecture(read=_qwen3_vl, top=_TOP, layer=_LAYER),
     "qwen3moe": Architecture(
         read=_qwen3_moe,
         top=_TOP,

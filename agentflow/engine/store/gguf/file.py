@@ -12,7 +12,15 @@ from typing import Any
 from agentflow.engine.store.gguf.architectures import ARCHITECTURES, ROPE_TENSORS, Architecture
 from agentflow.engine.store.gguf.container import Container, StoredTensor, read_container
 from agentflow.engine.store.gguf.metadata import Metadata
-from agentflow.engine.store.gguf.tensors import GgufTensor, InterleavedTensor, LatentTensor, ModelTensor
+from agentflow.engine.store.gguf.mmproj import VisionFile
+from agentflow.engine.store.gguf.names import find_mmproj, is_mmproj
+from agentflow.engine.store.gguf.tensors import (
+    GgufTensor,
+    InterleavedTensor,
+    LatentTensor,
+    ModelTensor,
+    whole,
+)
 from agentflow.engine.store.gguf.vocabulary import Vocabulary
 from agentflow.errors import BadModelFolder
 
@@ -36,13 +44,14 @@ _NO_POOLING, _POOLING_OF_LAST = 0, 3
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps a GGUF file. Takes some 20 ms for each 100,000 texts in its metadata; weights are not read.
+    """Maps a GGUF file, and the projector file next to it (``find_mmproj``). Takes some 20 ms for each
+    100,000 texts in its metadata; weights are not read.
 
     Raises:
         UnknownModel: there is no such file.
         BadModelFolder: it is not a complete GGUF file of a supported version, type and architecture.
     """
-    return GgufFile(read_container(path))
+    return GgufFile(read_container(path), find_mmproj(path))
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -52,7 +61,7 @@ def find_gguf(path: Path) -> Path | None:
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "config.json").exists():
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = [file for file in sorted(path.glob("*.gguf")) if not is_mmproj(file.name)]
     firsts = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
     if len(firsts) > 1:
         raise BadModelFolder(
@@ -64,10 +73,13 @@ def find_gguf(path: Path) -> Path | None:
 
 class GgufFile:
     """A mapped GGUF file. ``path``; ``config``: the equivalent of ``config.json``; ``tensors``: by their
-    names in the torch model (tensors that it does not have keep their names); ``vocabulary``."""
+    names in the torch model (tensors that it does not have keep their names); ``vocabulary``; ``vision``: its
+    projector file; ``unread``: why a projector file next to it is not read."""
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, mmproj: Path | None = None) -> None:
         self.path = container.path
+        self.vision: VisionFile | None = None
+        self.unread: BadModelFolder | None = None
         self._stored = container.tensors
         self._metadata = Metadata(container)
         name = self._metadata.architecture
@@ -84,6 +96,14 @@ class GgufFile:
                 param="general.architecture",
             )
         self._architecture = ARCHITECTURES[name]
+        if mmproj is not None:
+            try:
+                with self._rejecting_misfits():
+                    vision = VisionFile(mmproj)
+                    vision.check_text(name, self._metadata.whole(".embedding_length"))
+                self.vision = vision
+            except BadModelFolder as error:
+                self.unread = error
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -94,7 +114,16 @@ class GgufFile:
             words = self.vocabulary
             ids = {"bos_token_id": words.bos_id, "pad_token_id": words.pad_id}
             config |= {name: token for name, token in ids.items() if token is not None}
-            return config | {"eos_token_id": list(words.end_ids)}
+            config |= {"eos_token_id": list(words.end_ids)}
+            if self.vision is None:
+                return config
+            return self.vision.config(config, reads_videos="<video>" in (words.chat_template or ""))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template, in the file or known of its kind."""
+        default = None if self.vision is None else self.vision.kind.template
+        return self.vocabulary.chat_template or default
 
     @property
     def pools_last(self) -> bool:
@@ -111,7 +140,12 @@ class GgufFile:
                     found.update(names.tensors_of(stored))
             if self._architecture.splits_latents:
                 return _with_latents(found)
-            return _interleaved(found) if self._architecture.has_stacks else found
+            if self._architecture.has_stacks:
+                return _interleaved(found)
+            if self.vision is None:
+                return found
+            text = {self.vision.text_name(name): tensor for name, tensor in found.items()}
+            return text | dict(self.vision.tensors())
 
     @contextmanager
     def _rejecting_misfits(self) -> Iterator[None]:
@@ -148,12 +182,12 @@ class _Names:
                 yield f"{kind.top[part]}.{leaf}", self._plain(stored, part)
             case ["blk", layer, part, "weight" | "bias" as leaf]:
                 found = list(self._in_layer(stored, kind.prefix.format(layer), part, leaf))
-                yield from found or [(stored.name, _whole(stored))]
+                yield from found or [(stored.name, whole(stored))]
             case ["blk", layer, part, expert, "weight"] if kind.experts and part in kind.experts:
                 name = kind.experts[part].format(expert)
-                yield f"{kind.prefix.format(layer)}{name}.weight", _whole(stored)
+                yield f"{kind.prefix.format(layer)}{name}.weight", whole(stored)
             case _:
-                yield stored.name, _whole(stored)
+                yield stored.name, whole(stored)
 
     def _in_layer(
         self, stored: StoredTensor, prefix: str, part: str, leaf: str
@@ -162,7 +196,7 @@ class _Names:
         if kind.has_stacks and part.endswith("_exps"):
             yield self._stack(stored, prefix, part, leaf)
         elif kind.has_stacks and part == "attn_sinks":
-            yield f"{prefix}{kind.layer[part]}", _whole(stored)
+            yield f"{prefix}{kind.layer[part]}", whole(stored)
         elif part in kind.layer:
             yield f"{prefix}{kind.layer[part]}.{leaf}", self._plain(stored, part)
         elif part == "attn_qkv":
@@ -171,7 +205,7 @@ class _Names:
             yield from self._each_expert(stored, prefix, part.removesuffix("_exps"))
 
     def _plain(self, stored: StoredTensor, part: str) -> GgufTensor:
-        kind, tensor = self._architecture, _whole(stored)
+        kind, tensor = self._architecture, whole(stored)
         if part.endswith("norm"):
             return replace(tensor, shift=kind.norm_shift)
         if kind.has_pairs and part in ("attn_q", "attn_k"):
@@ -217,9 +251,9 @@ class _Names:
         """Returns all experts as one tensor. Gate and up get temporary names; ``_interleaved`` joins them."""
         name = {"ffn_gate_exps": _GATE, "ffn_up_exps": _UP}.get(part) or self._architecture.layer[part]
         if leaf == "bias":
-            return f"{prefix}{name}_bias", _whole(stored)
+            return f"{prefix}{name}_bias", whole(stored)
         shape = (*stored.shape[:-2], *stored.shape[:-3:-1])
-        return f"{prefix}{name}", replace(_whole(stored), shape=shape, is_transposed=True)
+        return f"{prefix}{name}", replace(whole(stored), shape=shape, is_transposed=True)
 
 
 _GATE, _UP, _BOTH = "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.gate_up_proj"
@@ -255,10 +289,6 @@ def _with_latents(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
                 parts=(keys, values), shape=(heads * (key_dim + values.shape[1]), rank)
             )
     return joined
-
-
-def _whole(stored: StoredTensor) -> GgufTensor:
-    return GgufTensor(stored=stored, shape=stored.shape, first=0, count=stored.shape[0])
 
 
 def _fitting(stored: StoredTensor, num_rows: int, num_heads: int) -> int:

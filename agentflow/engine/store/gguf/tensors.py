@@ -71,11 +71,16 @@ class GgufTensor:
         return values.reshape(self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TwoParts:
-    """Two tensors of the file that the model stores as one."""
+def whole(stored: StoredTensor) -> GgufTensor:
+    """Returns a stored tensor as a tensor of the model."""
+    return GgufTensor(stored=stored, shape=stored.shape, first=0, count=stored.shape[0])
 
-    parts: tuple[GgufTensor, GgufTensor]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Tensors of the file that the model stores as one."""
+
+    parts: tuple[GgufTensor, ...]
     shape: tuple[int, ...]  # of the model's tensor
 
     @property
@@ -83,18 +88,42 @@ class _TwoParts:
         """The type of the stored values of the first part."""
         return self.parts[0].type_name
 
+    def _values(self) -> list[NDArray[np.float32]]:
+        return [part.dequantised() for part in self.parts]
 
-class InterleavedTensor(_TwoParts):
+
+class InterleavedTensor(_Parts):
     """Two tensors whose values alternate on the last axis."""
 
     __slots__ = ()
 
     def dequantised(self) -> NDArray[np.float32]:
         """float32 in the model's layout."""
-        return np.stack([part.dequantised() for part in self.parts], axis=-1).reshape(self.shape)
+        return np.stack(self._values(), axis=-1).reshape(self.shape)
 
 
-class LatentTensor(_TwoParts):
+class JoinedTensor(_Parts):
+    """Tensors that follow each other on the first axis, as queries, keys and values."""
+
+    __slots__ = ()
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """float32 in the model's layout."""
+        return np.concatenate(self._values()).reshape(self.shape)
+
+
+class FramesTensor(_Parts):
+    """The patches of a tower for two frames, [out, channels, height, width] each, which the model has in
+    [out, channels, frames, height, width]."""
+
+    __slots__ = ()
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """float32 in the model's layout."""
+        return np.stack(self._values(), axis=2).reshape(self.shape)
+
+
+class LatentTensor(_Parts):
     """The matrix that expands latents to keys and values. The file stores it as two stacks with a matrix for
     each head: latents by keys, and values by latents. In the model's tensor, the rows of a head's keys come
     before the rows of its values."""
@@ -103,11 +132,11 @@ class LatentTensor(_TwoParts):
 
     def dequantised(self) -> NDArray[np.float32]:
         """float32 in the model's layout."""
-        keys, values = (part.dequantised() for part in self.parts)
+        keys, values = self._values()
         return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shape)
 
 
-ModelTensor = GgufTensor | InterleavedTensor | LatentTensor
+ModelTensor = GgufTensor | InterleavedTensor | JoinedTensor | FramesTensor | LatentTensor
 
 
 def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
