@@ -1,4 +1,4 @@
-"""Fetches images from hosts that the operator allows, for models of this server.
+"""Fetches images and videos from hosts that the operator allows, for models of this server.
 
 A client chooses the URL, so it must not reach what only this machine can reach (server-side request forgery).
 The host is resolved, all of its addresses must be public, and the connection goes to such an address, not to
@@ -25,22 +25,34 @@ from anyio.abc import ByteStream
 from anyio.streams.tls import TLSStream
 
 from agentflow.errors import BadArgument, Overloaded
-from agentflow.protocol.images import MAX_IMAGE_BYTES, Image, image_file, media_type_of
+from agentflow.protocol.images import (
+    Image,
+    MediumKind,
+    image_file,
+    media_type_of,
+    most_bytes_of,
+    video_type_of,
+)
 from agentflow.server.addresses import address_of
 from agentflow.version import __version__
 
 FETCH_S: Final = 20.0
-"""The time for one image, with all redirects, when it is its turn."""
+"""The time for one file, with all redirects, when it is its turn."""
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 16
-"""The most images that are fetched at the same time."""
+"""The most files that are fetched at the same time."""
 MAX_WAITING: Final = 256
 HTTPS_PORT: Final = 443
 _MAX_HEAD_BYTES: Final = 65_536
 _MAX_OTHER_BYTES: Final = 4_000_000
 """The most bytes of an answer that are not the image: headers, trailers and the sizes of chunks."""
 _CHUNK_BYTES: Final = 65_536
-_FIRST_BYTES: Final = 12
+_FIRST_BYTES: Final[dict[MediumKind, int]] = {"image": 12, "video": 64}
+"""The bytes that show of which type a file is."""
+_KINDS: Final[dict[MediumKind, str]] = {
+    "image": "PNG, JPEG, GIF and WebP",
+    "video": "MP4, MOV, WebM, Matroska, AVI and MPEG",
+}
 _NOT_IN_A_REQUEST: Final = re.compile(r"[^\x21-\x7e]")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 _UNICAST: Final = ipaddress.ip_network("2000::/3")
@@ -80,7 +92,7 @@ class _Target:
 
 
 class ImageFetcher:
-    """Fetches images.
+    """Fetches images and videos.
 
     Args:
         hosts: The names of allowed hosts; ``*.example.org`` allows all names below example.org, and ``*``
@@ -92,26 +104,35 @@ class ImageFetcher:
         self._turns = anyio.Semaphore(MAX_FETCHES)
         self._num_waiting = 0
 
-    async def fetch(self, url: str) -> Image:
-        """Returns the image at an ``https:`` URL.
+    async def fetch(self, url: str, kind: MediumKind = "image") -> Image:
+        """Returns the image, or the file of a video, at an ``https:`` URL.
 
         Raises:
-            BadArgument: of ``image``: its host is not allowed or not reachable, or there is no image.
-            Overloaded: too many images are fetched.
+            BadArgument: of ``image`` or ``video``: its host is not allowed or not reachable, or there is no
+                such file.
+            Overloaded: too many files are fetched.
         """
-        target = self._checked(url)
         if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} images are fetched, which is the limit: try again later")
+            raise Overloaded(f"{MAX_WAITING} files are fetched, which is the limit: try again later")
+        try:
+            return await self._fetch(url, kind)
+        except BadArgument as error:
+            if error.param is not None:  # of the file that was fetched
+                raise
+            raise BadArgument(f"{kind}: {error}", param=kind) from error
+
+    async def _fetch(self, url: str, kind: MediumKind) -> Image:
+        target = self._checked(url)
         self._num_waiting += 1
         try:
             async with self._turns:
                 with anyio.fail_after(FETCH_S):
-                    data = await self._follow(target)
+                    data = await self._follow(target, kind)
         except TimeoutError:
             raise _wrong(f"{target.host} did not answer within {FETCH_S:g} s") from None
         finally:
             self._num_waiting -= 1
-        return await anyio.to_thread.run_sync(image_file, data)
+        return await anyio.to_thread.run_sync(image_file, data, kind)
 
     def _checked(self, url: str, base: str = "") -> _Target:
         try:
@@ -127,7 +148,7 @@ class ImageFetcher:
             )
         if not self._allows(host):
             raise _wrong(
-                f"this server fetches no images from {host[:80]!r}: send the image itself, as a data: URL, "
+                f"this server fetches nothing from {host[:80]!r}: send the file itself, as a data: URL, "
                 "or ask the operator to allow the host (image_hosts)"
             )
         path = parts.path or "/"
@@ -140,20 +161,20 @@ class ImageFetcher:
         names = {host, "*", *["*." + host[at + 1 :] for at, char in enumerate(host) if char == "."]}
         return not names.isdisjoint(self._hosts)
 
-    async def _follow(self, target: _Target) -> bytes:
+    async def _follow(self, target: _Target, kind: MediumKind) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
-            answer = await self._get(target)
+            answer = await self._get(target, kind)
             if not answer.redirect:
                 return answer.data()
             target = self._checked(answer.redirect, target.url)
         raise _wrong(f"{target.host} redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, target: _Target) -> _Answer:
-        answer = _Answer(target.host)
+    async def _get(self, target: _Target, kind: MediumKind) -> _Answer:
+        answer = _Answer(target.host, kind)
         host = f"[{target.host}]" if ":" in target.host else target.host
         head = (
             f"GET {target.path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: agentflow/{__version__}\r\n"
-            "Accept: image/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
+            f"Accept: {kind}/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
         )
         try:
             stream = await _connect(target.host)
@@ -173,10 +194,11 @@ class ImageFetcher:
 class _Answer:
     """Reads an answer of HTTP. The errors have nothing of its content, which the client may not see."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, kind: MediumKind) -> None:
         self.is_whole = False
         self.location = ""
         self._host = host
+        self._kind: MediumKind = kind
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0  # after the headers
         self._body = bytearray()
@@ -197,11 +219,11 @@ class _Answer:
             self.is_whole = True
         elif self._status not in (0, 200):
             raise _wrong(f"{self._host} answered with the status {self._status}")
-        elif len(self._body) > MAX_IMAGE_BYTES:
-            raise _wrong(f"the image of {self._host} has more than {MAX_IMAGE_BYTES:,} bytes")
+        elif len(self._body) > (most := most_bytes_of(self._kind)):
+            raise _wrong(f"the file of {self._host} has more than {most:,} bytes")
         elif self._num_bytes - len(self._body) > _MAX_OTHER_BYTES:
             raise _wrong(f"the trailers or chunks of {self._host} are too large")
-        elif len(self._body) >= _FIRST_BYTES or self.is_whole:
+        elif len(self._body) >= _FIRST_BYTES[self._kind] or self.is_whole:
             self._check_kind()
 
     def end(self) -> None:
@@ -213,18 +235,19 @@ class _Answer:
 
     @property
     def redirect(self) -> str:
-        """Where the image is instead, if it is elsewhere."""
+        """Where the file is instead, if it is elsewhere."""
         return self.location if self._status != 200 else ""
 
     def data(self) -> bytes:
-        """The image."""
+        """The file."""
         return bytes(self._body)
 
     def _check_kind(self) -> None:
+        kind = self._kind
         try:
-            media_type_of(self._body[:_FIRST_BYTES])
+            (video_type_of if kind == "video" else media_type_of)(self._body[: _FIRST_BYTES[kind]])
         except BadArgument:
-            raise _wrong(f"{self._host} gave no image: PNG, JPEG, GIF and WebP are supported") from None
+            raise _wrong(f"{self._host} gave no {kind}: {_KINDS[kind]} are supported") from None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser."""
@@ -298,4 +321,4 @@ def _shown(parts: SplitResult) -> str:
 
 
 def _wrong(why: str) -> BadArgument:
-    return BadArgument(f"image: {why}", param="image")
+    return BadArgument(why)

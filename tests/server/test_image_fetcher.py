@@ -13,6 +13,7 @@ from anyio.abc import SocketStream
 from anyio.streams.tls import TLSStream
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 
 from agentflow.errors import BadArgument
 from agentflow.protocol.images import MAX_IMAGE_BYTES, image_file
@@ -82,6 +83,18 @@ async def test_an_image_is_fetched(name: str, monkeypatch: pytest.MonkeyPatch) -
         image = await ImageFetcher(["localhost"]).fetch("https://localhost/a%20b.png?x=1#part")
     assert image is image_file(PNG)
     assert received[0].startswith(b"GET /a%20b.png?x=1 HTTP/1.1\r\nHost: localhost\r\n")
+
+
+async def test_a_video_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = b"\x00\x00\x00\x18ftypmp42" + bytes(100)
+    head = OK + b"content-length: %d\r\n\r\n"
+    answers = {"/clip": head % len(clip) + clip, "/image": ANSWERS["with a length"]}
+    async with _host(answers.__getitem__, monkeypatch):
+        fetcher = ImageFetcher(["localhost"])
+        assert await fetcher.fetch("https://localhost/clip", "video") is image_file(clip, "video")
+        for path, kind in (("clip", "image"), ("image", "video")):
+            with pytest.raises(BadArgument, check=has_param(kind)):
+                await fetcher.fetch(f"https://localhost/{path}", kind)  # type: ignore[arg-type]
 
 
 SECRET = b'{"secret": 1}'

@@ -27,7 +27,7 @@ from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_se
 from agentflow.engine.media.worker_handle import Killed, MediaWorkerHandle
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
-from agentflow.protocol.images import Image, Video
+from agentflow.protocol.images import Image, MediumKind, Video
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ _Key = tuple[str, str, int]
 """The tenant, the source of the file, and the frames of a video; 0: as many as the model is made for."""
 
 
-FetchImage = Callable[[str], Awaitable[Image]]
-"""Returns the image at a URL. ``BadArgument`` of ``image`` if it is not allowed, or there is none."""
+FetchImage = Callable[[str, MediumKind], Awaitable[Image]]
+"""Returns the image, or the file of a video, at a URL. ``BadArgument`` of ``image`` or ``video`` if it is not
+allowed, or there is none."""
 
 
 def media_reader(
@@ -60,7 +61,7 @@ def media_reader(
     Args:
         folder: The files of the model.
         limits: Limits of reading.
-        fetch: Fetches the images of URLs. None: URLs are refused.
+        fetch: Fetches the files of URLs. None: URLs are refused.
 
     Raises:
         BadModelFolder: Its settings are damaged.
@@ -169,7 +170,7 @@ class MediaReader:
         """
         if not image.is_file and self._fetch is not None:
             async with self._fetched.one(tenant):
-                return await self.read_image(await self._fetch(image.source), tenant=tenant)
+                return await self.read_image(await self._fetch(image.source, "image"), tenant=tenant)
         if not image.data:
             raise BadArgument(
                 f"image: this model reads the bytes of images, and fetches none from {image.source[:80]!r}",
@@ -189,6 +190,10 @@ class MediaReader:
                 f"num_frames must be from 1 to {MAX_SAMPLED_FRAMES}, not {num_frames}", param="num_frames"
             )
         file = video.file
+        if not file.is_file and self._fetch is not None:
+            async with self._fetched.one(tenant):
+                fetched = Video(await self._fetch(file.source, "video"), video.num_frames)
+                return await self.read_video(fetched, tenant=tenant)
         if not file.data:
             raise BadArgument(
                 f"video: this model reads the bytes of videos, and fetches none from {file.source[:80]!r}",

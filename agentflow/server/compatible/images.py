@@ -1,11 +1,14 @@
-"""Images in the requests of the HTTP APIs. Nothing is decoded and no URL is opened here: models behind an API
-get the file or the URL, and the reader of a model of the engine (``engine/media``) decodes and fetches them.
+"""Images and videos in the requests of the HTTP APIs. Nothing is decoded and no URL is opened here: models
+behind an API get the file or the URL, and the reader of a model of the engine (``engine/media``) decodes and
+fetches them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import Image, image_at
+from agentflow.protocol.images import Image, PlacedImage, Video, check_frames, image_at
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.errors import unsupported
 
@@ -22,3 +25,28 @@ def check_images(place: str, model: Capabilities) -> None:
     """``ApiError`` for the field ``place`` if the model accepts no images."""
     if not model.images:
         raise unsupported(place, f"{model.model} takes only text, no images")
+
+
+def video_of(url: str, num_frames: int | None, place: str, model: Capabilities) -> Video:
+    """The video at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
+    accepts none, or if there is no video. ``num_frames``: as in ``Video``, in the same object."""
+    check_videos(place, model)
+    if num_frames is not None and not model.video_frames:
+        raise unsupported(place, f"{model.model} chooses the frames of videos: leave out num_frames")
+    with naming_param(place):
+        check_frames(num_frames)
+        return Video(image_at(url, "video"), num_frames)
+
+
+def check_videos(place: str, model: Capabilities) -> None:
+    """``ApiError`` for the field ``place`` if the model accepts no videos."""
+    if not model.videos:
+        raise unsupported(place, f"{model.model} takes no videos")
+
+
+def check_media(place: str, model: Capabilities, media: Sequence[PlacedImage]) -> None:
+    """``ApiError`` for the field ``place`` if the model does not accept the images or videos in it."""
+    if any(not placed.video for placed in media):
+        check_images(place, model)
+    if any(placed.video for placed in media):
+        check_videos(place, model)

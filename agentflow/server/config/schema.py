@@ -119,7 +119,7 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     image_hosts: Annotated[
         tuple[Text, ...],
-        doc("hosts of images that the server fetches for its models: a.example, *.a.example (not set: none)"),
+        doc("hosts of images and videos that the server fetches: a.example, *.a.example (not set: none)"),
     ] = ()
     allow_anonymous: Annotated[
         bool, doc("listen beyond this machine without API keys: every client can use the server")

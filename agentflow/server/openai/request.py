@@ -15,14 +15,14 @@ from agentflow.engine.text.chat_template import RESERVED_VALUES
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import Image, PlacedImage, placed_in
+from agentflow.protocol.images import Medium, PlacedImage, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
 from agentflow.server.compatible.functions import function_tool
-from agentflow.server.compatible.images import check_images, image_of
+from agentflow.server.compatible.images import check_images, check_videos, image_of, video_of
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.models.models import TextGenerator
@@ -48,6 +48,8 @@ from agentflow.server.openai.types import (
     ToolChoiceField,
     ToolMessage,
     UserMessage,
+    VideoPart,
+    VideoUrl,
 )
 
 # The default of OpenAI's API.
@@ -228,7 +230,8 @@ def _text_of(content: Content, place: str, model: Capabilities) -> str:
 
 
 def _shown(content: Content, place: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
-    """The parts without anything between them, as chat templates write them, and the images."""
+    """The parts without anything between them, as chat templates write them, and the images and
+    videos."""
     if isinstance(content, str):
         return content, ()
     return placed_in(
@@ -236,7 +239,7 @@ def _shown(content: Content, place: str, model: Capabilities) -> tuple[str, tupl
     )
 
 
-def _part(part: Part, place: str, model: Capabilities) -> str | Image:
+def _part(part: Part, place: str, model: Capabilities) -> str | Medium:
     match part:
         case TextPart():
             return part.text
@@ -246,6 +249,10 @@ def _part(part: Part, place: str, model: Capabilities) -> str | Image:
             check_images(place, model)
             url = decoded(part.image_url, ImageUrl, f"{place}.image_url").url
             return image_of(url, f"{place}.image_url.url", model)
+        case VideoPart():
+            check_videos(place, model)
+            video = decoded(part.video_url, VideoUrl, f"{place}.video_url")
+            return video_of(video.url, video.num_frames, f"{place}.video_url.url", model)
         case AudioPart() | FilePart():
             raise unsupported(place, f"{model.model} takes no {_KIND_OF_PART[type(part)]}")
 

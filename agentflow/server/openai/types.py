@@ -153,6 +153,22 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     cache_control: Unread = None
 
 
+class VideoUrl(msgspec.Struct):
+    """Where a video is, as an ``ImageUrl``. ``num_frames``: how many frames the model sees; None: as many as
+    it is made for."""
+
+    url: str
+    num_frames: int | None = None
+
+
+class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
+    """A video, for models that accept videos, in the form of vLLM: a ``VideoUrl``, which is not read for
+    others."""
+
+    video_url: msgspec.Raw
+    cache_control: Unread = None
+
+
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
     """Not supported: the models take no audio."""
 
@@ -165,7 +181,7 @@ class FilePart(msgspec.Struct, tag_field="type", tag="file"):
     file: msgspec.Raw
 
 
-Part: TypeAlias = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+Part: TypeAlias = TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | FilePart
 Content: TypeAlias = str | Annotated[list[Part], Meta(min_length=1)]
 
 

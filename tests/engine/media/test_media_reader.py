@@ -25,7 +25,7 @@ from agentflow.engine.media.settings import PixelScaling, pixel_scaling
 from agentflow.engine.media.worker_handle import MediaWorkerHandle
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, NotSupported, Overloaded
-from agentflow.protocol.images import Image, Video, image_file
+from agentflow.protocol.images import Image, MediumKind, Video, image_file
 from agentflow.runtime.task_group import open_task_group
 from tests.support.media_files import bomb, encoded, noise, video
 
@@ -268,7 +268,7 @@ async def test_a_medium_in_vain_counts_as_slow(tmp_path: Path, monkeypatch: pyte
 async def test_fetched_images_wait_with_few_bytes(tmp_path: Path) -> None:
     fetched: list[str] = []
 
-    async def fetch(url: str) -> Image:
+    async def fetch(url: str, kind: MediumKind) -> Image:
         fetched.append(url)
         return _image(len(fetched))
 

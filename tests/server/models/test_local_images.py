@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx2
 import pytest
 from support.direct_compiler import direct_compiler
-from support.engine.fake_vision import TEMPLATE, TOKENIZER, FakeReader, picture, vision_runner
+from support.engine.fake_vision import TEMPLATE, TOKENIZER, FakeReader, clip, picture, vision_runner
 
 from agentflow.engine.client import running_engine
 from agentflow.engine.fake_runner import FakeRunner
@@ -26,6 +27,7 @@ TEXT = {"type": "text", "text": "What is it? "}
 CHAT = {"messages": [{"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": URL}}]}]}
 RESPONSE_PARTS = [{"type": "input_text", "text": TEXT["text"]}, {"type": "input_image", "image_url": URL}]
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+FRAMES: list[dict[str, Any]] = [{}, {"num_frames": 2}, {}]
 REQUESTS = {
     "chat": ("/v1/chat/completions", {"max_tokens": 4} | CHAT),
     "responses": (
@@ -105,8 +107,58 @@ async def test_what_the_reader_rejects_is_an_error_of_the_request() -> None:
         assert answer.status_code == 400
 
 
-async def test_a_model_without_vision_takes_no_images() -> None:
+CLIP = f"data:video/mp4;base64,{base64.b64encode(clip('cat').data).decode()}"
+
+
+def chat_with(*parts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT, *parts]}]}
+
+
+def response_with(*parts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": [{"role": "user", "content": [RESPONSE_PARTS[0], *parts]}]}
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [chat_with({"type": "video_url", "video_url": {"url": CLIP, **frames}}) for frames in FRAMES],
+        [response_with({"type": "input_video", "video_url": CLIP, **frames}) for frames in FRAMES],
+    ],
+    ids=["chat", "responses"],
+)
+async def test_videos(requests: list[tuple[str, dict[str, Any]]]) -> None:
+    """Requests with other numbers of frames are about other frames."""
+    async with served() as (client, runner):
+        for path, body in requests:
+            answer = await client.post(path, json={"model": "fake", **body})
+            assert answer.status_code == 200, answer.text
+        assert runner.num_encoded == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (
+            chat_with({"type": "video_url", "video_url": {"url": CLIP, "num_frames": 0}}),
+            "messages[0].content[1].video_url.url",
+        ),
+        (
+            chat_with({"type": "video_url", "video_url": {"url": URL}}),
+            "messages[0].content[1].video_url.url",
+        ),
+        (response_with({"type": "input_video", "video_url": URL}), "input[0].content[1].video_url"),
+    ],
+)
+async def test_wrong_videos(request_: tuple[str, dict[str, Any]], param: str) -> None:
+    path, body = request_
+    async with served() as (client, _):
+        answer = await client.post(path, json={"model": "fake", **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("media", [CHAT, chat_with({"type": "video_url", "video_url": {"url": CLIP}})[1]])
+async def test_a_model_without_vision_takes_no_images(media: dict[str, Any]) -> None:
     async with served(has_vision=False) as (client, _):
-        answer = await client.post("/v1/chat/completions", json={"model": "fake"} | CHAT)
+        answer = await client.post("/v1/chat/completions", json={"model": "fake"} | media)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "messages[0].content[1]"

@@ -39,7 +39,7 @@ from agentflow.server.responses.store import StoredConversation
 logger = logging.getLogger(__name__)
 
 # Of items that are given before a model is chosen. A response checks whether its model accepts the images.
-_NO_MODEL = Capabilities("a conversation", images=True)
+_NO_MODEL = Capabilities("a conversation", images=True, videos=True)
 
 
 async def create_conversation(call: ApiCall) -> None:

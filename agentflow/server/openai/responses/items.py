@@ -16,11 +16,11 @@ from msgspec import Meta
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import PlacedImage, placed_in
+from agentflow.protocol.images import Medium, PlacedImage, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.functions import NO_PARAMETERS
-from agentflow.server.compatible.images import check_images, image_of
+from agentflow.server.compatible.images import check_media, image_of, video_of
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
@@ -70,6 +70,8 @@ class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
+    video_url: str | None = None
+    num_frames: int | None = None
 
 
 class _JsonPart(msgspec.Struct):
@@ -153,8 +155,8 @@ class ItemReader:
                 if found is None:
                     text = f"no stored response has the item {reference[:100]!r}"
                     raise ApiError(404, "item_not_found", text, f"{place}.id")
-                if isinstance(found.step, Message) and found.step.images:  # another model may have read it
-                    check_images(f"{place}.id", self._model)
+                if isinstance(found.step, Message):  # another model may have read it
+                    check_media(f"{place}.id", self._model, found.step.images)
                 return found
             case _:
                 why = "use messages, function calls and their outputs"
@@ -183,13 +185,18 @@ class ItemReader:
         ]
         text, images = placed_in(
             [
-                part.text or part.refusal or ""
-                if part.image_url is None
-                else image_of(part.image_url, f"{place}[{number}].image_url", self._model)
+                self._medium(part, f"{place}[{number}]") or part.text or part.refusal or ""
                 for number, part in enumerate(parts)
             ]
         )
         return text, images, parts
+
+    def _medium(self, part: _Part, place: str) -> Medium | None:
+        if part.image_url is not None:
+            return image_of(part.image_url, f"{place}.image_url", self._model)
+        if part.video_url is not None:
+            return video_of(part.video_url, part.num_frames, f"{place}.video_url", self._model)
+        return None
 
     def _part(self, raw: msgspec.Raw, place: str) -> _Part:
         part = decoded(raw, _Part, place)
@@ -200,6 +207,8 @@ class ItemReader:
             return _Part(type="input_text", text=bytes(memoryview(data)).decode())
         if part.type == "input_image" and self._model.images and part.image_url is not None:
             return _Part(type=part.type, image_url=part.image_url)
+        if part.type == "input_video" and self._model.videos and part.video_url is not None:
+            return _Part(type=part.type, video_url=part.video_url, num_frames=part.num_frames)
         if part.type not in _TEXT_PARTS:
             raise unsupported(place, f"{self._model.model} takes only text, no {part.type[:100]!r}")
         text = part.refusal if part.type == "refusal" else part.text

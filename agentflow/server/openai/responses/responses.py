@@ -26,7 +26,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
-from agentflow.server.compatible.images import check_images
+from agentflow.server.compatible.images import check_media
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import announce, report, stream_completion
@@ -187,9 +187,9 @@ class _Turn:
             before = self._conversation.messages
         elif self._history is not None:
             before = self._history.messages()
-        if any(message.images for message in before):  # another model may have read them
-            place = "conversation" if self._history is None else "previous_response_id"
-            check_images(place, generator.capabilities)
+        place = "conversation" if self._history is None else "previous_response_id"
+        for message in before:  # another model may have read them
+            check_media(place, generator.capabilities, message.images)
         given = items_of(body.input)
         if not given and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
