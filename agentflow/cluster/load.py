@@ -33,6 +33,7 @@ depend on the request is computed then, for the one replica. A decision is arith
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -58,8 +59,16 @@ FULL = 0.95
 _NOBODY = (0, 0.0)
 KEPT_S = 10.0
 """After this time without a request for throughput, no more are expected."""
+FIRST_OUTPUT = 512
+"""The expected length of an output before any has ended. If it is too short, the first requests share few
+replicas, where each other's steps seem to cost little."""
 LEARNED_PART = 0.02
-"""How much of the mean output length the latest request decides."""
+"""How much of the mean output length the latest request decides. Few, as short outputs end first."""
+LEARNED_OF_KIND = 0.1
+"""The same for requests of one kind, from the tenth on."""
+KIND_TOKENS = 64
+"""Requests that share so long a beginning are of one kind."""
+MAX_KINDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +143,8 @@ class Loads:
         self._shape = shape
         self._loads: list[_Load] = []
         self._present: set[Replica] = set()
-        self._output, self._mean_output = 64.0, 64  # the mean length
+        self._output, self._mean_output = float(FIRST_OUTPUT), FIRST_OUTPUT  # the mean length
+        self._kinds: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()  # outputs and mean of each kind
         self._sum_others = 0.0  # of all replicas
         self._throughput_at = -math.inf  # when a request for throughput came last
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
@@ -274,8 +284,12 @@ class Loads:
         return Terms(own, others)
 
     def expected_output(self, call: Call) -> int:
-        """The length of its output if it is not known: the mean of others."""
-        return call.output_tokens or self._mean_output
+        """The length of its output if it is not known: the mean of others of its kind, or of all. An
+        application's prompts begin alike, and so do the turns of a session."""
+        if call.output_tokens:
+            return call.output_tokens
+        known = self._kinds.get(_kind(call))
+        return self._mean_output if known is None else max(1, round(known[1]))
 
     def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
         """The longest wait of a tenant on each replica: its own queue, once for each tenant in the queue."""
@@ -336,7 +350,15 @@ class Loads:
         if num_output:
             self._output += LEARNED_PART * (num_output - self._output)
             self._mean_output = round(self._output)
+            self._learn(_kind(call), num_output)
         self._refresh(call.replica)
+
+    def _learn(self, kind: Hashable, num_output: int) -> None:
+        count, mean = self._kinds.pop(kind, (0, 0.0))
+        part = max(LEARNED_OF_KIND, 1 / (count + 1))
+        self._kinds[kind] = count + 1, mean + part * (num_output - mean)
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
 
     def _left_queue(self, load: _Load, call: Call, now_s: float) -> None:
         load.num_waiting -= 1
@@ -391,6 +413,10 @@ class Loads:
             self._stall[replica] = 0.0 if load.num_latency else load.num_throughput * above * step_s
             is_closed = load.num_latency and load.used_tokens > shape.latency_tokens
             self._closed_s[replica] = self._output * step_s if is_closed else 0.0
+
+
+def _kind(call: Call) -> Hashable:
+    return call.key, call.run[: KIND_TOKENS * TOKEN_BYTES]
 
 
 def _share(step_s: float, bound_s: float) -> float:

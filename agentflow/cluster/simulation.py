@@ -164,11 +164,12 @@ class SimulatedCluster:
             for earlier in before:
                 self._followers.setdefault(earlier, []).append(index)
 
-    def run(self) -> Simulated:
-        """Runs the workload to its end."""
+    def run(self, until_s: float = math.inf) -> Simulated:
+        """Runs the workload to its end, or until ``until_s``. Requests that have not ended then end at
+        infinity, and so do first tokens that have not come."""
         start = time.perf_counter()
         events = self._events
-        while events:
+        while events and events[0][0] <= until_s:
             self.now_s, kind, _, what = heapq.heappop(events)
             if kind == _ARRIVES:
                 together = [what]
@@ -188,11 +189,15 @@ class SimulatedCluster:
             elif kind == _RETURN and isinstance(what, Loss):
                 self._return(what)
         for engine in self._engines.values():
-            engine.scheduler.check_idle()
+            if not events:
+                engine.scheduler.check_idle()
             self._count(engine)
-        assert not self._live
-        real_s = time.perf_counter() - start
+        assert events or not self._live
         ended_s = max([served.ended_s for served in self.served], default=0.0)
+        for live in [*self._live.values(), *self._homeless]:
+            live.served.first_s = live.served.first_s or math.inf
+            live.served.ended_s = math.inf
+        real_s = time.perf_counter() - start
         return Simulated(self.workload.name, self.config, self.served, self.counters, ended_s, real_s)
 
     def _push(self, at_s: float, kind: int, what: object) -> None:

@@ -7,17 +7,18 @@ applications' prompts) grows with the replicas, as the users of a larger service
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agentflow.cluster.load import EngineShape
-from agentflow.cluster.published import RoundRobin
+from agentflow.cluster.published import PUBLISHED_ROUTERS, RoundRobin
 from agentflow.cluster.router import Policy, Router
 from agentflow.cluster.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.simulator.simulation import Simulated
+from agentflow.engine.simulator.simulation import Served, Simulated
 from agentflow.engine.simulator.workload import (
     Arrival,
     Workload,
@@ -31,6 +32,7 @@ from agentflow.engine.simulator.workload import (
 )
 from benchmarks.engine.programs import GPU, applications, conversations
 
+OURS, LARGE = "ours", "one-large"
 TPOT_S = 0.05
 TTFT_S = 1.0
 LOAD = 0.8
@@ -47,6 +49,9 @@ class Case:
         make: Makes the programs of a number of replicas, at a rate of programs in a second; 0: all at the
             start.
         burst: Programs that keep one replica busy, to measure how many it serves.
+        warm_s: The time after which as many programs run as arrive later: about that of a program.
+        steady_s: How long requests are measured after that.
+        overloaded_s: The arrivals with which the scaling is measured: long against the time of a request.
         kv_tokens: The pool of a replica.
         max_running: The batch of a replica.
         max_context: The longest sequence.
@@ -56,6 +61,9 @@ class Case:
     note: str
     make: Callable[[int, int, float], list[Arrival]]
     burst: int
+    warm_s: float
+    steady_s: float
+    overloaded_s: float
     kv_tokens: int = 100_000
     max_running: int = 64
     max_context: int = 16_384
@@ -74,21 +82,20 @@ class Case:
         return Router(EngineShape(GPU, self.max_running, self.kv_tokens, TPOT_S), MODEL)
 
     def run(
-        self, workload: Workload, num_replicas: int, policy: Policy
-    ) -> tuple[Simulated, SimulatedCluster]:
-        """Simulates a workload."""
-        cluster = SimulatedCluster(
+        self, workload: Workload, num_replicas: int, policy: Policy, until_s: float = math.inf
+    ) -> Simulated:
+        """Simulates a workload until ``until_s``."""
+        return SimulatedCluster(
             workload,
             self.config(),
             policy,
             num_engines=num_replicas,
             cost=GPU,
             max_context=self.max_context,
-        )
-        return cluster.run(), cluster
+        ).run(until_s)
 
-    def run_one_large(self, workload: Workload, scale: int) -> Simulated:
-        """Simulates one engine with ``scale`` times the pool, the batch and the speed."""
+    def run_one_large(self, workload: Workload, scale: int, until_s: float) -> Simulated:
+        """Simulates one engine with ``scale`` times the pool, the batch and the speed until ``until_s``."""
         cost = replace(
             GPU,
             row_s=GPU.row_s / scale,
@@ -103,23 +110,69 @@ class Case:
             num_engines=1,
             cost=cost,
             max_context=self.max_context,
-        ).run()
+        ).run(until_s)
 
     def programs_per_s(self) -> float:
         """How many programs one replica serves in a second, if clients and tools take no time, and without
         the time in which the batch fills and empties."""
         workload = _without_pauses(Workload(self.name, self.make(1, self.burst, 0.0), self.kv_tokens))
-        ended = sorted(one.ended_s for one in self.run(workload, 1, RoundRobin())[0].served)
+        ended = sorted(one.ended_s for one in self.run(workload, 1, RoundRobin()).served)
         first, last = len(ended) // 5, 4 * len(ended) // 5
         num_programs = sum(arrival.after is None for arrival in workload.arrivals)
         return (last - first) / (ended[last] - ended[first]) * num_programs / len(ended)
 
-    def overloaded_per_s(self, num_replicas: int, per_s: float, seconds: float) -> float:
-        """Returns how many requests end in a second, in the second half of ``seconds``, while more programs
-        arrive than the replicas serve. ``per_s``: the programs that one replica serves."""
+    def overloaded_per_s(self, num_replicas: int, per_s: float) -> float:
+        """Returns how many requests end in a second, in the second half of ``overloaded_s``, while more
+        programs arrive than the replicas serve. ``per_s``: the programs that one replica serves."""
+        seconds = self.overloaded_s
         workload = _without_pauses(self.workload(num_replicas, OVERLOAD * per_s, seconds))
-        ended = [one.ended_s for one in self.run(workload, num_replicas, self.router())[0].served]
+        ended = [one.ended_s for one in self.run(workload, num_replicas, self.router(), seconds).served]
         return sum(seconds / 2 <= end < seconds for end in ended) / (seconds / 2)
+
+    def steady(self, name: str, num_replicas: int, per_s: float) -> Steady:
+        """Simulates programs at a rate for each replica, under the policy of this name (``OURS``, ``LARGE``
+        or a published one). Measures the requests that come in ``steady_s`` seconds after ``warm_s``."""
+        start_s, end_s = self.warm_s, self.warm_s + self.steady_s
+        workload = self.workload(num_replicas, per_s, end_s)
+        longest = max(len(arrival.output) for arrival in workload.arrivals)
+        until_s = end_s + TTFT_S + TPOT_S * longest  # no request is good that has not ended by then
+        if name == LARGE:
+            done = self.run_one_large(workload, num_replicas, until_s)
+        else:
+            policy = self.router() if name == OURS else PUBLISHED_ROUTERS[name]()
+            done = self.run(workload, num_replicas, policy, until_s)
+        served = [one for one in done.served if start_s <= one.arrived_s < end_s]
+        prompts = [(one.num_cached, len(one.arrival.prompt)) for one in served if one.ended_s < math.inf]
+        cached, total = (sum(numbers) for numbers in zip(*prompts, strict=True))
+        return Steady(
+            num_requests=len(served),
+            goodput=goodput(served),
+            hit_rate=cached / total,
+            latency_s=float(np.mean([min(one.ended_s, until_s) - one.arrived_s for one in served])),
+            ttft_p99_s=float(
+                np.percentile([min(one.first_s, until_s) - one.arrived_s for one in served], 99)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The requests of some seconds while as many programs end as begin.
+
+    Args:
+        num_requests: How many.
+        goodput: The part with a first token within TTFT_S and further ones every TPOT_S.
+        hit_rate: The part of the prompts' tokens that was cached.
+        latency_s: The mean time of a request, at least: one that has not ended is counted until the
+            simulation's end.
+        ttft_p99_s: The 99th percentile of the time until the first token.
+    """
+
+    num_requests: int
+    goodput: float
+    hit_rate: float
+    latency_s: float
+    ttft_p99_s: float
 
 
 def _without_pauses(workload: Workload) -> Workload:
@@ -130,9 +183,9 @@ def _without_pauses(workload: Workload) -> Workload:
     return replace(workload, arrivals=arrivals)
 
 
-def goodput(simulated: Simulated) -> float:
+def goodput(served: Sequence[Served]) -> float:
     """The part of the requests with a first token within TTFT_S and further ones every TPOT_S."""
-    return float(np.mean([one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in simulated.served]))
+    return float(np.mean([one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in served]))
 
 
 def _mix(num_replicas: int, count: int, per_s: float) -> list[Arrival]:
@@ -158,6 +211,9 @@ CASES = [
             num_requests=count, per_s=per_s, num_tasks=8 * n, examples=2000, output=32
         ),
         burst=300,
+        warm_s=3,
+        steady_s=5,
+        overloaded_s=8,
         kv_tokens=50_000,
     ),
     Case(
@@ -165,6 +221,9 @@ CASES = [
         "SGLang: programs of 40 thoughts",
         lambda n, count, per_s: tree_of_thought(num_programs=count, per_s=per_s, question=1500),
         burst=16,
+        warm_s=8,
+        steady_s=6,
+        overloaded_s=16,
         kv_tokens=50_000,
     ),
     Case(
@@ -174,25 +233,45 @@ CASES = [
             num_chats=count, per_s=per_s, turns=6, system=400, message=200, reply=150, pause_s=4.0
         ),
         burst=150,
+        warm_s=30,
+        steady_s=6,
+        overloaded_s=20,
     ),
     Case(
         "applications",
         "Parrot, figure 17: four applications",
         lambda n, count, per_s: applications(count, per_s),
         burst=200,
+        warm_s=20,
+        steady_s=10,
+        overloaded_s=40,
     ),
-    Case("mix", "Parrot, figure 19: chats and map-reduce", _mix, burst=200),
+    Case(
+        "mix",
+        "Parrot, figure 19: chats and map-reduce",
+        _mix,
+        burst=200,
+        warm_s=15,
+        steady_s=10,
+        overloaded_s=30,
+    ),
     Case(
         "multi_agent",
         "Parrot, figure 18: coders and reviewers in three rounds",
         lambda n, count, per_s: multi_agent(num_programs=count, per_s=per_s),
         burst=16,
+        warm_s=20,
+        steady_s=12,
+        overloaded_s=40,
     ),
     Case(
         "agents",
         "sessions of 15 turns up to 30,000 tokens, tools of 1 to 4 s",
         lambda n, count, per_s: list(_agents(n, count, per_s)),
         burst=24,
+        warm_s=70,
+        steady_s=20,
+        overloaded_s=60,
         kv_tokens=200_000,
         max_running=16,
         max_context=65_536,

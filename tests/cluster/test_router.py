@@ -92,6 +92,20 @@ def test_an_ended_request_no_longer_counts() -> None:
     assert place(router, call(2, tokens(2, 500)), now_s=0.2) == [0]
 
 
+def test_outputs_are_expected_as_long_as_others_after_the_same_beginning() -> None:
+    router = router_of(2)
+    short, long = tokens(1, 500), tokens(2, 500)
+    for number, (begin, output) in enumerate([(short, 10), (long, 700)] * 20):
+        one = call(number, begin + tokens(100 + number, 8))
+        place(router, one)
+        router.started(one, 0.0)
+        router.ended(one, output, 0.0)
+    expected = [router.loads.expected_output(call(99, run)) for run in (short, long, tokens(3, 500))]
+    assert expected[:2] == [10, 700]
+    assert expected[0] < expected[2] < expected[1]
+    assert router.loads.expected_output(call(99, short, output_tokens=33)) == 33
+
+
 def test_the_queue_shrinks_with_time() -> None:
     loads = Loads(SHAPE)
     loads.add(0)

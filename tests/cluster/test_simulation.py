@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from agentflow.cluster.load import EngineShape
 from agentflow.cluster.published import PUBLISHED_ROUTERS, LeastTokens
 from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, simulate_cluster
+from agentflow.cluster.simulation import MODEL, SimulatedCluster, simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate
@@ -74,3 +76,14 @@ def test_the_router_finds_more_of_the_chains_in_caches_than_round_robin() -> Non
         several(3, policy=one).hit_rate for one in (Router(shape, MODEL), PUBLISHED_ROUTERS["round-robin"]())
     ]
     assert rates[0] > rates[1]
+
+
+def test_a_simulation_that_is_cut_has_the_same_past() -> None:
+    whole = several(3)
+    cut_s = whole.elapsed_s / 2
+    cluster = SimulatedCluster(WORKLOAD, CONFIG, LeastTokens(), num_engines=3, cost=COST, max_context=1000)
+    cut = cluster.run(cut_s)
+    ended = sorted(one.ended_s for one in cut.served if one.ended_s < math.inf)
+    assert ended == sorted(one.ended_s for one in whole.served if one.ended_s <= cut_s)
+    assert all(one.first_s <= cut_s or one.first_s == math.inf for one in cut.served)
+    assert any(one.ended_s == math.inf for one in cut.served)
