@@ -1,8 +1,8 @@
 """The gateway (``agentflow route``): the time that it adds, and the prefixes that its servers find cached.
 
 The times are measured in turns, directly and through a gateway in a separate process, before a server that
-writes words without a model. The hits are simulated: the router over text learns caches and costs from what it
-sends, and is compared with the router that reads the replicas' reports, and with round robin.
+writes words without a model. The hits are simulated: the router over text learns caches and costs from what
+it sends, and is compared with the router that reads the replicas' reports, and with round robin.
 ``gateway_real_hits`` is measured on two servers with the default model.
 """
 
@@ -179,7 +179,7 @@ def _simulated_hits(report: Report, console: Console) -> None:
         workload = case.workload(NUM_REPLICAS, per_s, SECONDS[report.scale])
         console.print(f"{case.name}: {len(workload.arrivals):,} requests, simulated", style="dim")
         policies = (case.router(), _Text(NUM_REPLICAS, case.kv_tokens), RoundRobin())
-        fed, text, turns = (case.run(workload, NUM_REPLICAS, policy)[0].hit_rate for policy in policies)
+        fed, text, turns = (case.run(workload, NUM_REPLICAS, policy).hit_rate for policy in policies)
         gaps.append(100 * (fed - text))
         notes.append(f"{case.name} {text:.3f} ({fed:.3f}, round robin {turns:.3f})")
     note = (

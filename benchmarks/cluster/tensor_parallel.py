@@ -101,7 +101,8 @@ def write_model(folder: Path, num_layers: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
+        values: Tensor = torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+        return values.bfloat16()
 
     tensors = {
         "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
