@@ -162,6 +162,7 @@ ROOMS = {
         "charge_exchange",
         "measured_cost",
         "replica_set",
+        "shares",
         "open_replicas",
     ),
     "server": (
@@ -187,6 +188,7 @@ ROOMS = {
         "ollama",
         "sglang",
         "programs_api",
+        "replicas",
         "routes",
         "openapi",
         "origin_guard",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -12,15 +13,27 @@ from agentflow.cluster.measured_cost import measured_shape
 from agentflow.cluster.replica_set import ReplicaSet
 from agentflow.cluster.router import Policy, Router
 from agentflow.engine.client import EngineClient
+from agentflow.engine.local_engine import (
+    adapter_folders,
+    deadlines_of,
+    engine_start,
+    open_engine,
+    read_tokenizer,
+)
 from agentflow.engine.messages import Loaded, Start
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.child import StartChild, start_process
 from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import EngineSupervisor, check_tokenizer, prepared
 from agentflow.engine.scheduling.defaults import MAX_RUNNING
+from agentflow.engine.store.embedding_folder import check_generates
+from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
 from agentflow.runtime.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
 
 NewRouter = Callable[[EngineShape, Loaded], Policy]
 
@@ -28,6 +41,38 @@ NewRouter = Callable[[EngineShape, Loaded], Policy]
 def new_router(shape: EngineShape, loaded: Loaded) -> Policy:
     """Returns the ``Router`` for a model."""
     return Router(shape, loaded.info.identity)
+
+
+@asynccontextmanager
+async def open_replicas(
+    replicas: Sequence[EngineOptions], shutdown: ShutdownBudget | None = None
+) -> AsyncIterator[EngineClient]:
+    """Loads a model in several processes and serves it within the scope. ``replicas``: the options of each,
+    which differ in their devices, threads and memory. A single one is opened without a router."""
+    options = replicas[0]
+    if len(replicas) == 1:
+        async with open_engine(options, shutdown) as client:
+            yield client
+        return
+    folder = resolve_model(options.model)
+    if options.task == "generate":
+        check_generates(folder)
+    adapters = adapter_folders(options)
+    opening = replicated_engine(
+        [engine_start(one, folder, reports=True) for one in replicas],
+        lambda: read_tokenizer(options, folder),
+        devices=[one.device or "" for one in replicas],
+        max_running=options.max_running,
+        tpot_target_ms=options.tpot_target_ms,
+        max_unfinished=options.max_unfinished,
+        deadlines=deadlines_of(options, folder),
+        exits_when_down=options.exit_on_engine_failure,
+        shutdown=shutdown,
+    )
+    async with opening as client:
+        for name, adapter in adapters.items():
+            await client.load_adapter(name, adapter)
+        yield client
 
 
 @asynccontextmanager

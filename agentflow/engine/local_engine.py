@@ -57,23 +57,18 @@ async def open_engine(
     folder = resolve_model(options.model)
     if options.task == "generate":
         check_generates(folder)
-    _check_divided(options)
     adapters = adapter_folders(options)
     if options.own_process:
-        # Sized once, here: after a restart the pool must have the same size.
-        kv_tokens = options.kv_tokens or _kv_tokens(options, folder, "cpu")
-        chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
-        log_level = logging.getLogger("agentflow").getEffectiveLevel()
-        start = Start(f"{__name__}:{load_engine.__name__}", asdict(chosen), log_level)
         opening = supervised_engine(
-            start,
-            lambda: _read_texts(options, folder)[0],
+            engine_start(options, folder),
+            lambda: read_tokenizer(options, folder),
             max_unfinished=options.max_unfinished,
             deadlines=deadlines_of(options, folder),
             exits_when_down=options.exit_on_engine_failure,
             shutdown=shutdown,
         )
     else:
+        _check_divided(options)
         chosen = replace(options, model=str(folder))
         opening = running_engine(lambda: load_engine(**asdict(chosen)), max_unfinished=options.max_unfinished)
     async with opening as client:
@@ -102,6 +97,21 @@ def _check_divided(options: EngineOptions) -> None:
     ):
         if is_so:
             raise BadArgument(f"a model with tensor_parallel {feature}", param="tensor_parallel")
+
+
+def engine_start(options: EngineOptions, folder: Path, *, reports: bool = False) -> Start:
+    """How to load the model in ``folder`` in a process. ``reports``: for a router."""
+    _check_divided(options)
+    # Sized once, here: after a restart the pool must have the same size.
+    kv_tokens = options.kv_tokens or _kv_tokens(options, folder, "cpu")
+    chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
+    log_level = logging.getLogger("agentflow").getEffectiveLevel()
+    return Start(f"{__name__}:{load_engine.__name__}", asdict(chosen), log_level, reports)
+
+
+def read_tokenizer(options: EngineOptions, folder: Path) -> Tokenizer:
+    """The tokenizer of the model in ``folder``. ``BadModelFolder``."""
+    return _read_texts(options, folder)[0]
 
 
 def adapter_folders(options: EngineOptions) -> dict[str, Path]:
@@ -269,6 +279,8 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     """A generator for an interpreter: an engine, its chat template, if it generates text a compiler of
     constraints, and if it reads images their reader. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
+    if chosen.replicas > 1:
+        raise BadArgument("an embedded engine has one replica: use agentflow serve", param="replicas")
     folder = await fetch_model_async(chosen.model)
     for path in missing_adapters(chosen.loras):
         await fetch_model_async(path)

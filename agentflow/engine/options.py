@@ -48,6 +48,13 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None,
         doc("where the model runs: cpu, cuda, or cuda:1 for the second GPU (not set: a GPU if there is one)"),
     ] = None
+    replicas: Annotated[
+        Count,
+        doc(
+            "engine processes that serve the model; each has a GPU, from the one of device on, or a part of "
+            "the CPU threads"
+        ),
+    ] = 1
     tensor_parallel: Annotated[
         Count,
         doc(
@@ -56,7 +63,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         ),
     ] = 1
     kv_tokens: Annotated[
-        Count | None, doc("capacity of the KV pool in tokens (not set: as many as fit into memory)")
+        Count | None,
+        doc("capacity of the KV pool in tokens, of each replica (not set: as many as fit into memory)"),
     ] = None
     token_budget: Annotated[
         Count | None,

@@ -7,7 +7,7 @@ models, for which ``image_fetcher`` fetches images, ``websocket`` sessions, ``re
 are kept, ``programs`` the programs that live on, and ``metrics`` the metrics. ``service`` is the state of a
 running server. ``http`` reads requests and answers them, and ``completion`` runs them. ``openai``,
 ``anthropic``, ``ollama``, ``sglang`` and ``programs_api`` are the APIs, and ``compatible`` has their common
-fields. ``routes`` joins their paths, which ``openapi`` describes, ``origin_guard`` rejects pages of other
-sites, and ``ui`` serves the server's own. ``app`` assembles the application, and ``serve`` runs it.
-``gateway`` is an application that divides requests over other servers.
+fields. ``replicas`` shows and drains the replicas of models. ``routes`` joins all paths, which ``openapi``
+describes, ``origin_guard`` rejects pages of other sites, and ``ui`` serves the server's own. ``app`` assembles
+the application, and ``serve`` runs it. ``gateway`` is an application that divides requests over other servers.
 """

@@ -25,6 +25,7 @@ from agentflow.server.ollama.routes import ROUTES as OLLAMA_ROUTES
 from agentflow.server.openai.models import ModelCard, ModelList, get_model, list_models
 from agentflow.server.openai.routes import ROUTES as OPENAI_ROUTES
 from agentflow.server.programs_api.routes import ROUTES as PROGRAM_ROUTES
+from agentflow.server.replicas import ROUTES as REPLICA_ROUTES
 from agentflow.server.sglang.routes import ROUTES as SGLANG_ROUTES
 from agentflow.server.tenants.keys import hashed_key, key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
@@ -69,6 +70,7 @@ ROUTES = (
     *OLLAMA_ROUTES,
     *SGLANG_ROUTES,
     *PROGRAM_ROUTES,
+    *REPLICA_ROUTES,
 )
 
 

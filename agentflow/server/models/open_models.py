@@ -4,17 +4,19 @@ and the generators of models behind an API."""
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio.to_thread
 from msgspec.structs import replace
 
+from agentflow.cluster.open_replicas import open_replicas
+from agentflow.cluster.shares import divided
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.local_engine import adapter_folders, open_engine, rank_devices, read_template
+from agentflow.engine.local_engine import adapter_folders, rank_devices, read_template
 from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
 from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
@@ -114,13 +116,14 @@ async def _open_engines(
     """Opens the models with engines into ``opened``. Returns the compiler that they share."""
     # In a thread, so that the server answers in the meantime.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
-    free = await free_memory(device for options in models.values() for device in rank_devices(options))
+    free = await free_memory(_devices(models.values()))
     sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     sink = None if record_to is None else stack.enter_context(open_sink(record_to))
     # First, so that its process loads while the models do, at a lower priority.
     compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
-    for name, options in sized.items():
-        client = await stack.enter_async_context(open_engine(options, shutdown))
+    for name, replicas in sized.items():
+        options = replicas[0]
+        client = await stack.enter_async_context(open_replicas(replicas, shutdown))
         logger.info("%s: %s", name, client.info.weights)
         try:
             await _warm_up(client)
@@ -162,37 +165,61 @@ def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path],
     return folders, {name: read_template(options, folders[name]) for name, options in models.items()}
 
 
+def _devices(models: Iterable[EngineOptions]) -> list[str | None]:
+    """The devices that models name, and the GPUs of their replicas."""
+    found: list[str | None] = []
+    for options in models:
+        found.append(options.device)
+        if options.device != "cpu":
+            first, count = gpu_number(options.device), options.replicas * options.tensor_parallel
+            found += [f"cuda:{first + number}" for number in range(1, count)]
+    return found
+
+
 def _sized(
     models: Mapping[str, EngineOptions], folders: Mapping[str, Path], memory_share: float, free: FreeMemory
-) -> dict[str, EngineOptions]:
+) -> dict[str, list[EngineOptions]]:
+    """The options of the replicas of each model."""
     on_host: list[MemoryNeed] = []
     on_gpus: dict[int, list[MemoryNeed]] = {}
-    for name, options in models.items():
-        is_on_gpu = free.is_on_gpu(options.device)
-        need = memory_need(
-            name,
-            folders[name],
-            options.dtype,
-            options.kv_tokens,
-            options.quantize,
-            task=options.task,
-            on_gpu=is_on_gpu,
-            adapters=adapter_folders(options).values(),
-            ranks=options.tensor_parallel,
-        )
-        if not is_on_gpu:
-            on_host.append(need)
-            continue
-        for device in rank_devices(options):
-            on_gpus.setdefault(gpu_number(device), []).append(need)
+    replicas: dict[str, Sequence[EngineOptions]] = {}
+    for name, model in models.items():
+        is_on_gpu = free.is_on_gpu(model.device)
+        replicas[name] = divided(model, {0, *free.other_cuda_bytes} if is_on_gpu else None)
+        for number, options in enumerate(replicas[name]):
+            need = memory_need(
+                _replica_name(name, number, model.replicas),
+                folders[name],
+                options.dtype,
+                options.kv_tokens,
+                options.quantize,
+                task=options.task,
+                on_gpu=is_on_gpu,
+                adapters=adapter_folders(options).values(),
+                ranks=options.tensor_parallel,
+            )
+            if not is_on_gpu:
+                on_host.append(need)
+                continue
+            for device in rank_devices(options):
+                on_gpus.setdefault(gpu_number(device), []).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
     for gpu, needs in on_gpus.items():
         for name, kv_tokens in divide_memory(needs, int(free.bytes_of(gpu) * memory_share)).items():
             shares[name] = min(kv_tokens, shares.get(name, kv_tokens))
-    return {
-        name: replace(options, model=str(folders[name]), kv_tokens=shares[name], own_process=True)
-        for name, options in models.items()
-    }
+    sized: dict[str, list[EngineOptions]] = {}
+    for name, model in models.items():
+        # Replicas have pools of one size: a request that fits into one fits into each.
+        kv_tokens = min(shares[_replica_name(name, n, model.replicas)] for n in range(model.replicas))
+        sized[name] = [
+            replace(options, model=str(folders[name]), kv_tokens=kv_tokens, own_process=True)
+            for options in replicas[name]
+        ]
+    return sized
+
+
+def _replica_name(name: str, number: int, count: int) -> str:
+    return name if count == 1 else f"{name} (replica {number})"
 
 
 async def _warm_up(client: EngineClient) -> None:
