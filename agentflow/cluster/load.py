@@ -296,6 +296,7 @@ class Loads:
         own_s = np.array([load.queued.get(tenant, _NOBODY)[1] for load in self._loads])
         num_tenants = np.array([len(load.queued) + (tenant not in load.queued) for load in self._loads])
         fair: Seconds = num_tenants * (own_s + prompts)
+        fair[np.isinf(self._ready)] = math.inf  # no replica is there
         return fair
 
     # Changes.

@@ -255,7 +255,7 @@ class ReplicaSet:
         except Exception:  # a fault of one request, or of the router, must not affect others
             logger.exception("cannot place %d requests by their costs", len(calls))
         for request, call in calls:
-            is_placed = call.replica >= 0
+            is_placed = self._is_in_router(call.replica)
             replica = self._replicas[call.replica] if is_placed else self._least_busy()
             replica.requests[call.id] = call if is_placed else None
             self._of_request[call.id] = replica
@@ -263,6 +263,9 @@ class ReplicaSet:
                 replica.supervisor.adopt(request)
             except Exception:
                 self._fail(request, "cannot send the request")
+
+    def _is_in_router(self, number: int) -> bool:
+        return 0 <= number < len(self._replicas) and self._replicas[number].is_in_router
 
     def _least_busy(self) -> Replica:
         serving = [replica for replica in self._replicas if replica.is_in_router]

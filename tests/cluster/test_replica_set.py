@@ -9,13 +9,13 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_replicas import Replicas
-from support.plain_model import alone
+from support.fake_replicas import Died, Replicas
+from support.plain_model import alone, plain_token, runner
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.submit import Origin
-from agentflow.errors import BadArgument, EngineFailed, Overloaded
+from agentflow.errors import BadArgument, BadModelFolder, EngineDown, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -112,3 +112,168 @@ def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) ->
             assert all(one.requests == 0 for one in client.engine.replicas)
 
     anyio.run(run)
+
+
+@pytest.fixture
+async def two():
+    """Two replicas that run by themselves."""
+    replicas = Replicas(2)
+    async with replicas.open() as client:
+        await replicas.settle()
+        yield replicas, client
+
+
+async def run_all(client: EngineClient, *jobs: Job) -> None:
+    async with anyio.create_task_group() as group:
+        for job in jobs:
+            group.start_soon(job.run, client)
+
+
+async def test_siblings_that_come_together_share_a_replica_and_its_cache(two) -> None:
+    _, client = two
+    jobs = [Job([*[10] * 130, 20 + number], origin=Origin(task_group=7)) for number in range(6)]
+    await run_all(client, *jobs)
+    for job in jobs:
+        job.check()
+    # The router may divide the group: each replica then computes the prefix once.
+    assert sum(job.end.cached_tokens > 100 for job in jobs) >= 4
+    await run_all(client, later := Job([*[10] * 130, 90]))
+    assert later.end.cached_tokens > 100  # the router knows where the prefix is
+
+
+async def test_a_poisonous_request_takes_two_replicas_with_it_and_no_other_request() -> None:
+    replicas = Replicas(3)
+
+    def next_token(tokens):
+        if tokens[0] == POISON:
+            raise Died
+        return plain_token(tokens)
+
+    replicas.make_runner = lambda number: runner(num_slots=600, next_token=next_token)
+    async with replicas.open() as client:
+        jobs = [Job([30 + number, 5]) for number in range(8)]
+        poison = Job([POISON, 5])
+        async with anyio.create_task_group() as group:
+            for job in (*jobs[:4], poison, *jobs[4:]):
+                group.start_soon(job.run, client)
+            await replicas.ticks.until(lambda: all(job.end or job.error for job in (*jobs, poison)))
+        for job in jobs:
+            job.check()
+        assert isinstance(poison.error, EngineFailed)
+        assert sum(one.restarts for one in client.engine.replicas) == 3  # two deaths, and a trial
+        assert sorted(one.restarts for one in client.engine.replicas)[0] == 0
+
+
+async def test_requests_fail_only_when_all_replicas_are_down(two) -> None:
+    replicas, client = two
+    replicas.fails_to_start = {0}
+    replicas.children[0].die()
+    await replicas.ticks.until(lambda: replica(client, 0).state == "down")
+    assert "died" in replica(client, 0).problem
+    await run_all(client, job := Job([10, 20]))
+    job.check()
+    replicas.is_automatic = False
+    waiting = Job([10, 21])
+    async with anyio.create_task_group() as group:
+        group.start_soon(waiting.run, client)
+        await replicas.settle()
+        replicas.fails_to_start = {0, 1}
+        replicas.children[1].die()
+        await replicas.ticks.until(lambda: waiting.error is not None)
+    assert isinstance(waiting.error, EngineDown)
+    with pytest.raises(EngineDown):
+        await client.compute([1, 2])
+    with pytest.raises(EngineDown):
+        await client.stats()
+    replicas.become_automatic()
+    replicas.fails_to_start = set()
+    await replicas.ticks.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
+    await run_all(client, again := Job([10, 20]))
+    again.check()
+
+
+async def test_the_server_ends_when_all_are_down_if_it_is_told_to() -> None:
+    replicas = Replicas(2)
+
+    async def lose_all() -> None:
+        async with replicas.open(exits_when_down=True):
+            replicas.fails_to_start = {0, 1}
+            for child in replicas.children.values():
+                child.die()
+            await replicas.ticks.until(lambda: False)
+
+    with pytest.raises(EngineFailed, match="all replicas are down"):
+        await lose_all()
+
+
+async def test_a_drained_replica_gets_a_new_process_and_its_requests_move(two) -> None:
+    replicas, client = two
+    await run_all(client, Job([10, 20]))
+    replicas.is_automatic = False
+    jobs = [Job([20 + number, 5], origin=Origin(tenant=str(number))) for number in range(6)]
+    async with anyio.create_task_group() as group:
+        for job in jobs:
+            group.start_soon(job.run, client)
+        await replicas.settle()
+        for _ in range(4):
+            await replicas.step_all()
+        number = max(client.engine.replicas, key=lambda one: one.requests).number
+        before = replicas.children[number]
+        client.engine.drain(number, 0.0)
+        with pytest.raises(BadArgument):
+            client.engine.drain(number)
+        with pytest.raises(BadArgument):
+            client.engine.drain(2)
+        replicas.become_automatic()
+        await replicas.ticks.until(lambda: all(job.end for job in jobs))
+    await replicas.ticks.until(lambda: replica(client, number).state == "serving")
+    for job in jobs:
+        job.check()
+    assert before.is_dead
+    assert [one.restarts for one in client.engine.replicas] == [int(n == number) for n in range(2)]
+    for one in range(2):
+        client.engine.drain(one)  # one after the other
+    await replicas.ticks.until(lambda: sum(one.restarts for one in client.engine.replicas) == 3)
+    await replicas.ticks.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
+
+
+async def test_the_last_replica_that_serves_is_not_drained(two) -> None:
+    replicas, client = two
+    replicas.fails_to_start = {1}
+    replicas.children[1].die()
+    await replicas.settle()
+    with pytest.raises(Overloaded):
+        client.engine.drain(0)
+
+
+async def test_replicas_of_different_models_are_rejected_and_none_is_left() -> None:
+    replicas = Replicas(2)
+    replicas.make_runner = lambda number: runner(num_slots=600, max_context=500 + number)
+    with pytest.raises(BadModelFolder, match="replica 1"):
+        async with replicas.open():
+            pass
+    assert all(child.is_dead for child in replicas.children.values())
+
+
+async def test_stats_add_up_and_each_replica_keeps_its_own(two) -> None:
+    _, client = two
+    before = (await client.stats()).prompt_tokens
+    jobs = [Job([20 + number] * 40, origin=Origin(tenant=str(number))) for number in range(8)]
+    await run_all(client, *jobs)
+    stats = await client.stats()
+    assert stats.prompt_tokens - before == 8 * 40
+    assert stats.total_slots == 1200
+    parts = [one.stats for one in client.engine.replicas]
+    assert sum(part.prompt_tokens for part in parts) == stats.prompt_tokens
+    assert all(part.generated_tokens for part in parts)  # both had requests
+    snapshot = await client.watches.snapshot(None, 100, 0)
+    nodes = {row[0] for row in snapshot.nodes}
+    assert len(nodes) == len(snapshot.nodes)
+    assert all(row[1] in nodes or row[1] == 0 or row[2] for row in snapshot.nodes)
+    numbers = [step.number for step in snapshot.steps]
+    assert numbers == sorted(set(numbers))
+    later = await client.watches.snapshot(None, 100, numbers[-1])
+    assert not later.steps
+    leaf = next(row for row in snapshot.nodes if row[2] > 40)
+    found = await client.watches.peek(snapshot.tenants[leaf[7]], leaf[0])
+    assert found.token_ids[:40] == [int(snapshot.tenants[leaf[7]]) + 20] * 40

@@ -257,3 +257,11 @@ def test_a_lost_replica_gets_nothing_and_its_late_reports_change_nothing() -> No
 def test_any_number_of_replicas_may_join() -> None:
     router = router_of(40)
     assert sorted(place(router, *[call(i, tokens(i, 300)) for i in range(40)])) == list(range(40))
+
+
+def test_tenants_in_several_queues_are_placed_on_replicas_that_exist() -> None:
+    """A tenant's bounded wait is finite, but not where there is no replica."""
+    router = router_of(2)
+    router.lose(1)
+    calls = [call(number, tokens(number, 500), tenant=str(number % 3)) for number in range(1, 20)]
+    assert {place(router, one)[0] for one in calls} == {0}

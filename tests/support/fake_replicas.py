@@ -98,8 +98,8 @@ class FakeChild:
         self.wake()
 
 
-class Died(Exception):
-    """The process dies in this forward pass."""
+class Died(BaseException):
+    """The process dies in this forward pass: the engine must not handle it."""
 
 
 class _Ticks(Ticks):
