@@ -53,6 +53,7 @@ from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
 from agentflow.server.openapi import openapi
 from agentflow.server.origin_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.programs.programs import open_programs
+from agentflow.server.programs.shared_values import SharedValues
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.responses.keeping import LocalResponses, Responses
 from agentflow.server.responses.shared_store import SharedResponses
@@ -60,6 +61,7 @@ from agentflow.server.responses.store import ResponseStore
 from agentflow.server.routes import ROUTES, api_routes, error_response
 from agentflow.server.service import Service
 from agentflow.server.sglang.models import FLUSH, WHY_NOT_FLUSHED
+from agentflow.server.stores.entries import SharedEntries
 from agentflow.server.stores.fronts import Fronts, open_fronts
 from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants, key_of_headers
@@ -198,9 +200,10 @@ def create_app(
             models.gate.running(),
             open_sessions(limits) as sessions,
             open_background_runs(http.max_background_responses) as background,
-            open_programs(http.programs) as programs,
-            _open_fronts(app, shared) as fronts,
             _open_responses(shared, http) as responses,
+            _open_values(shared, http) as values,
+            open_programs(http.programs, values=values) as programs,
+            _open_fronts(app, shared) as fronts,
         ):
             service = Service(
                 models,
@@ -279,10 +282,22 @@ async def _open_responses(shared: SharedStore | None, limits: HttpLimits) -> Asy
     if shared is None:
         yield LocalResponses(ResponseStore(limits.responses_bytes, limits.response_lifetime_s))
         return
-    responses = SharedResponses(shared, limits.responses_bytes, limits.response_lifetime_s)
+    entries = SharedEntries(shared, "responses", limits.responses_bytes, limits.response_lifetime_s)
     async with open_task_group() as group:
-        group.start_soon(responses.sweep)
-        yield responses
+        group.start_soon(entries.sweep)
+        yield SharedResponses(entries)
+        group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_values(shared: SharedStore | None, limits: HttpLimits) -> AsyncIterator[SharedValues | None]:
+    if shared is None:
+        yield None
+        return
+    entries = SharedEntries(shared, "values", limits.programs_bytes, limits.program_idle_s)
+    async with open_task_group() as group:
+        group.start_soon(entries.sweep)
+        yield SharedValues(entries)
         group.cancel_scope.cancel()
 
 

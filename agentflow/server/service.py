@@ -91,11 +91,11 @@ class Service:
             "try again later",
         )
 
-    def new_id(self, kind: str) -> str:
+    def new_id(self, kind: str, num_bytes: int = 24) -> str:
         """An id that no other has, such as ``resp_…``. With fronts that share a store, it has the id of this
         one, so that a proxy can find it."""
         own = "" if self.fronts is None else f"{self.fronts.own}_"
-        return f"{kind}_{own}{secrets.token_hex(24)}"
+        return f"{kind}_{own}{secrets.token_hex(num_bytes)}"
 
     async def runs_at(self, front: str) -> bool:
         """Whether another front runs what it began. ``Overloaded`` if the shared store does not answer."""

@@ -265,6 +265,12 @@ class ApiCall:
             ),
         )
 
+    def failure_of(self, answered: Answered) -> ApiError:
+        """The error that another server has answered with."""
+        fault = msgspec.json.decode(answered.body, type=_Fault).error
+        param, code = fault.param, fault.code or "invalid_value"
+        return ApiError(answered.status, code, fault.message, None if param is None else str(param))
+
     async def forward(self, front: str) -> None:
         """Lets another server with the same store answer."""
         answered = await self.asked_elsewhere(front)
@@ -468,6 +474,16 @@ def request_id_of(headers: Headers) -> str:
     """The id that the client chose for its request, or else a new one."""
     asked_id = headers.get("x-request-id", "")
     return asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
+
+
+class _FaultFields(msgspec.Struct):
+    message: str
+    code: str | None = None
+    param: str | None = None
+
+
+class _Fault(msgspec.Struct):
+    error: _FaultFields
 
 
 class ClientGone(Exception):

@@ -118,6 +118,8 @@ class ServedProgram:
         self._states, self._numbers = count(_ROOT + 1), count(1)
         self._readers: set[EventCursor] = set()
         self._submitting = anyio.Lock()
+        self._follower: EventCursor | None = None
+        self._added: list[Variable] = []  # since the follower has taken them
 
     def begin(self, models: SessionModels, tasks: TaskGroup) -> None:
         """Starts the interpreter, whose tasks ``tasks`` owns. ``Overloaded``."""
@@ -153,6 +155,22 @@ class ServedProgram:
                     self._memory.close()
                 else:
                     await self._interpreter.aclose()
+
+    @property
+    def variable_ids(self) -> tuple[str, ...]:
+        """The ids of its variables."""
+        return tuple(self._variables)
+
+    def followed(self) -> EventCursor:
+        """The cursor of the one reader of all variables, which new ones wake (``take_added``)."""
+        self._follower = EventCursor()
+        self._added = [*self._variables.values()]
+        return self._follower
+
+    def take_added(self) -> list[Variable]:
+        """The variables that are new since the last call."""
+        added, self._added = self._added, []
+        return added
 
     def find(self, variable_id: str) -> Variable | None:
         """The variable with this id, or None."""
@@ -242,6 +260,9 @@ class ServedProgram:
         record = self._running.variable(number)
         variable = Variable(variable_id, record, gen, request, reservation)
         self._variables[variable_id] = variable
+        if self._follower is not None:
+            self._added.append(variable)
+            self._follower.wake()
         return variable
 
     async def _send(self, op: ops.Op) -> None:

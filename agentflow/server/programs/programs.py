@@ -21,6 +21,7 @@ from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.programs.store import ProgramLimits, ProgramStore
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.programs.program import ServedProgram
+from agentflow.server.programs.shared_values import SharedValues
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +29,27 @@ logger = logging.getLogger(__name__)
 class Programs:
     """All programs of a server. ``open_programs`` creates it."""
 
-    def __init__(self, tasks: TaskGroup, store: ProgramStore[ServedProgram]) -> None:
+    def __init__(
+        self, tasks: TaskGroup, store: ProgramStore[ServedProgram], values: SharedValues | None = None
+    ) -> None:
         self._tasks = tasks
         self.store = store
+        self.values = values
+        """The values that other servers can show."""
 
     async def open(
         self,
         models: SessionModels,
         tenant: str,
         *,
+        program_id: str | None = None,
         cache_salt: str = "",
         is_valid: Callable[[], bool] = lambda: True,
         graphs: TenantGraphs | None = None,
     ) -> ServedProgram:
         """Opens a program of the tenant. ``RateLimited`` if it has too many, ``Overloaded``."""
         program = ServedProgram(
-            f"prog_{secrets.token_hex(16)}",
+            program_id or f"prog_{secrets.token_hex(16)}",
             tenant,
             self.store.memory_of(tenant),
             cache_salt=cache_salt,
@@ -79,6 +85,8 @@ class Programs:
         try:
             async with open_task_group() as group:
                 program.begin(models, group)
+                if self.values is not None:
+                    group.start_soon(self.values.follow, program)
                 has_begun = True
                 task_status.started()
                 await program.ended.wait()
@@ -89,6 +97,8 @@ class Programs:
             incident(logger, "the program", error)  # a fault of the server ends this program only
         finally:
             self.store.remove(program)
+            if self.values is not None and program.has_ended:
+                await self.values.forget(program)
             try:
                 await program.aclose()
             except Exception:
@@ -97,11 +107,12 @@ class Programs:
 
 @asynccontextmanager
 async def open_programs(
-    limits: ProgramLimits, clock: Callable[[], float] = time.monotonic
+    limits: ProgramLimits, clock: Callable[[], float] = time.monotonic, values: SharedValues | None = None
 ) -> AsyncIterator[Programs]:
-    """The programs of a server, which are cancelled at the end of the scope."""
+    """The programs of a server, which are cancelled at the end of the scope. ``values``: what other servers
+    can show of them."""
     async with open_task_group() as group:
-        programs = Programs(group, ProgramStore(limits, clock))
+        programs = Programs(group, ProgramStore(limits, clock), values)
         group.start_soon(programs.expire)
         yield programs
         group.cancel_scope.cancel()

@@ -3,5 +3,6 @@
 Parrot: Lin et al., OSDI 2024.
 
 ``types`` has the JSON shapes, ``prompt`` reads prompts with placeholders, ``programs`` has the endpoints,
-``answer`` the answers and errors, and ``routes`` the paths.
+``answer`` the answers and errors, ``elsewhere`` answers for programs of other servers, and ``routes`` has the
+paths.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -50,10 +51,14 @@ async def failure(program: ServedProgram, variable: Variable) -> FailedVariable:
     path = [one.id for one in failed]
     error = failed[0].record.error
     assert error is not None
-    info = ErrorInfo.of(error)
+    return failed_variable(variable.id, path, ErrorInfo.of(error))
+
+
+def failed_variable(variable_id: str, path: Sequence[str], info: ErrorInfo) -> FailedVariable:
+    """The error of a variable that has failed. ``path``: from the one whose error it is."""
     if len(path) > MAX_PATH:
         path = [*path[: MAX_PATH // 2], *path[-MAX_PATH // 2 :]]
-    text = f"{variable.id!r} has no value"
+    text = f"{variable_id!r} has no value"
     if len(path) > 1:
         text += f", because {path[0]!r} has none ({' → '.join(path)})"
     return FailedVariable(FAILED, info.code, f"{text}: {info.message}", path=tuple(path))

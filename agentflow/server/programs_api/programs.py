@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 
 import msgspec
 
@@ -11,7 +12,7 @@ from agentflow.errors import Overloaded, RateLimited
 from agentflow.protocol.events import Delta, Value, VarFailed
 from agentflow.server.errors import RETRY_AFTER_S, ApiError, invalid_field
 from agentflow.server.event_stream import event
-from agentflow.server.http.call import ApiCall
+from agentflow.server.http.call import ApiCall, Handler
 from agentflow.server.programs.program import (
     ProgramEnded,
     ServedProgram,
@@ -19,6 +20,7 @@ from agentflow.server.programs.program import (
     VariableTaken,
 )
 from agentflow.server.programs_api.answer import answer_of, failure
+from agentflow.server.programs_api.elsewhere import answer_elsewhere, not_found
 from agentflow.server.programs_api.prompt import read_prompt
 from agentflow.server.programs_api.types import (
     VARIABLE_ID,
@@ -46,6 +48,7 @@ async def create_program(call: ApiCall) -> None:
         program = await service.programs.open(
             models,
             tenant.name,
+            program_id=service.new_id("prog", 16),
             cache_salt=body.cache_salt or "",
             is_valid=lambda: service.tenants.still_names(key, tenant),
             graphs=service.sessions.graphs.of(tenant.name),
@@ -54,31 +57,51 @@ async def create_program(call: ApiCall) -> None:
     await call.reply(ProgramAnswer(id=program.id))
 
 
-async def close_program(call: ApiCall) -> None:
+def _of_program(handler: Callable[[ApiCall, ServedProgram], Awaitable[None]]) -> Handler:
+    """A handler of the program that the path names. ``ApiError`` if the tenant has none with this id, or if
+    it ends meanwhile."""
+
+    @wraps(handler)
+    async def handle(call: ApiCall) -> None:
+        program_id = call.path_params["id"]
+        with call.service.programs.store.using(call.tenant.name, program_id) as program:
+            if program is not None:
+                try:
+                    await handler(call, program)
+                except ProgramEnded:
+                    raise not_found(program_id) from None
+                return
+        await answer_elsewhere(call)
+
+    return handle
+
+
+@_of_program
+async def close_program(call: ApiCall, program: ServedProgram) -> None:
     """Closes a program. All that it runs is cancelled."""
-    with _program(call) as program:
-        call.service.programs.close(program)
+    call.service.programs.close(program)
     await call.reply(ClosedProgram(id=program.id))
 
 
-async def submit_request(call: ApiCall) -> None:
+@_of_program
+async def submit_request(call: ApiCall, program: ServedProgram) -> None:
     """Submits a request, and returns when it is accepted."""
-    with _program(call) as program:
-        body = await call.beside(call.read, SubmitRequest)
-        pieces, placed = await call.beside(read_prompt, body)
-        try:
-            with _within_limits():
-                await program.submit(pieces, model=body.model or "", trace=call.trace)
-        except VariableTaken as error:
-            number = [one.semantic_var_id for one in placed].index(error.variable)
-            raise invalid_field(f"placeholders[{number}].semantic_var_id", str(error)) from None
+    body = await call.beside(call.read, SubmitRequest)
+    pieces, placed = await call.beside(read_prompt, body)
+    try:
+        with _within_limits():
+            await program.submit(pieces, model=body.model or "", trace=call.trace)
+    except VariableTaken as error:
+        number = [one.semantic_var_id for one in placed].index(error.variable)
+        raise invalid_field(f"placeholders[{number}].semantic_var_id", str(error)) from None
     await call.reply(SubmitAnswer(placeholders=placed))
 
 
-async def get_variable(call: ApiCall) -> None:
+@_of_program
+async def get_variable(call: ApiCall, program: ServedProgram) -> None:
     """Returns the value of a variable, once there is one, or streams it."""
     query = call.read_query(VariableQuery)
-    with _program(call) as program, _within_limits():
+    with _within_limits():
         variable = program.find(call.path_params["var"])
         if variable is None:
             text = f"the program has no variable {call.path_params['var'][:100]!r}"
@@ -119,42 +142,22 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> 
                 return
 
 
-async def set_variable(call: ApiCall) -> None:
+@_of_program
+async def set_variable(call: ApiCall, program: ServedProgram) -> None:
     """Sets a variable that no request makes."""
-    with _program(call) as program:
-        body = await call.beside(call.read, ValueRequest)
-        try:
-            variable_id = msgspec.convert(call.path_params["var"], VariableId)
-        except msgspec.ValidationError:
-            raise invalid_field("var", f"an id has the form {VARIABLE_ID}") from None
-        try:
-            with _within_limits():
-                await program.set(variable_id, body.value)
-        except VariableTaken as error:
-            raise invalid_field("var", str(error)) from None
-        variable = program.find(variable_id)
-        assert variable is not None
-        answer = answer_of(variable)
-    await call.reply(answer)
-
-
-@contextmanager
-def _program(call: ApiCall) -> Iterator[ServedProgram]:
-    """The scope in which the call uses its program. ``ApiError`` if the tenant has none with this id, or if
-    it ends meanwhile."""
-    program_id = call.path_params["id"]
-    with call.service.programs.store.using(call.tenant.name, program_id) as program:
-        if program is None:
-            raise _not_found(program_id)
-        try:
-            yield program
-        except ProgramEnded:
-            raise _not_found(program_id) from None
-
-
-def _not_found(program_id: str) -> ApiError:
-    text = f"there is no program {program_id[:100]!r}: it was closed, or has expired"
-    return ApiError(404, "program_not_found", text)
+    body = await call.beside(call.read, ValueRequest)
+    try:
+        variable_id = msgspec.convert(call.path_params["var"], VariableId)
+    except msgspec.ValidationError:
+        raise invalid_field("var", f"an id has the form {VARIABLE_ID}") from None
+    try:
+        with _within_limits():
+            await program.set(variable_id, body.value)
+    except VariableTaken as error:
+        raise invalid_field("var", str(error)) from None
+    variable = program.find(variable_id)
+    assert variable is not None
+    await call.reply(answer_of(variable))
 
 
 @contextmanager

@@ -1,22 +1,15 @@
-"""Responses and conversations that several fronts share, in Redis.
+"""Responses and conversations that several fronts share, in Redis (``stores/entries``).
 
-As in the process (``store``), each tenant's are bounded together with all others' in bytes, the oldest of the
-tenant with the most are dropped first, and each is dropped when it has expired. Bytes are those of the values
-in Redis, with an estimate of its tables. A history is a chain of *turns*, which the responses of one
-conversation share: each turn counts the responses and turns that refer to it, and goes with the last.
-
-A change of several keys is one script, so it happens as a whole. Conversations have versions: a change that
-meets another front's is made again. Scripts form the names of keys, so Redis Cluster is not supported.
+The messages of a turn are a turn of the entries, so the responses of one conversation share its history.
+Conversations have versions: a change that meets another front's is made again.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
-from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -28,134 +21,14 @@ from agentflow.server.responses.background import EventLog
 from agentflow.server.responses.item import Item, Reasoning, item_bytes
 from agentflow.server.responses.keeping import Change, TooLargeToKeep
 from agentflow.server.responses.store import History, StoredConversation, StoredResponse
-from agentflow.server.stores.shared import SharedStore
+from agentflow.server.stores.entries import ENTRY_BYTES, ITEM_BYTES, Chain, SharedEntries, TurnGone
 
 T = TypeVar("T")
 ArgT = TypeVar("ArgT")
 
-_ENTRY_BYTES: Final = 700
-"""The tables of Redis for a response, a conversation or a turn."""
-_INDEX_BYTES: Final = 250
-"""The tables of Redis for an item."""
 _INLINE_BYTES: Final = 64 * 1024
 """Larger values are encoded and decoded in a thread."""
 _MAX_CHANGES: Final = 50
-_SWEEP_S: Final = 60.0
-
-_COMMON: Final = """
-local P = KEYS[1]
-local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local function record(t, id) return P .. 'kept:' .. t .. ':' .. id end
-local function turn(t, id) return P .. 'turn:' .. t .. ':' .. id end
-local function item(t, id) return P .. 'item:' .. t .. ':' .. id end
-local function order(t) return P .. 'kept-order:' .. t end
-local BYTES = P .. 'kept-bytes'
-local function count(t, n)
-  if redis.call('HINCRBY', BYTES, t, n) <= 0 then redis.call('HDEL', BYTES, t) end
-end
-local function release(t, id)
-  while id and id ~= '' do
-    local key = turn(t, id)
-    if redis.call('EXISTS', key) == 0 or redis.call('HINCRBY', key, 'refs', -1) > 0 then return end
-    local got = redis.call('HMGET', key, 'before', 'n')
-    redis.call('UNLINK', key)
-    count(t, -(tonumber(got[2]) or 0))
-    id = got[1]
-  end
-end
-local function remove(t, id)
-  local key = record(t, id)
-  local got = redis.call('HMGET', key, 'n', 'turn', 'items')
-  redis.call('ZREM', order(t), id)
-  if not got[1] then return 0 end
-  redis.call('UNLINK', key)
-  count(t, -tonumber(got[1]))
-  for _, one in ipairs(cmsgpack.unpack(got[3])) do redis.call('SREM', item(t, one), id) end
-  release(t, got[2])
-  return 1
-end
-local function sweep()
-  local tenants = redis.call('HKEYS', BYTES)
-  for _, t in ipairs(tenants) do
-    local expired = redis.call('ZRANGEBYSCORE', order(t), '-inf', now, 'LIMIT', 0, 500)
-    for _, id in ipairs(expired) do remove(t, id) end
-  end
-end
-"""
-
-# Returns 1; 0 if the version is another one, and -1 if the turn before is gone.
-_ADD: Final = (
-    _COMMON
-    + """
-local t, id, data, n, life = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local most, items = tonumber(ARGV[6]), ARGV[7]
-local new, new_data, new_n, before, version = ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-sweep()
-local key = record(t, id)
-if version ~= '' and redis.call('HGET', key, 'version') ~= version then return 0 end
-if new ~= '' then
-  if redis.call('EXISTS', turn(t, new)) == 0 then
-    if before ~= '' then
-      if redis.call('EXISTS', turn(t, before)) == 0 then return -1 end
-      redis.call('HINCRBY', turn(t, before), 'refs', 1)
-    end
-    redis.call('HSET', turn(t, new), 'data', new_data, 'before', before, 'n', new_n, 'refs', 0)
-    count(t, new_n)
-  end
-  redis.call('HINCRBY', turn(t, new), 'refs', 1)
-end
-remove(t, id)
-redis.call('HSET', key, 'data', data, 'n', n, 'turn', new, 'items', items, 'until', now + life,
-           'version', redis.call('INCR', P .. 'kept-version'))
-redis.call('ZADD', order(t), now + life, id)
-count(t, n)
-for _, one in ipairs(cmsgpack.unpack(items)) do redis.call('SADD', item(t, one), id) end
-local sizes, total, flat = {}, 0, redis.call('HGETALL', BYTES)
-for i = 1, #flat, 2 do
-  sizes[flat[i]] = tonumber(flat[i + 1])
-  total = total + sizes[flat[i]]
-end
-for _ = 1, 2000 do
-  if total <= most then break end
-  local largest
-  for name, size in pairs(sizes) do
-    local is_same = largest and size == sizes[largest]
-    if not largest or size > sizes[largest] or (is_same and name < largest) then largest = name end
-  end
-  if not largest then break end
-  local oldest = redis.call('ZRANGE', order(largest), 0, 0)[1]
-  if not oldest or (largest == t and oldest == id) then
-    sizes[largest] = nil
-  else
-    remove(largest, oldest)
-    local left = tonumber(redis.call('HGET', BYTES, largest) or '0')
-    total = total - sizes[largest] + left
-    sizes[largest] = left
-  end
-end
-return 1
-"""
-)
-# Returns nothing, or the data, the version, and the turns of its history, the last one first.
-_FIND: Final = (
-    _COMMON
-    + """
-local got = redis.call('HMGET', record(ARGV[1], ARGV[2]), 'data', 'version', 'until', 'turn')
-if not got[1] or (tonumber(got[3]) or 0) <= now then return nil end
-local found, id = {got[1], got[2]}, got[4]
-while ARGV[3] == '1' and id and id ~= '' do
-  local one = redis.call('HMGET', turn(ARGV[1], id), 'data', 'before')
-  if not one[1] then return nil end
-  found[#found + 1] = id
-  found[#found + 1] = one[1]
-  id = one[2]
-end
-return found
-"""
-)
-_DELETE: Final = _COMMON + "sweep() return remove(ARGV[1], ARGV[2])"
-_SWEEP: Final = _COMMON + "sweep() return 0"
 
 
 class _Item(msgspec.Struct, frozen=True, array_like=True):
@@ -189,28 +62,19 @@ _Turn: TypeAlias = tuple[Message, ...]
 
 
 class SharedResponses:
-    """``max_bytes`` and ``lifetime_s``: as of ``ResponseStore``; those of all fronts should be equal."""
+    """Responses and conversations in Redis."""
 
-    def __init__(self, store: SharedStore, max_bytes: int, lifetime_s: float) -> None:
-        self._store = store
-        self._max_bytes = max_bytes
-        self._life_ms = max(1, round(lifetime_s * 1_000))
+    def __init__(self, entries: SharedEntries) -> None:
+        self._entries = entries
         self._threads = anyio.CapacityLimiter(2)
 
     def check_answers(self) -> None:
         """As in ``Responses``."""
-        self._store.check_answers()
-
-    async def sweep(self) -> None:
-        """Drops what has expired, from time to time, until it is cancelled."""
-        while True:
-            with suppress(Overloaded):  # it is swept when the store answers again
-                await self._run(_SWEEP)
-            await anyio.sleep(_SWEEP_S)  # noqa: TID251 - the time is the purpose
+        self._entries.store.check_answers()
 
     async def begin(self, tenant: str, stored: StoredResponse) -> None:
         """As in ``Responses``. The front of the store runs it."""
-        await self._add(tenant, stored, runs_on=self._store.front)
+        await self._add(tenant, stored, runs_on=self._entries.store.front)
 
     async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
         """As in ``Responses``."""
@@ -227,28 +91,27 @@ class SharedResponses:
         """Whether it was stored; None if the version is another one."""
         history = stored.history if isinstance(stored, StoredResponse) else None
         data = await self._beside(stored.num_bytes, lambda _: _encoded(stored, runs_on), stored)
-        num_bytes = len(data) + _ENTRY_BYTES + _INDEX_BYTES * len(stored.items)
-        if num_bytes + (0 if history is None else history.total_bytes) > self._max_bytes:
+        num_bytes = len(data) + ENTRY_BYTES + ITEM_BYTES * len(stored.items)
+        if num_bytes + (0 if history is None else history.total_bytes) > self._entries.max_bytes:
             return False
-        head: list[str | bytes | int] = [stored.id, data, num_bytes, self._life_ms, self._max_bytes]
-        items = msgspec.msgpack.encode([*dict.fromkeys(item.id for item in stored.items)])
+        items = [item.id for item in stored.items]
         while True:
-            turn = await self._turn(history)
-            result = int(await self._run(_ADD, quote(tenant, safe=""), *head, items, *turn, version))
-            if result >= 0:
-                return bool(result) or None
-            assert history is not None  # a turn before it was dropped while this one ran
-            history = History(None, history.messages())
+            last = None if history is None else await self._chain(history)
+            try:
+                return (
+                    await self._entries.add(tenant, stored.id, data, items=items, last=last, version=version)
+                    or None
+                )
+            except TurnGone:
+                assert history is not None
+                history = History(None, history.messages())
 
-    async def _turn(self, history: History | None) -> list[str | bytes | int]:
-        """The id of the last turn of a history, its data and size, and the id of the turn before it."""
-        if history is None:
-            return ["", b"", 0, ""]
+    async def _chain(self, history: History) -> Chain:
         if history.shared_id is None:
             history.shared_id = secrets.token_hex(8)
         data = await self._beside(history.num_bytes, msgspec.msgpack.encode, history.own)
         before = "" if history.before is None else history.before.shared_id or ""
-        return [history.shared_id, data, len(data) + _ENTRY_BYTES, before]
+        return Chain(history.shared_id, data, before)
 
     async def find(
         self, tenant: str, response_id: str, *, to_continue: bool = False
@@ -262,7 +125,7 @@ class SharedResponses:
             return None
         history: History | None = None
         for turn_id, data in turns:
-            own = await self._decoded(self._store.key("turn", tenant, turn_id), data, _Turn)
+            own = await self._decoded(self._entries.key("turn", tenant, turn_id), data, _Turn)
             if own is None:
                 return None
             history = History(history, own)
@@ -289,9 +152,8 @@ class SharedResponses:
         for item_id in item_ids:
             if item_id in items:
                 continue
-            key = self._store.key("item", tenant, item_id)
-            for container in await self._members(key):
-                found = await self._find(tenant, container.decode(errors="replace"))
+            for container in await self._entries.with_item(tenant, item_id):
+                found = await self._find(tenant, container)
                 if found is not None:
                     kept = found[0]
                     parts = (
@@ -302,10 +164,6 @@ class SharedResponses:
                     items |= {part.id: _item(part) for part in parts}
                     break
         return items
-
-    async def _members(self, key: str) -> set[bytes]:
-        members: set[bytes] = await self._store.call(lambda client: client.smembers(key))
-        return members
 
     async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
         """As in ``Responses``. ``Overloaded`` if other changes always came first."""
@@ -323,26 +181,21 @@ class SharedResponses:
 
     async def delete(self, tenant: str, stored_id: str) -> bool:
         """As in ``Responses``."""
-        return bool(await self._run(_DELETE, quote(tenant, safe=""), stored_id))
-
-    async def _run(self, script: str, *arguments: str | bytes | int) -> Any:
-        return await self._store.run(script, [self._store.prefix], [*arguments])
+        return await self._entries.delete(tenant, stored_id)
 
     async def _find(
         self, tenant: str, stored_id: str, *, to_continue: bool = False
     ) -> tuple[_Kept, bytes, list[tuple[str, bytes]]] | None:
-        """The value, its version, and the turns of its history, the first one first."""
-        found = await self._run(_FIND, quote(tenant, safe=""), stored_id, "1" if to_continue else "0")
-        if not found:
+        """The value, its version, and the turns of its history."""
+        found = await self._entries.find(tenant, stored_id, with_turns=to_continue)
+        if found is None:
             return None
-        kept: _Kept | None = await self._decoded(self._store.key("kept", tenant, stored_id), found[0], _Kept)
-        if kept is None:
-            return None
-        turns = [(found[n].decode(), found[n + 1]) for n in range(2, len(found), 2)]
-        return kept, found[1], turns[::-1]
+        key = self._entries.key("kept", tenant, stored_id)
+        kept: _Kept | None = await self._decoded(key, found.data, _Kept)
+        return None if kept is None else (kept, found.version, found.turns)
 
     async def _decoded(self, key: str, data: bytes, kind: Any) -> Any:
-        return await self._beside(len(data), partial(self._store.decoded, key, kind=kind), data)
+        return await self._beside(len(data), partial(self._entries.store.decoded, key, kind=kind), data)
 
     async def _beside(self, num_bytes: int, function: Callable[[ArgT], T], argument: ArgT) -> T:
         """Calls the function, in a thread if it works on this many bytes."""

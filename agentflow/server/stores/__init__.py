@@ -1,7 +1,7 @@
 """The store that several servers share, so that what their clients see survives the loss of one.
 
 A *front* is one server process before its engines. ``shared`` is the connection to Redis and a front's place
-in it, and ``fronts`` knows which fronts are alive and sends requests from one to another. Session tickets,
-stored responses, rate limits and the values of programs have their shared implementations next to those in
-the process.
+in it, ``fronts`` knows which fronts are alive and sends requests from one to another, and ``entries`` has
+bounded values of tenants. Session tickets, stored responses, rate limits and the values of programs have
+their shared implementations next to those in the process.
 """

@@ -379,7 +379,9 @@ async def test_the_end_of_the_server_ends_its_programs() -> None:
 
 async def test_a_program_expires_unless_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ClockS()
-    monkeypatch.setattr(app_module, "open_programs", lambda limits: open_programs(limits, clock))
+    monkeypatch.setattr(
+        app_module, "open_programs", lambda limits, values: open_programs(limits, clock, values)
+    )
     async with served(program_idle_s=100) as at:
         used, idle = await at.open(), await at.open()
         await used.submit(f"{SLOW}{{{{out}}}}", out="v")

@@ -12,12 +12,12 @@ from support.redis_server import RedisServer, shared_store
 
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.images import Image, PlacedImage
-from agentflow.server.responses import shared_store as module
 from agentflow.server.responses.background import EventLog
 from agentflow.server.responses.item import Item, Reasoning
 from agentflow.server.responses.keeping import TooLargeToKeep
 from agentflow.server.responses.shared_store import SharedResponses
 from agentflow.server.responses.store import History, StoredConversation, StoredResponse
+from agentflow.server.stores.entries import SharedEntries
 from agentflow.server.stores.shared import SharedStore
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +45,7 @@ async def audit(store: SharedStore) -> Counter[str]:
     turns; and every index leads somewhere."""
 
     async def read(client: Any) -> Counter[str]:
-        prefix, found = store.prefix.encode(), Counter[str]()
+        prefix, found = store.prefix.encode() + b"r:", Counter[str]()
         refs: Counter[bytes] = Counter()
         keys = {key.removeprefix(prefix) async for key in client.scan_iter(prefix + b"*", count=1_000)}
         for key in keys:
@@ -92,7 +92,7 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
     second = StoredResponse("r2", b"[]", History(first.history, (Message("user", "z"),)), (), ())
     talk = StoredConversation("c1", 7, {"a": "b"}, items, (steps[0],), sum(one.num_bytes for one in items))
     async with shared_store(redis) as here, shared_store(redis, here.prefix) as there:
-        writer, reader = (SharedResponses(store, 10**6, 60) for store in (here, there))
+        writer, reader = (SharedResponses(SharedEntries(store, "r", 10**6, 60)) for store in (here, there))
         for stored in (first, second, talk):
             assert await writer.add("ann:x", stored)
         found = await reader.find("ann:x", "r2", to_continue=True)
@@ -134,7 +134,7 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
 async def test_what_is_counted_is_what_is_there(redis: RedisServer, seed: int) -> None:
     chance = random.Random(seed)
     async with shared_store(redis) as store:
-        responses = SharedResponses(store, MOST_BYTES, 60)
+        responses = SharedResponses(SharedEntries(store, "r", MOST_BYTES, 60))
         latest: dict[str, History | None] = {}
         newest: tuple[str, str] | None = None
         for number in range(80):
@@ -165,7 +165,7 @@ async def test_what_is_counted_is_what_is_there(redis: RedisServer, seed: int) -
 
 async def test_the_oldest_of_the_tenant_with_the_most_goes_first(redis: RedisServer) -> None:
     async with shared_store(redis) as store:
-        responses = SharedResponses(store, 20_000, 60)
+        responses = SharedResponses(SharedEntries(store, "r", 20_000, 60))
         assert await responses.add("bob", StoredResponse("small", b"", None, (), ()))
         for n in range(8):
             assert await responses.add("ann", StoredResponse(f"r{n}", b"x" * 4_000, None, (), ()))
@@ -180,19 +180,19 @@ async def test_the_oldest_of_the_tenant_with_the_most_goes_first(redis: RedisSer
 
 async def test_what_has_expired_is_neither_found_nor_kept(redis: RedisServer) -> None:
     async with shared_store(redis) as store:
-        brief = SharedResponses(store, 10**6, 0.001)
+        brief = SharedResponses(SharedEntries(store, "r", 10**6, 0.001))
         assert await brief.add("ann", response("r", "x", None, (item("i"),)))
         with anyio.fail_after(5):
             while await brief.find("ann", "r"):
                 await anyio.lowlevel.checkpoint()
         assert await brief.find_items("ann", ["i"]) == {}
-        await brief._run(module._SWEEP)
+        await brief._entries.drop_expired()
         assert not await audit(store)
 
 
 async def test_changes_of_several_fronts_are_all_kept(redis: RedisServer) -> None:
     async with shared_store(redis) as here, shared_store(redis, here.prefix) as there:
-        fronts = [SharedResponses(store, 10**6, 60) for store in (here, there)]
+        fronts = [SharedResponses(SharedEntries(store, "r", 10**6, 60)) for store in (here, there)]
         await fronts[0].add("ann", StoredConversation("c", 0, {}, (), (), 0))
 
         async def append(number: int) -> None:
@@ -214,9 +214,9 @@ async def test_changes_of_several_fronts_are_all_kept(redis: RedisServer) -> Non
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 9_999, b"{}", b"\x81\xa4type\xa8response"])
 async def test_a_foreign_value_is_not_found(redis: RedisServer, data: bytes) -> None:
     async with shared_store(redis) as store:
-        responses = SharedResponses(store, 10**6, 60)
+        responses = SharedResponses(SharedEntries(store, "r", 10**6, 60))
         assert await responses.add("ann", response("r", "x", None, (item("i"),)))
-        await store.call(lambda client: client.hset(store.key("kept", "ann", "r"), "data", data))
+        await store.call(lambda client: client.hset(store.key("r:kept", "ann", "r"), "data", data))
         assert await responses.find("ann", "r") is None
         assert await responses.find_items("ann", ["i"]) == {}
         assert await responses.delete("ann", "r")
@@ -225,7 +225,7 @@ async def test_a_foreign_value_is_not_found(redis: RedisServer, data: bytes) -> 
 @pytest.mark.parametrize(("size", "num_items"), [(0, 0), (0, 5), (3_000, 2)])
 async def test_bytes_are_those_that_redis_uses(redis: RedisServer, size: int, num_items: int) -> None:
     async with shared_store(redis) as store:
-        responses = SharedResponses(store, 10**9, 60)
+        responses = SharedResponses(SharedEntries(store, "r", 10**9, 60))
         for n in range(50):
             items = tuple(item(f"{n}-{i}") for i in range(num_items))
             await responses.add("ann", response(f"resp_{n:048}", "x" * size, None, items))

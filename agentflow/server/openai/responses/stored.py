@@ -72,19 +72,8 @@ async def _piece_from(call: ApiCall, front: str, start: int) -> tuple[bytes, int
     query = "stream=true" if start == 0 else f"stream=true&starting_after={start - 1}"
     answered = await call.asked_elsewhere(front, query.encode())
     if answered.status != 200:
-        fault = msgspec.json.decode(answered.body, type=_Fault).error
-        raise ApiError(answered.status, fault.code or "invalid_value", fault.message, fault.param)
+        raise call.failure_of(answered)
     return msgspec.json.decode(answered.body, type=tuple[bytes, int, bool])
-
-
-class _FaultFields(msgspec.Struct):
-    message: str
-    code: str | None = None
-    param: str | None = None
-
-
-class _Fault(msgspec.Struct):
-    error: _FaultFields
 
 
 async def cancel_response(call: ApiCall) -> None:

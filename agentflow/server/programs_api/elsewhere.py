@@ -1,0 +1,106 @@
+"""Programs of other servers with the same store: requests go to the server that runs the program. When it is
+gone, its finished values are still there, and everything else fails so that the client runs it again."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+import msgspec
+
+from agentflow.errors import EngineDown
+from agentflow.server.errors import ApiError, invalid_field
+from agentflow.server.event_stream import event
+from agentflow.server.http.call import ApiCall
+from agentflow.server.programs.shared_values import KeptValue, SharedValues
+from agentflow.server.programs_api.answer import failed_variable
+from agentflow.server.programs_api.types import (
+    ClosedProgram,
+    VariableAnswer,
+    VariableDelta,
+    VariableQuery,
+    VariableUsage,
+)
+
+
+async def answer_elsewhere(call: ApiCall) -> None:
+    """Answers a request for a program that does not run here. ``ApiError`` if there is none."""
+    program_id, values = call.path_params["id"], call.service.programs.values
+    if values is None or call.forwarded_for is not None:
+        raise not_found(program_id)
+    front = await values.front_of(call.tenant.name, program_id)
+    if front is None or (call.service.fronts is not None and front == call.service.fronts.own):
+        raise not_found(program_id)
+    runs = await call.service.runs_at(front)
+    if not runs and call.record.method == "DELETE":
+        await values.close(call.tenant.name, program_id)
+        await call.reply(ClosedProgram(id=program_id))
+    elif call.record.method != "GET":
+        if not runs:
+            raise _gone()
+        await call.forward(front)
+    else:
+        await _show(call, values, front if runs else None)
+
+
+async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
+    """Answers with a variable, as the server that runs its program does, or from the store if it is gone. Its
+    stream has the whole text at its end."""
+    query = call.read_query(VariableQuery)
+    if not query.stream:
+        if front is not None:
+            await call.forward(front)
+        else:
+            await call.reply(await _kept(call, values))
+        return
+    if query.wait_s is not None:
+        raise invalid_field("wait_s", "a stream has none")
+    async with call.streaming() as stream:
+        if front is None:
+            answer = await _kept(call, values)
+        else:
+            asked = {} if query.criteria is None else {"criteria": query.criteria}
+            answered = await call.asked_elsewhere(front, urlencode(asked).encode())
+            if answered.status != 200:
+                raise call.failure_of(answered)
+            answer = msgspec.json.decode(answered.body, type=VariableAnswer)
+        if answer.value:
+            delta = VariableDelta(semantic_var_id=answer.semantic_var_id, at=0, delta=answer.value)
+            await stream.send(event(msgspec.json.encode(delta)))
+        await stream.end(event(msgspec.json.encode(answer)))
+
+
+async def _kept(call: ApiCall, values: SharedValues) -> VariableAnswer:
+    """A value of a server that is gone. ``ApiError`` of one that has failed; ``EngineDown`` if it was not
+    finished."""
+    variable_id = call.path_params["var"]
+    found = await values.find(call.tenant.name, call.path_params["id"], variable_id)
+    if found is None:
+        raise _gone()
+    if found.error is not None:
+        raise failed_variable(variable_id, found.path, found.error)
+    return _answer(variable_id, found)
+
+
+def _answer(variable_id: str, found: KeptValue) -> VariableAnswer:
+    usage = VariableUsage(
+        prompt_tokens=found.usage.prompt_tokens,
+        cached_tokens=found.usage.cached_tokens,
+        completion_tokens=found.usage.output_tokens,
+    )
+    return VariableAnswer(
+        semantic_var_id=variable_id,
+        status="ready",
+        value=found.text,
+        finish_reason=found.finish_reason,
+        usage=usage,
+    )
+
+
+def _gone() -> EngineDown:
+    return EngineDown("the server that ran this program is gone: open another program, and submit it again")
+
+
+def not_found(program_id: str) -> ApiError:
+    """The error for a program that is not there."""
+    text = f"there is no program {program_id[:100]!r}: it was closed, or has expired"
+    return ApiError(404, "program_not_found", text)

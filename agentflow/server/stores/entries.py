@@ -1,0 +1,251 @@
+"""Entries of tenants in Redis, bounded together in bytes and each in time.
+
+The entries of all tenants are bounded together, the oldest of the tenant with the most are dropped first, and
+each is dropped when it has expired. Bytes are those of the values in Redis, with an estimate of its tables.
+Entries may share *turns*: each turn refers to the one before it, counts the entries and turns that refer to
+it, and goes with the last. An index finds entries by the ids of their items.
+
+A change of several keys is one script, so it happens as a whole. Scripts form the names of keys, so Redis
+Cluster is not supported.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote
+
+import anyio
+import msgspec
+
+from agentflow.errors import Overloaded
+from agentflow.server.stores.shared import SharedStore
+
+ENTRY_BYTES: Final = 600
+"""The tables of Redis for an entry or a turn."""
+ITEM_BYTES: Final = 250
+"""The tables of Redis for an item in the index."""
+_SWEEP_S: Final = 60.0
+
+_COMMON: Final = """
+local P = KEYS[1]
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local function record(t, id) return P .. 'kept:' .. t .. ':' .. id end
+local function turn(t, id) return P .. 'turn:' .. t .. ':' .. id end
+local function item(t, id) return P .. 'item:' .. t .. ':' .. id end
+local function order(t) return P .. 'kept-order:' .. t end
+local BYTES = P .. 'kept-bytes'
+local function count(t, n)
+  if redis.call('HINCRBY', BYTES, t, n) <= 0 then redis.call('HDEL', BYTES, t) end
+end
+local function release(t, id)
+  while id and id ~= '' do
+    local key = turn(t, id)
+    if redis.call('EXISTS', key) == 0 or redis.call('HINCRBY', key, 'refs', -1) > 0 then return end
+    local got = redis.call('HMGET', key, 'before', 'n')
+    redis.call('UNLINK', key)
+    count(t, -(tonumber(got[2]) or 0))
+    id = got[1]
+  end
+end
+local function remove(t, id)
+  local key = record(t, id)
+  local got = redis.call('HMGET', key, 'n', 'turn', 'items')
+  redis.call('ZREM', order(t), id)
+  if not got[1] then return 0 end
+  redis.call('UNLINK', key)
+  count(t, -tonumber(got[1]))
+  for _, one in ipairs(cmsgpack.unpack(got[3])) do redis.call('SREM', item(t, one), id) end
+  release(t, got[2])
+  return 1
+end
+local function sweep()
+  local tenants = redis.call('HKEYS', BYTES)
+  for _, t in ipairs(tenants) do
+    local expired = redis.call('ZRANGEBYSCORE', order(t), '-inf', now, 'LIMIT', 0, 500)
+    for _, id in ipairs(expired) do remove(t, id) end
+  end
+end
+"""
+
+# Returns 1; 0 if the version is another one, and -1 if the turn before is gone.
+_ADD: Final = (
+    _COMMON
+    + """
+local t, id, data, n, life = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local most, items = tonumber(ARGV[6]), ARGV[7]
+local new, new_data, new_n, before, version = ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
+sweep()
+local key = record(t, id)
+if version ~= '' and redis.call('HGET', key, 'version') ~= version then return 0 end
+if new ~= '' then
+  if redis.call('EXISTS', turn(t, new)) == 0 then
+    if before ~= '' then
+      if redis.call('EXISTS', turn(t, before)) == 0 then return -1 end
+      redis.call('HINCRBY', turn(t, before), 'refs', 1)
+    end
+    redis.call('HSET', turn(t, new), 'data', new_data, 'before', before, 'n', new_n, 'refs', 0)
+    count(t, new_n)
+  end
+  redis.call('HINCRBY', turn(t, new), 'refs', 1)
+end
+remove(t, id)
+redis.call('HSET', key, 'data', data, 'n', n, 'turn', new, 'items', items, 'until', now + life,
+           'version', redis.call('INCR', P .. 'kept-version'))
+redis.call('ZADD', order(t), now + life, id)
+count(t, n)
+for _, one in ipairs(cmsgpack.unpack(items)) do redis.call('SADD', item(t, one), id) end
+local sizes, total, flat = {}, 0, redis.call('HGETALL', BYTES)
+for i = 1, #flat, 2 do
+  sizes[flat[i]] = tonumber(flat[i + 1])
+  total = total + sizes[flat[i]]
+end
+for _ = 1, 2000 do
+  if total <= most then break end
+  local largest
+  for name, size in pairs(sizes) do
+    local is_same = largest and size == sizes[largest]
+    if not largest or size > sizes[largest] or (is_same and name < largest) then largest = name end
+  end
+  if not largest then break end
+  local oldest = redis.call('ZRANGE', order(largest), 0, 0)[1]
+  if not oldest or (largest == t and oldest == id) then
+    sizes[largest] = nil
+  else
+    remove(largest, oldest)
+    local left = tonumber(redis.call('HGET', BYTES, largest) or '0')
+    total = total - sizes[largest] + left
+    sizes[largest] = left
+  end
+end
+return 1
+"""
+)
+# Returns nothing, or the data, the version, and the turns of its history, the last one first.
+_FIND: Final = (
+    _COMMON
+    + """
+local got = redis.call('HMGET', record(ARGV[1], ARGV[2]), 'data', 'version', 'until', 'turn')
+if not got[1] or (tonumber(got[3]) or 0) <= now then return nil end
+local found, id = {got[1], got[2]}, got[4]
+while ARGV[3] == '1' and id and id ~= '' do
+  local one = redis.call('HMGET', turn(ARGV[1], id), 'data', 'before')
+  if not one[1] then return nil end
+  found[#found + 1] = id
+  found[#found + 1] = one[1]
+  id = one[2]
+end
+return found
+"""
+)
+_DELETE: Final = _COMMON + "sweep() return remove(ARGV[1], ARGV[2])"
+_SWEEP: Final = _COMMON + "sweep() return 0"
+
+
+class Chain(NamedTuple):
+    """The last turn of an entry. ``before``: the id of the turn before it; empty: it is the first."""
+
+    id: str
+    data: bytes
+    before: str = ""
+
+
+class Found(NamedTuple):
+    """An entry. ``turns``: the ids and values of its turns, the first one first."""
+
+    data: bytes
+    version: bytes
+    turns: list[tuple[str, bytes]]
+
+
+class TurnGone(Exception):
+    """The turn before a new one was dropped meanwhile."""
+
+
+class SharedEntries:
+    """Entries in Redis. All operations raise ``Overloaded`` if it does not answer.
+
+    Args:
+        store: Redis.
+        space: The beginning of their keys, after the store's prefix.
+        max_bytes: Of all entries of all fronts, which should have the same limits.
+        lifetime_s: How long an entry is kept.
+    """
+
+    def __init__(self, store: SharedStore, space: str, max_bytes: int, lifetime_s: float) -> None:
+        self.store = store
+        self.max_bytes = max_bytes
+        self._space = space
+        self._life_ms = max(1, round(lifetime_s * 1_000))
+
+    def key(self, kind: str, tenant: str, name: str) -> str:
+        """A key of the entries."""
+        return self.store.key(f"{self._space}:{kind}", tenant, name)
+
+    async def add(
+        self,
+        tenant: str,
+        entry_id: str,
+        data: bytes,
+        *,
+        items: list[str] | None = None,
+        last: Chain | None = None,
+        version: bytes = b"",
+    ) -> bool:
+        """Adds an entry, in place of an earlier one with its id. ``version``: only in place of this one;
+        False if it is another one now. ``TurnGone``."""
+        turn = Chain("", b"") if last is None else last
+        names = [*dict.fromkeys(items or ())]
+        num_bytes = len(data) + ENTRY_BYTES + ITEM_BYTES * len(names)
+        head: list[str | bytes | int] = [
+            entry_id,
+            data,
+            num_bytes,
+            self._life_ms,
+            self.max_bytes,
+            msgspec.msgpack.encode(names),
+        ]
+        tail: list[str | bytes | int] = [
+            turn.id,
+            turn.data,
+            len(turn.data) + ENTRY_BYTES,
+            turn.before,
+            version,
+        ]
+        result = int(await self._run(_ADD, quote(tenant, safe=""), *head, *tail))
+        if result < 0:
+            raise TurnGone
+        return bool(result)
+
+    async def find(self, tenant: str, entry_id: str, *, with_turns: bool = False) -> Found | None:
+        """An entry that has not expired, and has all of its turns if they are asked for."""
+        found = await self._run(_FIND, quote(tenant, safe=""), entry_id, "1" if with_turns else "0")
+        if not found:
+            return None
+        turns = [(found[n].decode(), found[n + 1]) for n in range(2, len(found), 2)]
+        return Found(found[0], found[1], turns[::-1])
+
+    async def with_item(self, tenant: str, item_id: str) -> list[str]:
+        """The ids of the entries that have an item."""
+        key = self.key("item", tenant, item_id)
+        members: set[bytes] = await self.store.call(lambda client: client.smembers(key))
+        return [member.decode(errors="replace") for member in members]
+
+    async def delete(self, tenant: str, entry_id: str) -> bool:
+        """Whether the entry was there."""
+        return bool(await self._run(_DELETE, quote(tenant, safe=""), entry_id))
+
+    async def drop_expired(self) -> None:
+        """Drops entries that have expired."""
+        await self._run(_SWEEP)
+
+    async def sweep(self) -> None:
+        """Drops what has expired, from time to time, until it is cancelled."""
+        while True:
+            with suppress(Overloaded):  # it is swept when the store answers again
+                await self.drop_expired()
+            await anyio.sleep(_SWEEP_S)  # noqa: TID251 - the time is the purpose
+
+    async def _run(self, script: str, *arguments: str | bytes | int) -> Any:
+        return await self.store.run(script, [f"{self.store.prefix}{self._space}:"], [*arguments])

@@ -1,0 +1,135 @@
+"""Programs at two servers that share a store."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from support.api_server import ApiServer, api_server
+from support.fake_engine import FakeEngine
+from support.redis_server import RedisServer
+
+from agentflow.protocol.events import ErrorInfo
+from agentflow.server.programs.shared_values import KeptUsage, KeptValue, SharedValues
+from agentflow.server.stores import fronts
+from agentflow.server.stores.shared import SharedStore
+
+
+@pytest.fixture(scope="module")
+def two(redis: RedisServer) -> Iterator[tuple[ApiServer, ApiServer]]:
+    prefix = f"{secrets.token_hex(8)}:"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fronts, "BEAT_S", 0.05)
+        first, second = (SharedStore(redis.url, prefix=prefix, front=name) for name in "ab")
+        with (
+            api_server(FakeEngine(), constraints=False, shared=first) as here,
+            api_server(FakeEngine(), constraints=False, shared=second) as there,
+        ):
+            yield here, there
+
+
+def program_of(server: ApiServer) -> str:
+    return str(httpx2.post(f"{server.url}/v1/programs", json={}).json()["id"])
+
+
+def submit(server: ApiServer, program: str, output: str, **sampling: Any) -> httpx2.Response:
+    placeholder = {"name": "o", "in_out": "out", "semantic_var_id": output}
+    placeholder |= {"sampling_params": {"max_tokens": 4, "temperature": 0, **sampling}}
+    body = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
+    return httpx2.post(f"{server.url}/v1/programs/{program}/submit", json=body)
+
+
+def get(server: ApiServer, program: str, variable: str, **query: Any) -> httpx2.Response:
+    return httpx2.get(f"{server.url}/v1/programs/{program}/variables/{variable}", params=query, timeout=30)
+
+
+def values_of(server: ApiServer) -> SharedValues:
+    values = server.service.programs.values
+    assert values is not None
+    return values
+
+
+def test_another_server_lets_the_one_that_runs_a_program_answer(two: tuple[ApiServer, ApiServer]) -> None:
+    here, there = two
+    program = program_of(here)
+    assert program.startswith("prog_a-")
+    assert submit(there, program, "x").status_code == 200
+    value = get(there, program, "x")
+    assert value.json() == get(here, program, "x").json()
+    assert value.json()["status"] == "ready"
+    streamed = get(there, program, "x", stream="true")
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert [event["object"] for event in events] == ["program.variable.delta", "program.variable"]
+    assert events[1] == value.json()
+    assert get(there, program, "no").json()["error"]["code"] == "variable_not_found"
+    assert submit(there, program, "x").status_code == 400
+    path = f"/v1/programs/{program}/variables/given"
+    assert httpx2.put(there.url + path, json={"value": "v"}).status_code == 200
+    assert get(here, program, "given").json()["value"] == "v"
+    assert httpx2.delete(f"{there.url}/v1/programs/{program}").status_code == 200
+    for server in two:
+        assert get(server, program, "x").status_code == 404
+        assert submit(server, program, "y").status_code == 404
+
+
+def test_a_wait_elsewhere_ends_with_its_client(two: tuple[ApiServer, ApiServer]) -> None:
+    here, there = two
+    here.call(here.engine.gate.allow, 1)
+    program = program_of(here)
+    assert submit(there, program, "x", max_tokens=50).status_code == 200
+    assert get(there, program, "x", wait_s=0).json()["status"] == "pending"
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.get(f"{there.url}/v1/programs/{program}/variables/x", timeout=0.3)
+    here.wait_until(lambda: not here.service.fronts._running)  # type: ignore[union-attr]
+    here.call(here.engine.gate.open)
+    assert get(there, program, "x").json()["status"] == "ready"
+
+
+def test_finished_values_survive_their_server(two: tuple[ApiServer, ApiServer]) -> None:
+    here, there = two
+    program = program_of(here)
+    submit(here, program, "x")
+    value = get(here, program, "x").json()
+    values = values_of(there)
+
+    async def is_kept() -> bool:
+        return await values.find("", program, "x") is not None
+
+    while not there.call(is_kept):  # it is written after it is shown
+        pass
+    lost = program.replace("prog_a", "prog_gone")
+    entries, encode = values._entries, msgspec.msgpack.encode
+    failed = KeptValue(error=ErrorInfo("overloaded", "too much"), path=("f", "g"))
+    for variable, kept in {
+        "": {"front": "gone"},
+        "x": KeptValue(value["value"], "length", KeptUsage(1, 0, 4)),
+        "g": failed,
+    }.items():
+        there.call(partial(entries.add, "", f"{lost}/{variable}", encode(kept)))
+    for server in two:
+        shown = get(server, lost, "x").json()
+        assert (shown["value"], shown["status"], shown["usage"]["completion_tokens"]) == (
+            value["value"],
+            "ready",
+            4,
+        )
+        error = get(server, lost, "g")
+        assert (error.status_code, error.json()["error"]["path"]) == (424, ["f", "g"])
+        for retried in (get(server, lost, "pending"), submit(server, lost, "y")):
+            assert (retried.status_code, retried.json()["error"]["code"]) == (503, "engine_down")
+            assert retried.headers["retry-after"]
+    assert httpx2.delete(f"{there.url}/v1/programs/{lost}").status_code == 200
+    assert get(here, lost, "x").status_code == 404
+
+
+def test_a_foreign_value_is_no_program(two: tuple[ApiServer, ApiServer]) -> None:
+    here, _ = two
+    entries = values_of(here)._entries
+    here.call(partial(entries.add, "", "prog_x/", b"\xc1"))
+    assert get(here, "prog_x", "y").status_code == 404
