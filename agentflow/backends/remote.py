@@ -15,9 +15,9 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import anyio
 import anyio.lowlevel
@@ -52,6 +52,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, kind_of, opened
 from agentflow.protocol.wire import (
+    SESSION_PARAM,
     SESSION_PATH,
     TAKEN_OVER,
     VERSION,
@@ -157,7 +158,7 @@ class Remote:
         try:
             with anyio.fail_after(self.open_timeout_s):
                 websocket = await open_websocket(
-                    self.uri,
+                    self.uri if resume is None else _resuming(self.uri, resume.session),
                     headers=self.headers,
                     ssl_context=self.ssl_context,
                     binary=self.binary,
@@ -194,6 +195,12 @@ class Remote:
                 raise ProtocolError(
                     f"expected a welcome frame from {self.url}, got a {frame_name(frame)} frame"
                 )
+
+
+def _resuming(uri: WebSocketURI, session: str) -> WebSocketURI:
+    """The address with the id of a session, by which a proxy finds the server that has it."""
+    param = urlencode({SESSION_PARAM: session})
+    return replace(uri, query=f"{uri.query}&{param}" if uri.query else param)
 
 
 def _parsed(url: str) -> WebSocketURI:

@@ -30,6 +30,8 @@ DEFAULT_PORT = 8410
 # For sessions, servers and `agentflow pull` that name none.
 DEFAULT_MODEL = "smollm2-135m"
 SESSION_PATH = "/v1/session"
+# The parameter of the address with the id of the session that is resumed, by which a proxy finds its server.
+SESSION_PARAM = "session"
 # Clients that offer subprotocols, as pages with a ticket do, offer this one; the server selects it.
 SUBPROTOCOL = "agentflow.v2"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.

@@ -39,7 +39,7 @@ from starlette.websockets import WebSocket
 
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import NotAuthorized, Overloaded, RateLimited
-from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
+from agentflow.protocol.wire import SESSION_PARAM, SESSION_PATH, SUBPROTOCOL
 from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion.streaming import RELAXED, VIOLATED
@@ -73,7 +73,7 @@ from agentflow.server.tenants.limit_headers import (
 from agentflow.server.tenants.tickets import ticket_of
 from agentflow.server.ui.pages import page_routes
 from agentflow.server.websocket.connection import WsSession
-from agentflow.server.websocket.sessions import open_sessions
+from agentflow.server.websocket.sessions import front_of, open_sessions
 from agentflow.version import __version__
 
 ENDPOINTS = (
@@ -198,7 +198,7 @@ def create_app(
         async with (
             open_models() as models,
             models.gate.running(),
-            open_sessions(limits) as sessions,
+            open_sessions(limits, "" if shared is None else shared.front) as sessions,
             open_background_runs(http.max_background_responses) as background,
             _open_responses(shared, http) as responses,
             _open_values(shared, http) as values,
@@ -320,6 +320,12 @@ async def _session(socket: WebSocket) -> None:
         await socket.send_denial_response(_unauthorized(error))
         return
 
+    front = front_of(socket.query_params.get(SESSION_PARAM, ""))
+    if front and await _runs_elsewhere(service, front):
+        text = f"this session is on the server {front[:60]!r}: a proxy has to send it there"
+        await socket.send_denial_response(unready(text))
+        return
+
     def find(model: str | None) -> SessionModels:
         return service.models.of_session(model, tenant)
 
@@ -332,6 +338,13 @@ async def _session(socket: WebSocket) -> None:
         subprotocol=SUBPROTOCOL if SUBPROTOCOL in offered else None,
     )
     await session.run()
+
+
+async def _runs_elsewhere(service: Service, front: str) -> bool:
+    try:
+        return await service.runs_at(front)
+    except Overloaded:  # the session's frames decide
+        return False
 
 
 async def _metrics(request: Request) -> Response:

@@ -60,10 +60,12 @@ class ServedSession(Generic[ContextT]):
         memory: MemoryBudget,
         is_valid: IsValid = always_valid,
         graphs: TenantGraphs | None = None,
+        front: str = "",
     ) -> None:
         self.tenant = tenant
         self.is_valid = is_valid
-        self.id = secrets.token_urlsafe(12)
+        own = secrets.token_urlsafe(12)
+        self.id = f"{front}.{own}" if front else own
         self.secret = secrets.token_urlsafe(32)
         self.interpreter = Interpreter(
             models.default,
@@ -146,10 +148,16 @@ class ServedSession(Generic[ContextT]):
         self._changed = anyio.Event()
 
 
-class Sessions(Generic[ContextT]):
-    """All sessions of a server. ``open_sessions`` creates it."""
+def front_of(session_id: str) -> str:
+    """The front with which the id of a session begins; empty without one."""
+    return session_id.rpartition(".")[0]
 
-    def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
+
+class Sessions(Generic[ContextT]):
+    """All sessions of a server, whose ids begin with ``front``. ``open_sessions`` creates it."""
+
+    def __init__(self, limits: ServerLimits, tasks: TaskGroup, front: str = "") -> None:
+        self._front = front
         self.limits = limits
         self.graphs = OpenGraphs()
         self._num_connections_of: Counter[str] = Counter()
@@ -280,7 +288,7 @@ class Sessions(Generic[ContextT]):
                     free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
                 )
                 session = ServedSession(
-                    models, group, holder, tenant, memory, is_valid, self.graphs.of(tenant)
+                    models, group, holder, tenant, memory, is_valid, self.graphs.of(tenant), self._front
                 )
                 self._sessions[session.id] = session
                 task_status.started(session)
@@ -310,10 +318,11 @@ class Sessions(Generic[ContextT]):
 
 
 @asynccontextmanager
-async def open_sessions(limits: ServerLimits) -> AsyncIterator[Sessions[Any]]:
-    """The sessions of a server, which are cancelled at the end of the scope."""
+async def open_sessions(limits: ServerLimits, front: str = "") -> AsyncIterator[Sessions[Any]]:
+    """The sessions of a server, which are cancelled at the end of the scope. ``front``: its id among several
+    servers."""
     async with open_task_group() as group:
-        yield Sessions(limits, group)
+        yield Sessions(limits, group, front)
         group.cancel_scope.cancel()
 
 

@@ -160,7 +160,7 @@ export class Transport {
       signal?.throwIfAborted();
       const ticket = await this.#ticket(limit.signal);
       const protocols = ticket === undefined ? undefined : [SUBPROTOCOL, TICKET_PROTOCOL + ticket];
-      const socket = await this.#connect(protocols, resume === undefined, limit.signal);
+      const socket = await this.#connect(protocols, resume?.session, limit.signal);
       return [socket, await this.#greet(socket, resume, limit.signal)];
     } catch (error) {
       if (limit.signal.aborted) throw limit.signal.reason;
@@ -217,11 +217,15 @@ export class Transport {
     );
   }
 
-  #connect(protocols: string[] | undefined, isFirst: boolean, signal: AbortSignal): Promise<Socket> {
+  /** `session`: the id of the session that is resumed, by which a proxy finds the server that has it. */
+  #connect(protocols: string[] | undefined, session: string | undefined, signal: AbortSignal): Promise<Socket> {
     return new Promise((resolve, reject) => {
       let raw: WebSocketLike;
+      const address = new URL(this.url);
+      if (session !== undefined) address.searchParams.set("session", session);
+      const url = session === undefined ? this.url : address.href;
       try {
-        raw = protocols ? new this.#WebSocket(this.url, protocols) : new this.#WebSocket(this.url);
+        raw = protocols ? new this.#WebSocket(url, protocols) : new this.#WebSocket(url);
       } catch (error) {
         throw new ServerUnreachable(`a websocket to ${this.url} cannot be opened: ${String(error)}`, {
           cause: error,
@@ -239,7 +243,7 @@ export class Transport {
       raw.onerror = () => {}; // the close event follows
       raw.onclose = () => {
         signal.removeEventListener("abort", abandon);
-        if (isFirst) this.#whyRejected(signal).then(reject, reject);
+        if (session === undefined) this.#whyRejected(signal).then(reject, reject);
         else reject(new ServerUnreachable(`no server answers at ${this.url}`));
       };
     });

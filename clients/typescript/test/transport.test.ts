@@ -50,6 +50,7 @@ for (const [given, ws, http] of [
     server.socket.end(1006);
     await settle(server, () => session.status === "open");
     assert.deepEqual(server.socket.protocols, ["agentflow.v2", "agentflow.ticket.t2"]);
+    assert.equal(server.socket.url, `${ws}?session=s1`);
     const request = { url: `${http}/v1/session-ticket`, method: "POST", key: "Bearer af-key" };
     assert.deepEqual(requests, [request, request]);
     await Promise.all([session.close(), settle(server)]);
