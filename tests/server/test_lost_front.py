@@ -1,0 +1,157 @@
+"""Two `agentflow serve` processes with one Redis, one of which is killed in the middle of its work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+from anyio.abc import Process
+from anyio.streams.text import TextReceiveStream
+from support.redis_server import redis_server
+from support.server.http_clients import only_asyncio
+from websockets.asyncio.client import connect
+from websockets.typing import Subprotocol
+
+from agentflow.server.tenants.keys import hashed_key
+
+pytestmark = pytest.mark.anyio
+anyio_backend = pytest.fixture(only_asyncio)
+KEY = "af-ann"
+
+
+# `agentflow serve` on the deterministic engine, which makes no more steps after a line is read.
+CHILD = """
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+import anyio
+import pytest
+from support.fake_engine import TEMPLATE, FakeEngine
+from agentflow.cli.main import main
+from agentflow.server.models import open_models as module
+from agentflow.server.models.models import EngineModel, Models
+
+@asynccontextmanager
+async def open_models(models, *, gate, **options):
+    engine = FakeEngine()
+
+    async def pause_when_told():
+        await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
+        engine.gate.allow(0)
+        print("paused", flush=True)
+
+    async with engine.open_client() as client, anyio.create_task_group() as group:
+        group.start_soon(pause_when_told)
+        yield Models([EngineModel("fake", client, TEMPLATE, gate=gate)], gate=gate)
+        group.cancel_scope.cancel()
+
+module.open_models = open_models
+sys.exit(main(["serve", "--port", "0", "--model", "fake=openai:none", *sys.argv[1:]]))
+"""
+
+
+@dataclass
+class Served:
+    """A server. ``url``: of its websockets."""
+
+    process: Process
+    output: TextReceiveStream
+    url: str = ""
+
+    async def read_until(self, text: str) -> str:
+        seen = ""
+        while text not in seen:
+            seen += await self.output.receive()
+        return seen
+
+    async def pause(self) -> None:
+        """Its engine makes no more steps."""
+        assert self.process.stdin is not None
+        await self.process.stdin.send(b"\n")
+        await self.read_until("paused")
+
+
+@asynccontextmanager
+async def two_servers(*options: str) -> AsyncIterator[tuple[Served, Served]]:
+    tests = Path(__file__).parents[1]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("AGENTFLOW_")}
+    variables |= {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}", "PYTHONUNBUFFERED": "1"}
+    variables |= {"OPENAI_API_KEY": "unused"}
+    async with AsyncExitStack() as stack:
+        servers: list[Served] = []
+        for name in "ab":  # both load at the same time
+            command = [sys.executable, "-c", CHILD, *options, "--front-name", name]
+            process = await anyio.open_process(command, env=variables, stderr=subprocess.STDOUT)
+            await stack.enter_async_context(process)
+            stack.callback(lambda process=process: process.returncode is None and process.kill())
+            assert process.stdout is not None
+            servers.append(Served(process, TextReceiveStream(process.stdout)))
+        for server in servers:
+            ready = await server.read_until("Anthropic's at")
+            server.url = "ws://" + ready.partition("ws://")[2].split()[0]
+        yield servers[0], servers[1]
+
+
+def client_of(url: str) -> httpx2.AsyncClient:
+    http_url, headers = url.replace("ws", "http", 1), {"Authorization": f"Bearer {KEY}"}
+    return httpx2.AsyncClient(base_url=http_url, headers=headers, timeout=30)
+
+
+async def test_what_clients_see_survives_a_killed_server(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[tenants.ann]\nkeys = ["{hashed_key(KEY)}"]\nrequests_per_minute = 14\n')
+    asked = {"model": "fake", "input": "What do plants make?", "max_output_tokens": 4}
+    with redis_server(tmp_path) as redis:
+        async with (
+            two_servers("--keys-file", str(keys), "--redis-url", redis.url) as (first, second),
+            client_of(first.url) as here,
+            client_of(second.url) as there,
+        ):
+            talk = (await here.post("/v1/conversations", json={})).json()["id"]
+            kept = (await here.post("/v1/responses", json=asked | {"conversation": talk})).json()
+            program = (await here.post("/v1/programs", json={})).json()["id"]
+            for output in ("done", "pending"):
+                placeholder = {"name": "o", "in_out": "out", "semantic_var_id": output}
+                body: dict[str, Any] = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
+                assert (await here.post(f"/v1/programs/{program}/submit", json=body)).status_code == 200
+                if output == "done":
+                    value = (await here.get(f"/v1/programs/{program}/variables/done")).json()["value"]
+                    await first.pause()
+            running = (await here.post("/v1/responses", json=asked | {"background": True})).json()
+            assert (await there.get(f"/v1/responses/{running['id']}")).json()["status"] == "queued"
+            ticket = (await here.post("/v1/session-ticket")).json()["ticket"]
+            process = first.process
+            process.kill()
+            await process.wait()
+
+            assert (await there.get(f"/v1/responses/{kept['id']}")).json() == kept
+            assert len((await there.get(f"/v1/conversations/{talk}/items")).json()["data"]) == 2
+            protocols = [Subprotocol("agentflow.v2"), Subprotocol(f"agentflow.ticket.{ticket}")]
+            async with connect(f"{second.url}/v1/session", subprotocols=protocols):
+                pass
+            later = asked | {"previous_response_id": kept["id"], "input": "Why?"}
+            assert (await there.post("/v1/responses", json=later)).status_code == 200
+            with anyio.fail_after(20):
+                while True:  # until the key of the killed server expires, it does not answer
+                    lost = await there.get(f"/v1/responses/{running['id']}")
+                    if lost.status_code == 200 and lost.json()["status"] == "failed":
+                        break
+                    assert lost.status_code in (200, 503)
+            assert lost.json()["error"]["type"] == "engine_down"
+            assert (await there.get(f"/v1/programs/{program}/variables/done")).json()["value"] == value
+            pending = await there.get(f"/v1/programs/{program}/variables/pending")
+            assert (pending.status_code, pending.json()["error"]["code"]) == (503, "engine_down")
+            # Both servers have admitted requests within one limit.
+            statuses = [(await there.post("/v1/responses", json=asked)).status_code for _ in range(14)]
+            assert 200 in statuses
+            assert statuses[-1] == 429
+            assert statuses.count(200) < 10
