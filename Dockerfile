@@ -25,7 +25,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv /opt/agentflow && pip install "pip==$PIP_VERSION"
 COPY pyproject.toml requirements.lock constraints.txt constraints-cpu.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; e = p["optional-dependencies"]; print(*(r for r in p["dependencies"] + e["engine"] + e["server"] + e["api"] + e["vision"] + e["otel"] if not r.startswith("torch")), sep="\n")' \
+    python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; e = p["optional-dependencies"]; print(*(r for r in p["dependencies"] + e["engine"] + e["server"] + e["api"] + e["vision"] + e["otel"] + e["redis"] if not r.startswith("torch")), sep="\n")' \
       > /tmp/requirements.txt \
  && pip install -c requirements.lock -r /tmp/requirements.txt
 

@@ -101,18 +101,21 @@ def test_a_workflow_is_valid_and_runs_targets_of_make(path: Path) -> None:
 
 def test_services_are_limited_checked_and_on_loopback() -> None:
     services = resolved()
-    assert set(services) == {"server", "server-gpu", "app", "prometheus", "grafana"}
+    replicas = {"server-a", "server-b", "redis", "gateway"}
+    assert set(services) == {"server", "server-gpu", "app", "prometheus", "grafana", *replicas}
     for name, service in services.items():
         assert service["read_only"], name
         assert service["mem_limit"], name
         assert service["cpus"], name
         assert service["cap_drop"] == ["ALL"], name
         assert "healthcheck" in service, name
-        assert all(str(port).startswith("127.0.0.1:") for port in service["ports"]), name
+        assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", ())), name
         for needed, how in service.get("depends_on", {}).items():
             assert how == {"condition": "service_healthy"}
-            assert "profiles" not in services[needed]
+            assert services[needed].get("profiles", []) in ([], service.get("profiles"))
     assert services["server-gpu"]["profiles"] == ["gpu"]
+    assert all(services[name]["profiles"] == ["replicas"] for name in replicas)
+    assert services["redis"]["networks"].keys() == {"stores"}  # it has no password
     assert {service["build"]["target"] for service in services.values() if "build" in service} == set(TARGETS)
 
 

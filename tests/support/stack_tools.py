@@ -52,7 +52,15 @@ def run_tool(name: str, *arguments: str | Path, stdin: str | None = None, **envi
 def resolved(**environment: str) -> dict[str, Any]:
     """The services of docker-compose.yml as Compose resolves them with .env.example, with all profiles."""
     text = run_tool(
-        "docker-compose", "--profile", "gpu", "--env-file", ".env.example", "config", **environment
+        "docker-compose",
+        "--profile",
+        "gpu",
+        "--profile",
+        "replicas",
+        "--env-file",
+        ".env.example",
+        "config",
+        **environment,
     )
     found: dict[str, Any] = yaml.safe_load(text)["services"]
     return found

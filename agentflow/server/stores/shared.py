@@ -30,7 +30,7 @@ Client: TypeAlias = Any
 """``redis.asyncio.Redis``, whose types are too wide to be of use."""
 
 FRONT_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-MAX_FRONT_CHARS = 40
+MAX_FRONT_CHARS = 63
 MAX_CONNECTIONS = 64
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 5.0
