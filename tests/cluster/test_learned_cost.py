@@ -31,7 +31,9 @@ def test_noise_and_a_server_that_becomes_slower() -> None:
     assert learned.costs().output_s == pytest.approx(8e-3, rel=0.3)
     for units in range(100, 4100, 20):
         learned.observe(units, units // 20, 0.05 + 2e-4 * units + 0.08 * (units // 20))
-    assert pytest.approx(learned.output_s * 50 + learned.unit_s * 1000, rel=0.2) == 0.08 * 50 + 2e-4 * 1000
+    _, unit_s, output_s = learned.costs()
+    expected_s = 1000 * 2e-4 + 50 * 0.08
+    assert 1000 * unit_s + 50 * output_s == pytest.approx(expected_s, rel=0.2)
 
 
 @pytest.mark.parametrize("times", [[(0, 0, 0.0)] * 50, [(1000, 10, 1e-9)] * 50, [(4, 0, 1e6)] * 50])

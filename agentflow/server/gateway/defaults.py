@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_PORT = 8411
+DEFAULT_PORT = 8420
 CACHE_TOKENS = 131_072
 """The size of a target's cache, unless the operator knows it."""
 DRAIN_S = 30.0

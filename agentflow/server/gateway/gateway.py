@@ -81,7 +81,7 @@ class Gateway:
         self.proxy = HttpProxy(self.placement, transport, self.limits, via)
         self._websockets = WebSocketProxy(self.placement, via)
         self._lists = ModelLists(targets, transport, via)
-        self._metrics = GatewayMetrics(targets, self.placement, self.proxy)
+        self.metrics = GatewayMetrics(targets, self.placement, self.proxy)
         self._guarded: ASGIApp = BrowserGuard(self._answer, origins=origins, knows_host=knows_host)
         self._running = 0
         self._none_runs = anyio.Event()
@@ -177,7 +177,7 @@ class Gateway:
             elif path != "/metrics":
                 raise ApiError(404, "not_found", f"{ADMIN_PATH} needs an admin key (--admin-key)")
             if path == "/metrics":
-                return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+                return Response(self.metrics.text(), media_type=CONTENT_TYPE)
             return await self._administered(request)
         except ApiError as error:
             return error_response(path, headers, error, error.headers)

@@ -22,7 +22,7 @@ from agentflow.server.errors import ApiError
 from agentflow.server.gateway.asked import Asked
 from agentflow.server.gateway.http_proxy import answer_headers, raw_path, request_headers
 from agentflow.server.gateway.placement import Placement
-from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, Target
+from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_QUEUED = 4
@@ -34,6 +34,8 @@ _UNSENDABLE = (1005, 1006, 1015)
 _HANDSHAKE = b"sec-websocket-"
 SESSION = "session"
 """The parameter of the address, and the part of a subprotocol, with the id of a session."""
+SESSION_HEADER = "x-agentflow-session"
+"""The header of a handshake's answer with the id of the session that it opens."""
 
 
 class WebSocketProxy:
@@ -85,7 +87,8 @@ class WebSocketProxy:
             finally:
                 attempt.left()
             attempt.succeeded()
-            for name in names:
+            given = connection.response.headers.get(SESSION_HEADER) if connection.response else None
+            for name in (*names, *([given] if given else [])):
                 self._placement.own(name, target)
             target.num_websockets += 1
             try:
@@ -127,11 +130,18 @@ def session_names(scope: Scope) -> tuple[str, ...]:
     return tuple(name[:256] for name in found)
 
 
+def _handshake_headers(connection: ClientConnection) -> HeaderList:
+    """The target's headers for the answer to a handshake, without those of the handshake itself."""
+    assert connection.response is not None
+    headers = [(name.encode(), value.encode()) for name, value in connection.response.headers.raw_items()]
+    return [one for one in answer_headers(headers) if not one[0].startswith((_HANDSHAKE, b"content-"))]
+
+
 async def _join(socket: WebSocket, connection: ClientConnection) -> None:
     """Passes messages on until one side closes, which closes the other."""
     code: int | None = None
     try:
-        await socket.accept(connection.subprotocol)
+        await socket.accept(connection.subprotocol, _handshake_headers(connection))
         async with open_task_group() as group:
             group.start_soon(_pass_back, socket, connection, group.cancel_scope)
             try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +19,7 @@ from agentflow.server.gateway.defaults import Limits
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 anyio_backend = pytest.fixture(only_asyncio)
 EVENTS = "text/event-stream"
+PAGE = (Path(__file__).parents[3] / "docs/reference/gateway-metrics.md").read_text(encoding="utf-8")
 
 
 def always(answer: AnyAnswer) -> Play:
@@ -413,3 +416,18 @@ async def test_without_an_admin_key_there_is_no_administration() -> None:
     async with routed_fakes(ok) as route:
         assert (await route.http.get("/gateway/targets")).status_code == 404
         assert (await route.http.get("/metrics")).status_code == 200
+
+
+async def test_the_page_lists_the_metrics() -> None:
+    async with routed_fakes(always(refused(503)), always(refused(503))) as route:
+        await route.chat()
+        families = list(route.gateway.metrics.collect())
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.MULTILINE)
+    assert [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows] == [
+        (
+            family.name + ("_total" if family.type == "counter" else ""),
+            family.type,
+            tuple(family.samples[0].labels),
+        )
+        for family in families
+    ]

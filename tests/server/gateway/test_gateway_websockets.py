@@ -42,6 +42,11 @@ def _answer(status: int, body: bytes = b"") -> Callable[[ServerConnection, Reque
     return answer
 
 
+def _named(socket: ServerConnection, request: Request, response: Response) -> Response:
+    response.headers["x-agentflow-session"] = "s7"
+    return response
+
+
 @asynccontextmanager
 async def before(*targets: tuple[Handler, int]) -> AsyncIterator[tuple[Routed, list[Server]]]:
     """A gateway before websocket servers: their handlers, and the status of handshakes."""
@@ -53,6 +58,7 @@ async def before(*targets: tuple[Handler, int]) -> AsyncIterator[tuple[Routed, l
                     "127.0.0.1",
                     0,
                     process_request=_answer(status, b"not now"),
+                    process_response=_named,
                     select_subprotocol=lambda _, offered: offered[0] if offered else None,
                     max_size=None,
                 )
@@ -181,6 +187,19 @@ async def test_a_session_is_resumed_where_it_is() -> None:
                 assert (first.num_websockets, second.num_websockets) == (10, 0)
             await route.gateway.until_idle()
             first.num_websockets = 0
+
+
+async def test_a_session_whose_id_the_server_gives() -> None:
+    async with before((echo, 101), (echo, 101)) as (route, _):
+        first, second = route.gateway.targets
+        async with opened(route) as client:
+            assert client.response is not None
+            assert client.response.headers["x-agentflow-session"] == "s7"
+        await route.gateway.until_idle()
+        first.num_websockets = 9
+        async with opened(route, "/v1/session?session=s7"):
+            assert (first.num_websockets, second.num_websockets) == (10, 0)
+        await route.gateway.until_idle()
 
 
 async def test_no_server_answers() -> None:
