@@ -98,6 +98,10 @@ class Gateway:
                 self._none_runs.set()
                 self._none_runs = anyio.Event()
 
+    async def aclose(self) -> None:
+        """Closes the connections to the targets."""
+        await self._transport.aclose()
+
     async def until_idle(self) -> None:
         """Waits until no request and no websocket is served."""
         while self._running:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -39,7 +39,7 @@ async def running_gateway(
     port: int = 0,
     limits: ServerLimits | None = None,
 ) -> AsyncIterator[RunningGateway]:
-    """Serves while the scope lasts, without signal handlers. Needs asyncio.
+    """Serves while the scope lasts, without signal handlers, and closes the gateway. Needs asyncio.
 
     Args:
         gateway: The application.
@@ -54,19 +54,20 @@ async def running_gateway(
     """
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
-        await _check_targets(gateway)
-        server = HttpServer(http_config(gateway, limits, None), limits, listener)
         name, number = listener.getsockname()[:2]
         url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
-        async with open_task_group() as group:
-            group.start_soon(server.run_shielded)
-            group.start_soon(gateway.watch)
-            try:
-                yield RunningGateway(url, gateway)
-            finally:
-                gateway.is_draining = True
-                await server.end()
-                group.cancel_scope.cancel()
+        async with aclosing(gateway):
+            await _check_targets(gateway)
+            server = HttpServer(http_config(gateway, limits, None), limits, listener)
+            async with open_task_group() as group:
+                group.start_soon(server.run_shielded)
+                group.start_soon(gateway.watch)
+                try:
+                    yield RunningGateway(url, gateway)
+                finally:
+                    gateway.is_draining = True
+                    await server.end()
+                    group.cancel_scope.cancel()
 
 
 async def _check_targets(gateway: Gateway) -> None:

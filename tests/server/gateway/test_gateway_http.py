@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx2
 import pytest
 from support.apis.fake_server import Answer, AnyAnswer, Close, Forever, Hold, RawAnswer, Received, Reset
 from support.server.gateways import CHAT, Play, completion, json_answer, models, refused, routed_fakes
@@ -15,6 +17,7 @@ from support.server.http_clients import only_asyncio
 
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.gateway.defaults import Limits
+from agentflow.server.http import protocol
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 anyio_backend = pytest.fixture(only_asyncio)
@@ -227,10 +230,8 @@ async def test_a_target_that_is_gone_gets_nothing_until_it_answers_again() -> No
         assert (await route.chat()).headers["x-agentflow-target"] == "0"
 
 
-class _Gone:
+class _Gone(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: Any) -> Any:
-        import httpx2
-
         raise httpx2.ConnectError("refused")
 
 
@@ -367,6 +368,47 @@ async def test_a_client_that_stops_within_its_body() -> None:
             got = await client.receive()
         assert got.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in got
+
+
+async def test_a_client_that_does_not_read_stops_its_server_and_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "WRITE_WATCH_S", 0.1)
+    endless = Answer([Forever(b"data: " + b"x" * 60_000 + b"\n\n")], content_type=EVENTS)
+    async with routed_fakes(always(endless)) as route:
+        counting = route.gateway.proxy._transport = Counting(route.gateway.proxy._transport)
+        host, _, port = route.url.removeprefix("http://").rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as client:
+            await client.send(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await route.fakes[0].wait_until_gone()
+        assert 0 < counting.num_bytes < 20_000_000  # what the kernel's buffers hold
+        await route.gateway.until_idle()
+
+
+class Counting(httpx2.AsyncBaseTransport):
+    """Counts the bytes of answers."""
+
+    def __init__(self, inner: httpx2.AsyncBaseTransport) -> None:
+        self.inner = inner
+        self.num_bytes = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await self.inner.handle_async_request(request)
+        response.stream = _Counted(self, response.stream)
+        return response
+
+
+class _Counted(httpx2.AsyncByteStream):
+    def __init__(self, counting: Counting, inner: Any) -> None:
+        self.counting, self.inner = counting, inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self.inner:
+            self.counting.num_bytes += len(part)
+            yield part
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
 
 
 async def test_a_gateway_before_itself() -> None:

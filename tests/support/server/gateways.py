@@ -43,10 +43,9 @@ class Routed:
 @asynccontextmanager
 async def routed(urls: Sequence[str], limits: Limits | None = None, **options: Any) -> AsyncIterator[Routed]:
     """A gateway before these servers."""
-    transport = Connections(None, 60.0)
-    gateway = Gateway(parse_targets(list(urls)), transport, limits=limits or Limits(), **options)
+    targets = parse_targets(list(urls))
+    gateway = Gateway(targets, Connections(None, 60.0), limits=limits or Limits(), **options)
     async with (
-        transport,
         running_gateway(gateway) as running,
         httpx2.AsyncClient(base_url=running.url, timeout=20) as http,
     ):

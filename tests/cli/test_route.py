@@ -1,0 +1,119 @@
+"""``agentflow route``: one sentence for what is wrong, and a process that drains at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from support.api_server import MODEL, api_server
+
+from agentflow.cli.main import main
+
+CLOSED = "http://127.0.0.1:9"  # nothing listens at the port for discarded data
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The one line that the command prints."""
+    assert main(["route", "--log-level", "error", *options]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    return shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "--to"),
+        (["--to", "127.0.0.1:8000"], "127.0.0.1:8000"),
+        (["--to", "http://a?b=c"], "http://a?b=c"),
+        (["--to", "http://user:secret@a"], "--to"),
+        (["--to", "http://a:99999"], "99999"),
+        (["--to", CLOSED, "--to", f"{CLOSED}/v1"], "twice"),
+        (["--to", CLOSED, "--port", "0"], CLOSED),
+        (["--to", CLOSED, "--port", "70000"], "70000"),
+    ],
+)
+def test_wrong_options(capsys: pytest.CaptureFixture[str], options: list[str], named: str) -> None:
+    assert named in refused(capsys, *options)
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with listening() as port:
+        assert str(port) in refused(capsys, "--to", CLOSED, "--port", str(port))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        b'HTTP/1.1 200 OK\r\ncontent-length: 14\r\n\r\n{"data": "abc"}',
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+    ],
+)
+def test_a_server_without_the_api(capsys: pytest.CaptureFixture[str], answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert url in refused(capsys, "--to", url, "--port", "0")
+        thread.join()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")
+@pytest.mark.timeout(60)
+def test_a_gateway_starts_without_one_server_and_drains_at_its_end() -> None:
+    with api_server() as server:
+        command = [
+            sys.executable,
+            "-m",
+            "agentflow",
+            "route",
+            "--to",
+            CLOSED,
+            "--to",
+            server.url,
+            "--port",
+            "0",
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                line = process.stdout.readline()
+                url = next(word for word in line.split() if word.startswith("http"))
+                assert CLOSED in line
+                assert server.url in line
+                body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+                server.call(server.engine.gate.allow, 2)
+                with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as got:
+                    parts = got.iter_raw()
+                    next(parts)
+                    process.send_signal(signal.SIGTERM)
+                    server.wait_until(lambda: httpx2.get(f"{url}/health").status_code == 503)
+                    server.call(server.engine.gate.open)
+                    assert b"".join(parts).endswith(b"data: [DONE]\n\n")
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
+                _, errors = process.communicate()
+    assert CLOSED in errors
