@@ -8,7 +8,7 @@ run of bytes. The servers report nothing. What they hold follows from the prompt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentflow.cluster.learned_cost import LearnedCost, mean_cost
@@ -55,14 +55,15 @@ class TextRouter:
     """Places the requests for one model on numbered servers.
 
     Args:
-        servers: Their numbers. A call bars those that do not answer.
-        cache_tokens: The size of a server's cache.
+        cache_tokens: The servers' numbers, each with the size of its cache. A call bars those that do not
+            answer.
     """
 
-    def __init__(self, servers: Sequence[Replica], cache_tokens: int) -> None:
-        self._cache_tokens = cache_tokens
+    def __init__(self, cache_tokens: Mapping[Replica, int]) -> None:
+        servers = list(cache_tokens)
+        self._cache_tokens = dict(cache_tokens)
         self._costs = {server: LearnedCost() for server in servers}
-        self._shape = EngineShape(mean_cost([LearnedCost().costs()]), MAX_RUNNING, cache_tokens)
+        self._shape = EngineShape(mean_cost([LearnedCost().costs()]), MAX_RUNNING, _mean(cache_tokens))
         self.router = Router(self._shape)
         self._epochs = dict.fromkeys(servers, 0)
         self._caches: dict[Replica, SentCache] = {}
@@ -111,14 +112,19 @@ class TextRouter:
             self._learned_at_s = now_s
             self._learn(now_s)
 
-    def forget(self, server: Replica) -> None:
-        """The server's process was lost, and its cache with it."""
+    def forget(self, server: Replica, cache_tokens: int | None = None) -> None:
+        """The server's process was lost, and its cache with it. ``cache_tokens``: the size of the new one, if
+        it is known."""
+        if cache_tokens is not None and cache_tokens != self._cache_tokens[server]:
+            self._cache_tokens[server] = cache_tokens
+            self._shape = replace(self._shape, kv_tokens=_mean(self._cache_tokens))
+            self.router.loads.set_shape(self._shape)
         self.router.forget(server)
         self._epochs[server] += 1
         self._caches[server] = self._new_cache(server)
 
     def _new_cache(self, server: Replica) -> SentCache:
-        return SentCache(server, "", self._cache_tokens, self._epochs[server])
+        return SentCache(server, "", self._cache_tokens[server], self._epochs[server])
 
     def _computed(self, call: Call) -> None:
         self._waiting_units[call.replica] -= call.num_tokens - call.num_hit
@@ -136,9 +142,14 @@ class TextRouter:
         if not known:
             return
         cost = mean_cost(list(known.values()))
-        self.router.loads.set_shape(replace(self._shape, cost=cost))
+        self._shape = replace(self._shape, cost=cost)
+        self.router.loads.set_shape(self._shape)
         mean_s = cost.row_s * self._mean_units + cost.base_s * self._mean_output
         for server, learned in known.items():
             factor = (learned.unit_s * self._mean_units + learned.output_s * self._mean_output) / mean_s
             factor **= 0.5 ** ((now_s - self._answered_at_s[server]) / KNOWN_S)
             self.router.loads.set_slowness(server, 1.0 if 1 / EVEN < factor < EVEN else factor)
+
+
+def _mean(cache_tokens: Mapping[Replica, int]) -> int:
+    return sum(cache_tokens.values()) // len(cache_tokens)

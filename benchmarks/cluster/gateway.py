@@ -150,7 +150,7 @@ class _Text:
     reads_feed = True  # otherwise the simulator tells it the length of outputs
 
     def __init__(self, num_replicas: int, cache_tokens: int) -> None:
-        self._router = TextRouter(range(num_replicas), cache_tokens)
+        self._router = TextRouter(dict.fromkeys(range(num_replicas), cache_tokens))
 
     def add(self, replica: Replica) -> None:
         pass

@@ -28,9 +28,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--cache-tokens",
         type=count,
-        default=CACHE_TOKENS,
         metavar="N",
-        help="tokens that the cache of one server holds, about (%(default)s)",
+        help=f"tokens in the cache of one server (default: as its metrics show, or {CACHE_TOKENS})",
     )
     add(
         "--timeout-s",

@@ -27,7 +27,7 @@ from starlette.websockets import WebSocket
 
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
-from agentflow.server.gateway.defaults import CACHE_TOKENS, Limits
+from agentflow.server.gateway.defaults import Limits
 from agentflow.server.gateway.http_proxy import HttpProxy
 from agentflow.server.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from agentflow.server.gateway.model_lists import LISTS, ModelLists
@@ -52,7 +52,7 @@ class Gateway:
         targets: The servers.
         transport: Sends the requests to them.
         limits: Its limits.
-        cache_tokens: The size of a target's cache, in tokens.
+        cache_tokens: The size of a target's cache; None: as its metrics show it, if they do.
         api_key: The key of its own requests to the targets.
         admin_key: The key for ``/gateway/`` and the metrics; None: there is no ``/gateway/``.
         origins: Pages of these origins may use it. The targets answer their browsers.
@@ -65,7 +65,7 @@ class Gateway:
         transport: httpx2.AsyncBaseTransport,
         *,
         limits: Limits | None = None,
-        cache_tokens: int = CACHE_TOKENS,
+        cache_tokens: int | None = None,
         api_key: str | None = None,
         admin_key: str | None = None,
         origins: Sequence[str] = (),
@@ -73,7 +73,10 @@ class Gateway:
     ) -> None:
         self.targets = targets
         self.limits = limits or Limits()
-        self.placement = Placement(targets, cache_tokens=cache_tokens, check_s=self.limits.check_s)
+        self.placement = Placement(targets, check_s=self.limits.check_s)
+        self._cache_tokens = cache_tokens
+        for target in targets if cache_tokens is not None else ():
+            target.cache_tokens = cache_tokens or target.cache_tokens
         self._transport = transport
         self._api_key, self._admin_key = api_key, admin_key
         self._name = f"agentflow-{secrets.token_hex(8)}"
@@ -109,8 +112,8 @@ class Gateway:
 
     # Health
 
-    async def check_all(self) -> dict[Target, NotCompatible]:
-        """Checks all targets. Returns those that do not have the API."""
+    async def check_all(self, *, is_first: bool = False) -> dict[Target, NotCompatible]:
+        """Checks all targets. Returns those that do not have the API. ``is_first``: at the start."""
         wrong: dict[Target, NotCompatible] = {}
 
         async def check(target: Target) -> None:
@@ -119,10 +122,13 @@ class Gateway:
                 await target.check(self._transport, self._api_key)
             except NotCompatible as error:
                 wrong[target] = error
-            if was_closed and target.circuit.status == "open":
+            is_closed = target.circuit.status == "closed"
+            if is_closed and (is_first or not was_closed) and self._cache_tokens is None:
+                await target.read_cache_size(self._transport, self._api_key)
+            if is_closed and not was_closed:
+                self.placement.back(target)
+            elif was_closed and not is_closed and not is_first:
                 self.placement.lost(target, target.why_down)
-            elif not was_closed and target.circuit.status == "closed":
-                logger.warning("%s answers again", target.base)
 
         async with open_task_group() as group:
             for target in self.targets:
@@ -222,6 +228,7 @@ def _shown(target: Target) -> dict[str, Any]:
         "state": state,
         "why": target.why_down,
         "models": None if target.models is None else sorted(target.models),
+        "cache_tokens": target.cache_tokens,
         "requests": target.num_running,
         "websockets": target.num_websockets,
     }

@@ -22,7 +22,6 @@ from agentflow.engine.cache.radix_cache import TOKEN_BYTES
 from agentflow.runtime.circuit import Attempt
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.asked import Asked
-from agentflow.server.gateway.defaults import CACHE_TOKENS
 from agentflow.server.gateway.target import Target, logger
 
 GATHER_S = 0.003
@@ -81,17 +80,13 @@ class Placement:
 
     Args:
         targets: All of them.
-        cache_tokens: The size of a target's cache.
         check_s: The interval of health checks, after which a client may try again.
     """
 
-    def __init__(
-        self, targets: Sequence[Target], *, cache_tokens: int = CACHE_TOKENS, check_s: float = 5.0
-    ) -> None:
+    def __init__(self, targets: Sequence[Target], *, check_s: float = 5.0) -> None:
         self.targets = targets
         self.reasons: Counter[str] = Counter()
         """How often a target was chosen for each reason."""
-        self._cache_tokens = cache_tokens
         self._check_s = check_s
         self._routers: dict[str, TextRouter] = {}
         self._owners: OrderedDict[str, Target] = OrderedDict()
@@ -131,6 +126,12 @@ class Placement:
         target.why_down = why
         for router in self._routers.values():
             router.forget(target.number)
+
+    def back(self, target: Target) -> None:
+        """The target answers again."""
+        logger.warning("%s answers again", target.base)
+        for router in self._routers.values():
+            router.forget(target.number, target.cache_tokens)
 
     # Choices
 
@@ -182,8 +183,8 @@ class Placement:
         name = model if any(target.models and model in target.models for target in self.targets) else ""
         router = self._routers.get(name)
         if router is None:
-            numbers = [target.number for target in self.targets]
-            router = self._routers[name] = TextRouter(numbers, self._cache_tokens)
+            sizes = {target.number: target.cache_tokens for target in self.targets}
+            router = self._routers[name] = TextRouter(sizes)
         return router
 
     def _call(self, asked: Asked, candidates: Sequence[Target]) -> Call:

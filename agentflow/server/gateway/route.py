@@ -71,7 +71,7 @@ async def running_gateway(
 
 
 async def _check_targets(gateway: Gateway) -> None:
-    for target, error in (await gateway.check_all()).items():
+    for target, error in (await gateway.check_all(is_first=True)).items():
         text = f"{target.base} is not a server with OpenAI's API ({error}): give the address of one with --to"
         raise BadArgument(text, param="to")
     down = [target for target in gateway.targets if target.why_down]

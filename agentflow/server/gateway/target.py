@@ -14,6 +14,8 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.runtime.circuit import Circuit
+from agentflow.server.gateway.cache_size import shown_cache_tokens
+from agentflow.server.gateway.defaults import CACHE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Target:
     - ``number``: its place in the list.
     - ``base``: its address, without ``/v1`` and a slash at the end.
     - ``models``: their names; None: unknown, because the server does not show them.
+    - ``cache_tokens``: the size of its cache, about.
     - ``is_draining``: requests end, and no new ones come.
     - ``busy_until_s``: it asked for no requests until then, on the clock ``time.monotonic``.
     """
@@ -43,6 +46,7 @@ class Target:
     base: str
     circuit: Circuit = field(default_factory=Circuit)
     models: frozenset[str] | None = None
+    cache_tokens: int = CACHE_TOKENS
     is_draining: bool = False
     busy_until_s: float = 0.0
     num_running: int = 0
@@ -80,11 +84,20 @@ class Target:
                 self._urls[raw_path] = known
         return known
 
+    async def read_cache_size(self, transport: httpx2.AsyncBaseTransport, api_key: str | None) -> None:
+        """Takes the size of the cache from the server's metrics, if they show it."""
+        try:
+            status, body = await self._fetch(transport, b"/metrics", api_key)
+        except (httpx2.HTTPError, TimeoutError):
+            return
+        found = shown_cache_tokens(body) if status == 200 else None
+        self.cache_tokens = found or self.cache_tokens
+
     async def check(self, transport: httpx2.AsyncBaseTransport, api_key: str | None) -> None:
         """Asks for the models, which closes or opens the circuit. ``NotCompatible``."""
         attempt = self.circuit.attempt()
         try:
-            status, body = await self._fetch_models(transport, api_key)
+            status, body = await self._fetch(transport, b"/v1/models", api_key)
         except (httpx2.HTTPError, TimeoutError) as error:
             self.why_down = _why(error)
             attempt.failed(0.0 if isinstance(error, httpx2.ConnectError) else None)
@@ -106,13 +119,13 @@ class Target:
         else:
             raise NotCompatible(f"its /v1/models answers with the status {status}")
 
-    async def _fetch_models(
-        self, transport: httpx2.AsyncBaseTransport, api_key: str | None
+    async def _fetch(
+        self, transport: httpx2.AsyncBaseTransport, path: bytes, api_key: str | None
     ) -> tuple[int, bytes]:
         headers = {"accept-encoding": "identity"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
-        request = httpx2.Request("GET", self.url(b"/v1/models"), headers=headers)
+        request = httpx2.Request("GET", self.url(path), headers=headers)
         with anyio.fail_after(CHECK_TIMEOUT_S):
             return await fetch(transport, request)
 

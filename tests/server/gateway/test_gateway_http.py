@@ -104,7 +104,7 @@ async def test_a_client_that_leaves_cancels_the_request() -> None:
     for answer in (stream, silent):
         async with routed_fakes(always(answer)) as route, open_task_group() as group:
             group.start_soon(route.chat)
-            await route.fakes[0].wait_for_requests(2)
+            await route.fakes[0].wait_until(lambda: bool(route.asked(0)))
             group.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await route.fakes[0].wait_until_gone()
@@ -275,7 +275,7 @@ async def test_conversations_stay_and_others_are_spread() -> None:
             for number in places:
                 group.start_soon(turn, number, 1)
             for fake in route.fakes:
-                await fake.wait_for_requests(4)
+                await fake.wait_for_requests(5)
             hold.go_on()
         for length in range(2, 5):
             for number in places:
@@ -452,6 +452,22 @@ async def test_health_metrics_and_draining() -> None:
         for body in (b"{", b'{"target": "http://x"}', b'{"target": 1}', b"a" * 5_000):
             got = await route.http.post("/gateway/drain", content=body, headers=key)
             assert got.status_code in (400, 404, 413)
+
+
+async def test_the_size_of_a_cache_is_read_when_a_server_comes_back() -> None:
+    async with routed_fakes(ok, ok) as route:
+        assert {target.cache_tokens for target in route.gateway.targets} == {16 * 8192}
+        await route.chat("first")
+        first = route.gateway.targets[0]
+        await first.check(_Gone(), None)
+        route.fakes[0]._script = lambda request: (
+            Answer(b"sglang:max_total_num_tokens 5000") if request.path == "/metrics" else models("m")
+        )
+        await route.gateway.check_all()
+        assert first.cache_tokens == 5_000
+    async with routed_fakes(ok, cache_tokens=7_000) as route:
+        assert route.gateway.targets[0].cache_tokens == 7_000
+        assert [one.path for one in route.fakes[0].received] == ["/v1/models"]
 
 
 async def test_without_an_admin_key_there_is_no_administration() -> None:

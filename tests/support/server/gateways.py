@@ -18,6 +18,7 @@ from agentflow.server.gateway.route import running_gateway
 from agentflow.server.gateway.target import parse_targets
 
 CHAT = "/v1/chat/completions"
+METRICS = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="8192"} 1.0\n'
 Play = Callable[[Received], AnyAnswer]
 
 
@@ -63,8 +64,8 @@ async def routed_fakes(*plays: Play, limits: Limits | None = None, **options: An
 
 
 def is_check(request: Received) -> bool:
-    """Whether it is a health check."""
-    return request.path == "/v1/models" and "via" not in request.headers
+    """Whether the gateway itself asks for the models, or for the metrics."""
+    return request.path in ("/v1/models", "/metrics") and "via" not in request.headers
 
 
 def models(*names: str) -> Answer:
@@ -92,6 +93,8 @@ def refused(status: int, **headers: str) -> Answer:
 
 def _with_models(play: Play) -> Play:
     def answer(request: Received) -> AnyAnswer:
-        return models("m") if is_check(request) else play(request)
+        if is_check(request):
+            return Answer(METRICS) if request.path == "/metrics" else models("m")
+        return play(request)
 
     return answer
