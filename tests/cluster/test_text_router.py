@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.load import Call
+from agentflow.cluster.feed import Update
+from agentflow.cluster.load import Call, EngineShape
+from agentflow.cluster.published import RoundRobin
+from agentflow.cluster.router import Policy, Router
+from agentflow.cluster.simulation import MODEL, SimulatedCluster
 from agentflow.cluster.text_router import MAX_RUN_BYTES, TextRouter, text_run
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.workload import Workload, chat
 from agentflow.errors import Overloaded
 
 SYSTEM = b"You are a strict judge of essays. " * 200
@@ -140,3 +147,49 @@ def test_the_books_are_empty_when_all_requests_ended(steps: Sequence[tuple[int, 
     assert not any(edge.running for edge in router.router.tree.edges())
     assert set(router._waiting_units.values()) == {0}
     assert not router._sent
+
+
+class TextPolicy:
+    """The router in the simulator. It reads no reports, and knows no costs."""
+
+    reads_feed = True  # otherwise the simulator tells it the length of outputs
+
+    def __init__(self, num_engines: int, cache_tokens: int) -> None:
+        self.text = TextRouter(dict.fromkeys(range(num_engines), cache_tokens))
+
+    def add(self, replica: int) -> None:
+        pass
+
+    def lose(self, replica: int) -> None:
+        self.text.forget(replica)
+
+    def receive(self, update: Update) -> bool:
+        return True
+
+    def place(self, calls: Sequence[Call], now_s: float) -> None:
+        self.text.place(calls, now_s)
+
+    def started(self, call: Call, now_s: float) -> None:
+        call.has_started = False  # the simulator sets it before
+        self.text.started(call, now_s)
+
+    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+        self.text.ended(call, num_output or None, now_s)
+
+
+def test_real_caches_have_what_the_router_guesses() -> None:
+    kv_tokens = 8_000  # some prompts are evicted
+    arrivals = chat(num_chats=30, per_s=20.0, turns=4, system=200, message=150, reply=6, pause_s=1.0)
+    cost = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=0.0)
+    workload = Workload("chat", arrivals, kv_tokens)
+
+    def hit_rate(policy: Policy) -> float:
+        cluster = SimulatedCluster(
+            workload, SchedulerConfig(max_running=32), policy, num_engines=3, cost=cost, max_context=4_096
+        )
+        return cluster.run().hit_rate
+
+    reported = hit_rate(Router(EngineShape(cost, 32, kv_tokens), MODEL))
+    guessed = hit_rate(TextPolicy(3, kv_tokens))
+    assert guessed > reported - 0.05
+    assert guessed > hit_rate(RoundRobin()) + 0.1

@@ -220,6 +220,8 @@ class HttpProxy:
                 return await received.refusal()
             self.answers[target.number, status] += 1
             await self._pass_on(received, place, asked, answer)
+        except httpx2.LocalProtocolError as error:
+            raise ApiError(400, "invalid_request", f"the request cannot be passed on: {error}") from error
         except httpx2.TransportError as error:
             is_unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
             why = str(error) or type(error).__name__

@@ -8,8 +8,8 @@ from agentflow.server.gateway.cache_size import shown_cache_tokens
 
 VLLM = b"""# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="16",mamba_block_size="32",num_gpu_blocks="573",num_gpu_blocks_override="9"} 1.0
-vllm:cache_config_info{block_size="16",engine="1",num_cpu_blocks="1024",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",mamba_block_size="32",num_gpu_blocks="573"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="100",num_gpu_blocks_override="9"} 1.0
 vllm:num_requests_running{engine="0"} 2.0
 """
 SGLANG = b"""sglang:max_total_num_tokens{model_name="m",tp_rank="0"} 471258.0

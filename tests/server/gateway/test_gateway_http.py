@@ -151,6 +151,14 @@ async def test_another_target_has_a_request_that_was_refused(status: int) -> Non
         assert (await route.chat()).status_code == 200
 
 
+async def test_a_refusal_without_an_end() -> None:
+    endless = Answer([b"x", Forever(b"y" * 10_000)], 503)
+    async with routed_fakes(always(endless), ok) as route:
+        route.gateway.targets[1].busy_until_s = 1e12
+        assert (await route.chat()).status_code == 200
+        await route.fakes[0].wait_until_gone()
+
+
 async def test_a_busy_target_is_left_alone() -> None:
     async with routed_fakes(always(refused(503, retry_after="20")), ok) as route:
         for number in range(6):
