@@ -60,6 +60,10 @@ class ClientBody:
             except Overloaded:
                 return
 
+    def charge(self, num_bytes: int) -> None:
+        """Counts further memory of the request until ``close``."""
+        self._budget.count(num_bytes)
+
     def stream(self) -> httpx2.AsyncByteStream | httpx2.SyncByteStream:
         """What is sent to a target: ``data``, and the rest as it arrives."""
         if self.is_whole:

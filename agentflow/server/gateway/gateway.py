@@ -149,6 +149,8 @@ class Gateway:
         if self._name in headers.get("via", ""):
             text = "the request came back to the gateway: --to must be the address of another server"
             await self._refuse(scope, receive, send, ApiError(508, "loop", text))
+        elif "/../" in f"{path}/":  # would leave the path of a target's address
+            await self._refuse(scope, receive, send, ApiError(400, "invalid_request", "the path has '..'"))
         elif scope["type"] == "websocket":
             if self.is_draining:
                 await WebSocket(scope, receive, send).send_denial_response(Response(status_code=503))

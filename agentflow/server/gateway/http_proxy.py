@@ -105,6 +105,7 @@ class HttpProxy:
         try:
             await body.keep()
             asked = await self._read(scope, body)
+            body.charge(len(asked.run or b""))
             async with open_task_group() as group:
                 group.start_soon(_cancel_when_gone, body, answer, group.cancel_scope)
                 await self._serve(scope, body, answer, asked)

@@ -84,6 +84,34 @@ async def test_head_and_the_address_of_a_target_with_a_path() -> None:
         assert (got.status_code, got.headers["content-length"], got.content) == (200, "5", b"")
 
 
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        (b"/v1/%7Ea//b?x=a+b&&", "/v1/%7Ea//b?x=a+b&&"),
+        (b"http://other.example/v1/x", "/v1/x"),
+    ],
+)
+async def test_addresses_of_many_forms(sent: bytes, received: str) -> None:
+    async with routed_fakes(ok) as route:
+        host, _, port = route.url.removeprefix("http://").rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as client:
+            await client.send(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % sent)
+            got = await client.receive()
+        assert got.startswith(b"HTTP/1.1 200 ")
+        assert [one.path for one in route.asked(0)] == [received]
+
+
+@pytest.mark.parametrize("path", ["/../x", "/v1/%2e%2e/x", "/a/..", "/%2e./x"])
+async def test_a_path_that_leaves_the_address_of_a_target(path: str) -> None:
+    async with routed_fakes(ok) as route:
+        host, _, port = route.url.removeprefix("http://").rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as client:
+            await client.send(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode())
+            got = await client.receive()
+        assert got.startswith(b"HTTP/1.1 400 ")
+        assert route.asked(0) == []
+
+
 async def test_events_pass_one_by_one() -> None:
     hold = Hold()
     first, last = b'data: {"a": 1}\n\n', b"data: [DONE]\n\n"
