@@ -45,13 +45,16 @@ def new_router(shape: EngineShape, loaded: Loaded) -> Policy:
 
 @asynccontextmanager
 async def open_replicas(
-    replicas: Sequence[EngineOptions], shutdown: ShutdownBudget | None = None
+    replicas: Sequence[EngineOptions],
+    shutdown: ShutdownBudget | None = None,
+    start_child: StartChild = start_process,
 ) -> AsyncIterator[EngineClient]:
     """Loads a model in several processes and serves it within the scope. ``replicas``: the options of each,
-    which differ in their devices, threads and memory. A single one is opened without a router."""
+    which differ in their devices, threads and memory. A single one is opened without a router.
+    ``start_child``: starts a process."""
     options = replicas[0]
     if len(replicas) == 1:
-        async with open_engine(options, shutdown) as client:
+        async with open_engine(options, shutdown, start_child) as client:
             yield client
         return
     folder = resolve_model(options.model)
@@ -68,6 +71,7 @@ async def open_replicas(
         deadlines=deadlines_of(options, folder),
         exits_when_down=options.exit_on_engine_failure,
         shutdown=shutdown,
+        start_child=start_child,
     )
     async with opening as client:
         for name, adapter in adapters.items():

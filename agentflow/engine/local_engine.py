@@ -22,6 +22,7 @@ from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
 from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
 from agentflow.engine.options import EngineOptions
+from agentflow.engine.process.child import StartChild, start_process
 from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import supervised_engine
@@ -50,10 +51,12 @@ ENCODER_TOKEN_BUDGET = 512
 
 @asynccontextmanager
 async def open_engine(
-    options: EngineOptions, shutdown: ShutdownBudget | None = None
+    options: EngineOptions,
+    shutdown: ShutdownBudget | None = None,
+    start_child: StartChild = start_process,
 ) -> AsyncIterator[EngineClient]:
-    """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its
-    process."""
+    """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its process.
+    ``start_child``: starts it."""
     folder = resolve_model(options.model)
     if options.task == "generate":
         check_generates(folder)
@@ -66,6 +69,7 @@ async def open_engine(
             deadlines=deadlines_of(options, folder),
             exits_when_down=options.exit_on_engine_failure,
             shutdown=shutdown,
+            start_child=start_child,
         )
     else:
         _check_divided(options)

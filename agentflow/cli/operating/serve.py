@@ -110,6 +110,7 @@ def server_parts(config: ServeConfig, shutdown: ShutdownBudget) -> ServerParts:
             shutdown=shutdown,
             aliases={model.name: model.aliases for model in config.models},
             image_hosts=network.image_hosts,
+            ray=config.cluster.ray_options(),
         ),
         Access(
             tenants,

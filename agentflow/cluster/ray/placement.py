@@ -196,6 +196,14 @@ def _connect(address: str | None) -> bool:
     return True
 
 
+async def num_gpus() -> float:
+    """The GPUs of the cluster."""
+    import ray
+
+    resources = await _in_thread(ray.cluster_resources)
+    return float(resources.get("GPU", 0.0))
+
+
 def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "//" in host or not port.isdecimal():

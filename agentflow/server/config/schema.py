@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, inspect
 
+from agentflow.cluster.ray.options import RayOptions
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.options import EngineOptions, EngineSettings
 from agentflow.engine.process.shutdown_budget import DRAIN_S
@@ -35,6 +36,8 @@ from agentflow.server.config.api_address import ApiAddress
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 
 Text = Annotated[str, Meta(min_length=1)]
+Amount = Annotated[float, Meta(gt=0, le=1_000_000)]
+AmountOrZero = Annotated[float, Meta(ge=0, le=1_000_000)]
 Price = Annotated[float, Meta(ge=0, le=1_000_000)]
 API_SETTINGS = (
     "api_key_variable",
@@ -162,6 +165,38 @@ class StoresConfig(Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class ClusterConfig(Struct, frozen=True, kw_only=True):
+    """``[cluster]``: the machines on which the engines run."""
+
+    cluster: Annotated[
+        Literal["local", "ray"], doc("where engines run: on this machine, or on the nodes of a Ray cluster")
+    ] = "local"
+    ray_address: Annotated[
+        Text | None, doc("HOST:PORT of Ray's head node (not set: the cluster that this machine belongs to)")
+    ] = None
+    replica_cpus: Annotated[
+        Amount | None, doc("CPUs that Ray reserves for an engine (not set: its threads, or 1)")
+    ] = None
+    replica_gpus: Annotated[
+        AmountOrZero | None,
+        doc("GPUs that Ray reserves for an engine; may be a fraction (not set: 1 if the cluster has GPUs)"),
+    ] = None
+    replica_memory_gib: Annotated[
+        Amount | None, doc("memory that Ray reserves for an engine, in GiB (not set: none)")
+    ] = None
+    ray_wait_s: Annotated[
+        SecondsOrZero, doc("how long to wait for room in the Ray cluster, such as for its autoscaler")
+    ] = 20.0
+
+    def ray_options(self) -> RayOptions | None:
+        """How engines are placed on a Ray cluster; None: they run on this machine."""
+        if self.cluster == "local":
+            return None
+        return RayOptions(
+            self.ray_address, self.replica_cpus, self.replica_gpus, self.replica_memory_gib, self.ray_wait_s
+        )
+
+
 class OverloadConfig(Struct, frozen=True, kw_only=True):
     """``[overload]``: when requests are rejected, and how the server shuts down."""
 
@@ -204,6 +239,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     server_limits: ServerLimits = ServerLimits()
     compile_limits: CompileLimits = CompileLimits()
     overload: OverloadConfig = OverloadConfig()
+    cluster: ClusterConfig = ClusterConfig()
     logs: LogsConfig = LogsConfig()
 
 
@@ -225,6 +261,7 @@ SECTIONS = {
     "server_limits": Section("limits", ServerLimits),
     "compile_limits": Section("limits", CompileLimits, "compile_"),
     "overload": Section("overload", OverloadConfig),
+    "cluster": Section("cluster", ClusterConfig),
     "logs": Section("logs", LogsConfig),
 }
 TABLES = tuple(dict.fromkeys(section.table for section in SECTIONS.values()))

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from agentflow.cluster.open_replicas import open_replicas
 from agentflow.cluster.shares import divided
+from agentflow.cluster.ray.models import placed_models
+from agentflow.cluster.ray.options import RayOptions
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
@@ -21,6 +23,7 @@ from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
 from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
 from agentflow.engine.options import EngineOptions
+from agentflow.engine.process.child import StartChild, start_process
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording
 from agentflow.engine.simulator.workload import open_sink, workload_name
@@ -52,6 +55,7 @@ async def open_models(
     shutdown: ShutdownBudget | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
     image_hosts: Sequence[str] = (),
+    ray: RayOptions | None = None,
 ) -> AsyncIterator[Models]:
     """The models, warmed up.
 
@@ -66,6 +70,7 @@ async def open_models(
         shutdown: the time budget for stopping the engines.
         aliases: other names of models, by their names.
         image_hosts: the hosts whose images are fetched for models of this server, as for ``ImageFetcher``.
+        ray: places the engines on a Ray cluster; None: they run on this machine.
 
     Raises:
         BadArgument: an invalid option, before anything is loaded.
@@ -95,6 +100,7 @@ async def open_models(
                 shutdown=shutdown,
                 aliases=aliases or {},
                 fetch=ImageFetcher(image_hosts).fetch,
+                ray=ray,
             )
         yield Models([opened[name] for name in models], compiler, gate)
 
@@ -112,18 +118,26 @@ async def _open_engines(
     shutdown: ShutdownBudget | None,
     aliases: Mapping[str, Sequence[str]],
     fetch: FetchImage,
+    ray: RayOptions | None,
 ) -> ConstraintCompiler:
     """Opens the models with engines into ``opened``. Returns the compiler that they share."""
     # In a thread, so that the server answers in the meantime.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
-    free = await free_memory(_devices(models.values()))
-    sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
+    start_child: dict[str, StartChild] = dict.fromkeys(models, start_process)
+    if ray is None:
+        free = await free_memory(_devices(models.values()))
+        sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
+    else:
+        places = await stack.enter_async_context(placed_models(ray, models, folders, memory_share))
+        sized = {name: place.replicas for name, place in places.items()}
+        start_child = {name: place.placement.start_child for name, place in places.items()}
     sink = None if record_to is None else stack.enter_context(open_sink(record_to))
     # First, so that its process loads while the models do, at a lower priority.
     compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
     for name, replicas in sized.items():
         options = replicas[0]
-        client = await stack.enter_async_context(open_replicas(replicas, shutdown))
+        opening = open_replicas(replicas, shutdown, start_child[name])
+        client = await stack.enter_async_context(opening)
         logger.info("%s: %s", name, client.info.weights)
         try:
             await _warm_up(client)

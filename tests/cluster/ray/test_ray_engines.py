@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from support.engine.random_model import write_random_model
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
@@ -17,9 +18,13 @@ from support.process_engine import PLAIN, generate
 from support.server.http_clients import only_asyncio
 
 import agentflow.cluster.ray.placement as placement_module
+from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, Placement, connected_to_ray, placed
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.errors import BadArgument, BadModelFolder, ServerUnreachable
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.models.open_models import open_models
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 anyio_backend = pytest.fixture(only_asyncio)
@@ -82,9 +87,12 @@ async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_
 
 FRONT = """
 import sys, anyio
+from support.engine.random_model import write_random_model
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
+from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, connected_to_ray, placed
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.supervisor import supervised_engine
 
 async def main():
@@ -167,6 +175,21 @@ async def test_ray_is_missing(monkeypatch):
     with pytest.raises(BadArgument, match=r"agentflow-lm\[cluster\]"):
         async with connected_to_ray(None):
             raise AssertionError
+
+
+@pytest.mark.full  # two engines load torch
+async def test_models_are_served_from_the_nodes(ray_nodes, tmp_path):
+    cluster, _ = ray_nodes
+    folders = {name: write_random_model(tmp_path / name) for name in "ab"}
+    options = {name: EngineOptions(str(folder)) for name, folder in folders.items()}
+    async with open_models(options, ray=RayOptions(cluster.address)) as models:
+        for model in models:
+            assert model.client.info.num_slots > 1000
+            host = psutil.Process(model.client.engine.pid).parent()
+            assert "ray::EngineHost" in host.name() or "ray::" in " ".join(host.cmdline())
+            [ids] = model.client.tokenizer.encode_whole(["Once upon a time"])
+            end = await model.client.generate(ids, SamplingParams(max_tokens=4, ignore_eos=True), seed=0)
+            assert end.output_tokens == 4
 
 
 async def test_a_lost_node_is_replaced(ray_nodes):
