@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from agentflow.errors import BadArgument
 class PlacedModel:
     """A model with room for its replicas."""
 
-    replicas: Sequence[EngineOptions]  # the options of each
+    replicas: list[EngineOptions]  # the options of each
     placement: Placement
 
 

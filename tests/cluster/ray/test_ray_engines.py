@@ -10,14 +10,17 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from msgspec.structs import replace
 from support.engine.random_model import write_random_model
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
+from support.plain_model import alone
 from support.process_engine import PLAIN, generate
 from support.server.http_clients import only_asyncio
 
 import agentflow.cluster.ray.placement as placement_module
+from agentflow.cluster.open_replicas import replicated_engine
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, Placement, connected_to_ray, placed
 from agentflow.engine.options import EngineOptions
@@ -90,6 +93,7 @@ import sys, anyio
 from support.engine.random_model import write_random_model
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
+from agentflow.cluster.open_replicas import replicated_engine
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, connected_to_ray, placed
 from agentflow.engine.options import EngineOptions
@@ -192,19 +196,42 @@ async def test_models_are_served_from_the_nodes(ray_nodes, tmp_path):
             assert end.output_tokens == 4
 
 
-async def test_a_lost_node_is_replaced(ray_nodes):
-    """Its bundle moves to the other node. The last test, because the node does not come back."""
+async def test_requests_move_to_other_replicas_when_a_node_is_lost(ray_nodes, tmp_path):
+    """Then the lost replica starts on the other node. The last test, because the node does not come back."""
     cluster, _ = ray_nodes
     [node] = cluster.worker_nodes
+    holds = [Hold(tmp_path / f"hold {number}") for number in range(2)]
+    # The measurement of the router's cost takes some steps on the first replica.
+    starts = [replace(start(hold_at={"40": hold.path}), reports=True) for hold in holds]
+    results: dict[int, tuple[str, list[int]]] = {}
+
+    async def run(number: int) -> None:
+        ids: list[int] = []
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        end = await client.generate(
+            [number] * 20, params, seed=0, on_progress=lambda progress: ids.extend(progress.token_ids)
+        )
+        results[number] = end.text, ids
+
     async with room(cluster) as placement:
         reports = await placement.inspect(MODEL, [], "cpu")
         assert {report.address for report in reports} == {"127.0.0.2", "127.0.0.3"}
-        for _ in range([report.address for report in reports].index("127.0.0.3")):
-            placement._free.reverse()
-        async with supervised_engine(start(), lambda: TOKENIZER, start_child=placement.start_child) as client:
-            engine = psutil.Process(client.engine.pid)
+        async with (
+            replicated_engine(starts, lambda: TOKENIZER, start_child=placement.start_child) as client,
+            anyio.create_task_group() as group,
+        ):
+            for number in range(10, 18):
+                group.start_soon(run, number)
+            for hold in holds:
+                await hold.reached()
+            before = {one.pid for one in client.engine.replicas}
             cluster.remove_node(node, allow_graceful=False)
-            await until(lambda: client.engine.pid != engine.pid)
-            await until(lambda: has_ended(engine))
-            end, _ = await generate(client)
-            assert end.text == PLAIN.text
+            await until(lambda: any(one.state != "serving" for one in client.engine.replicas))
+            for hold in holds:
+                hold.release()
+            await until(lambda: len(results) == 8)
+            for number, (text, ids) in results.items():
+                expected = alone([number] * 20, SamplingParams(max_tokens=60, ignore_eos=True))
+                assert (text, ids) == (expected.text, expected.ids)
+            await until(lambda: all(one.state == "serving" for one in client.engine.replicas))
+            assert len(before & {one.pid for one in client.engine.replicas}) == 1
