@@ -61,12 +61,14 @@ class LimitedWork:
         lifeline: As in ``ChildProcess``: if it closes, the process is killed, also during work.
         cpu_s: Processor time of one piece of work.
         memory_bytes: Memory of one piece of work, in addition to the memory in use.
+        file_bytes: The size to which it may write a file; a library may keep what it unpacks in one.
     """
 
-    def __init__(self, lifeline: BinaryIO, cpu_s: float, memory_bytes: int) -> None:
+    def __init__(self, lifeline: BinaryIO, cpu_s: float, memory_bytes: int, file_bytes: int = 0) -> None:
         self._lifeline = lifeline
         self._cpu_s = cpu_s
         self._memory_bytes = memory_bytes
+        self._file_bytes = file_bytes
         self._is_counting = False
         signal.signal(signal.SIGPROF, self._on_cpu_time_over)
         gc.collect()
@@ -116,12 +118,15 @@ class LimitedWork:
 
     @contextlib.contextmanager
     def _kernel_limits(self, cpu_s: float) -> Iterator[None]:
-        """Sets the kernel's limits of memory (in addition to the memory in use) and of processor time."""
+        """Sets the kernel's limits of memory (in addition to the memory in use), of processor time and of
+        files."""
         _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s + CPU_GRACE_S))
         _set_limit(resource.RLIMIT_AS, _address_space_bytes() + self._memory_bytes)
+        _set_limit(resource.RLIMIT_FSIZE, self._file_bytes)
         try:
             yield
         finally:
+            _set_limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
             _set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
             _set_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
 

@@ -79,7 +79,12 @@ class MediaWorker:
                 problem = f"the package {error.name!r} is not installed: pip install 'agentflow-lm[vision]'"
                 self._send(Ready(problem))
                 return 1
-            self._work = LimitedWork(self._lifeline, self._limits.image_cpu_s, self._limits.memory_bytes)
+            self._work = LimitedWork(
+                self._lifeline,
+                self._limits.image_cpu_s,
+                self._limits.memory_bytes,
+                self._limits.prepared_bytes,  # of the file in memory for the results
+            )
             self._send(Ready())
             for frame in frames:
                 end = self._read_within_limits(medium_decoder.decode(frame))

@@ -391,7 +391,8 @@ class TokenState:
         self._plain: PlainTools | None = None
         # Set when the template rejects a reply whose calls are text.
         self._writes_calls = False
-        self._parts: list[Part] = []
+        self._taken_parts: list[Part] = []
+        self._runs_to_take: list[TextRun] = []  # joined once, so that n images take a time that grows with n
         self._pending: list[str] = []
         self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
         self._edges: dict[str, tuple[str, str]] = {}  # of ``_with_edges``
@@ -457,9 +458,11 @@ class TokenState:
     def medium(self, medium: Medium) -> None:
         """Appends an image or a video to the open turn or outside all turns. Ids need its prepared form
         (``unread``)."""
-        self._take_pending()
         reference = medium.reference()
-        self._parts = _with_run(self._parts, TextRun("", medium=reference))
+        if self._pending:
+            self._runs_to_take.append(TextRun("".join(self._pending)))
+            self._pending = []
+        self._runs_to_take.append(TextRun("", medium=reference))
         if reference not in self._media:
             self._unread[reference] = medium
         self._has_changed()
@@ -532,7 +535,7 @@ class TokenState:
         """Appends generated text: ``ids`` without the end token, and their text."""
         self._take_pending()
         if ids:
-            self._parts = _with_run(self._parts, TextRun(text, tuple(ids)))
+            self._parts = _with_runs(self._parts, [TextRun(text, tuple(ids))])
             self._has_changed()
 
     def markup(self, text: str) -> None:
@@ -715,7 +718,20 @@ class TokenState:
 
     def _all_parts(self) -> list[Part]:
         """Returns the parts, with the pending text as a separate run."""
-        return _with_run(self._parts, TextRun("".join(self._pending))) if self._pending else self._parts
+        pending = [TextRun("".join(self._pending))] if self._pending else []
+        return _with_runs(self._parts, pending)
+
+    @property
+    def _parts(self) -> list[Part]:
+        """The parts without the pending text."""
+        if self._runs_to_take:
+            self._taken_parts = _with_runs(self._taken_parts, self._runs_to_take)
+            self._runs_to_take = []
+        return self._taken_parts
+
+    @_parts.setter
+    def _parts(self, parts: list[Part]) -> None:
+        self._taken_parts = parts
 
     def _shown(self, parts: list[Part]) -> list[Part]:
         """Returns the parts for the template."""
@@ -877,12 +893,14 @@ def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
     return [known, Span(cut.text[place.offset :], cut.is_markup, ids), *rest]
 
 
-def _with_run(parts: list[Part], run: TextRun) -> list[Part]:
-    """Returns ``parts`` with ``run`` appended: to the open turn or outside all turns."""
+def _with_runs(parts: list[Part], runs: Sequence[TextRun]) -> list[Part]:
+    """Returns ``parts`` with ``runs`` appended: to the open turn or outside all turns."""
+    if not runs:
+        return parts
     last = parts[-1] if parts else None
     if last is not None and (last.is_open or last.role is None):
-        return [*parts[:-1], replace(last, runs=(*last.runs, run))]
-    return [*parts, Part(None, (run,))]
+        return [*parts[:-1], replace(last, runs=(*last.runs, *runs))]
+    return [*parts, Part(None, tuple(runs))]
 
 
 def _joined(segments: list[Segment]) -> list[int]:

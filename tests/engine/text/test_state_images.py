@@ -4,6 +4,7 @@ ids stay."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
+from agentflow.engine.text import token_state
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
-from agentflow.engine.text.token_state import TokenState, medium_mark
+from agentflow.engine.text.token_state import Part, TextRun, TokenState, medium_mark
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message
@@ -339,3 +341,26 @@ def test_an_attached_history_tells_images_apart() -> None:
     assert again.ids()[: len(prompt) + len(split)] == prompt + split
     other = asked("dog", answer="a cat")
     assert [one for one in other.ids() if one < 0] != [one for one in again.ids() if one < 0]
+
+
+def test_many_images_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs that are copied, for twice as many images: twice as many."""
+    copied = {}
+    for count in (200, 400):
+        state, copied[count] = TokenState(TOKENIZER, ChatTemplate(IN_ORDER)), 0
+        joined = token_state._with_runs
+
+        def counting(parts: list[Part], runs: Sequence[TextRun], *, to: int = count) -> list[Part]:
+            copied[to] += sum(len(part.runs) for part in parts[-1:]) + len(runs)
+            return joined(parts, runs)
+
+        monkeypatch.setattr(token_state, "_with_runs", counting)
+        state.begin_role("user")
+        for number in range(count):
+            state.text(f"{number}:")
+            state.medium(Image(digest_of(b"%d" % number)))
+        state.end_role()
+        assert len(state.unread) == count
+        monkeypatch.undo()
+    assert copied[200] >= 400
+    assert copied[400] <= 2 * copied[200]

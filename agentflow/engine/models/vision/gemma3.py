@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
+
+MAX_TOKENS: Final = 1_024
+"""The most tokens of an image. They attend to each other, so one step of the engine computes all of them."""
 
 
 class Gemma3Tower(TileTower):
@@ -62,6 +66,12 @@ def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) ->
     if side < 1 or side**2 != num_tokens or shape.grid % side:
         raise BadModelFolder(
             f"mm_tokens_per_image is {num_tokens}, which {shape.grid} by {shape.grid} patches cannot make",
+            param="mm_tokens_per_image",
+        )
+    if num_tokens > MAX_TOKENS:
+        raise BadModelFolder(
+            f"mm_tokens_per_image is {num_tokens:,}, and one step computes all tokens of an image, at most "
+            f"{MAX_TOKENS:,}: take a model with fewer",
             param="mm_tokens_per_image",
         )
     below = weights.below(
