@@ -104,6 +104,16 @@ def video(
     return VideoExpression(file, num_frames)
 
 
+def check_is_text(where: str, parts: Sequence[object]) -> None:
+    """Raises ``BadArgument`` for an image or a video in the value of a variable."""
+    if any(isinstance(part, MediumExpression) or is_picture(part) for part in parts):
+        raise BadArgument(
+            f"{where}: the value of a variable is text, and holds no images or videos: keep what af.image or "
+            "af.video returns in a Python variable, and append it to each state (its file is sent once)",
+            param="value",
+        )
+
+
 def is_picture(value: object) -> bool:
     """Whether it is an image of Pillow."""
     return callable(getattr(value, "save", None)) and hasattr(value, "mode") and hasattr(value, "size")

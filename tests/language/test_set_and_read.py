@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.fake_engine import TOKENIZER, FakeEngine
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
 from support.programs import echo
 
@@ -57,6 +58,30 @@ async def test_a_set_variable_is_wired_before_it_has_a_value():
         assert await other["z"] == "because"
         assert await inner.text() == "pone twoWHY ONE TWO?"
         assert [delta async for delta in s["q"]] == ["why one two?"]
+
+
+PICTURE = b"\x89PNG\r\n"
+MEDIA = {
+    "image": lambda: af.image(PICTURE),
+    "video": lambda: af.video(b"\x00\x00\x00\x18ftypmp42"),
+    "f-string": lambda: f"look: {af.image(PICTURE)}",
+    "sum": lambda: "look: " + af.image(PICTURE),
+}
+
+
+@pytest.mark.parametrize("kind", MEDIA)
+async def test_a_variable_holds_no_image_or_video(kind):
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        with pytest.raises(af.errors.BadArgument, check=has_param("value")):
+            s.set("q", MEDIA[kind]())
+
+
+async def test_a_mapped_variable_is_no_image():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "p" + af.gen("x")
+        mapped = s["x"].map(lambda text: af.image(PICTURE))
+        with pytest.raises(af.errors.BadArgument, check=has_param("value")):
+            await mapped
 
 
 async def test_a_name_set_again_is_another_variable():

@@ -26,6 +26,7 @@ from agentflow.language.expressions import (
     not_appendable,
 )
 from agentflow.language.markers import MARKERS
+from agentflow.language.media import check_is_text
 from agentflow.language.op_log import (
     WRITTEN,
     Entry,
@@ -199,9 +200,10 @@ class Recorder:
         pieces: list[str | Expression] = []
         for value in values:
             pieces += MARKERS.split(value) if isinstance(value, str) else [value]
+        check_is_text(f"set({name!r})", pieces)
         if not all(isinstance(piece, str | Reference) for piece in pieces):
             raise BadArgument(
-                f"set({name!r}): its text may hold strings and variables, and no gen, select or image: "
+                f"set({name!r}): its text may hold strings and variables, and no gen or select: "
                 "append those where the text stands"
             )
         parts = tuple([self._part(piece) for piece in pieces])

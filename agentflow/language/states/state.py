@@ -27,6 +27,7 @@ from agentflow.language.expressions import (
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
 from agentflow.language.markers import MARKERS
+from agentflow.language.media import check_is_text
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream
@@ -193,6 +194,7 @@ class State:
         if not isinstance(name, str) or not name:
             raise BadArgument(f"set({name!r}, …): give the variable a name")
         parts = value.parts if isinstance(value, Sequence_) else (value,)
+        check_is_text(f"set({name!r})", parts)
         if not all(isinstance(part, str | Reference) for part in parts):
             raise BadArgument(f"set({name!r}, {value!r}): the value must be text, which may hold variables")
         recorder = self._recorder()

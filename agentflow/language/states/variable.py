@@ -20,6 +20,7 @@ from agentflow.language.failures.frames import calling_line, raised_at, without_
 from agentflow.language.failures.mistakes import defined_at
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.markers import MARKERS
+from agentflow.language.media import check_is_text
 from agentflow.language.states.readers import PartialReader, ReasoningReader, TextReader, value_of
 from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.replies import Reply
@@ -643,6 +644,7 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
         given = await reference
         with UserCode("map: the function"):
             value = function(given)
+        check_is_text("map", [value])
         if not isinstance(value, str):
             raise BadArgument(
                 f"map: the function must return a string, not {value!r}: {defined_at(function)}"

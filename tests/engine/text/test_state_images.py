@@ -345,10 +345,9 @@ def test_an_attached_history_tells_images_apart() -> None:
 
 def test_many_images_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs that are copied, for twice as many images: twice as many."""
-    copied = {}
+    copied, joined = {}, token_state._with_runs
     for count in (200, 400):
         state, copied[count] = TokenState(TOKENIZER, ChatTemplate(IN_ORDER)), 0
-        joined = token_state._with_runs
 
         def counting(parts: list[Part], runs: Sequence[TextRun], *, to: int = count) -> list[Part]:
             copied[to] += sum(len(part.runs) for part in parts[-1:]) + len(runs)
