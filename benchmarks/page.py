@@ -55,7 +55,9 @@ REMARKS = {
         "compares the vision tower with products of large matrices, `first_answer_vs_transformers` the first "
         "token after an image. In the whole engine, `second_question_share` is the part of its prompt that a "
         "second question about an image computes, and `fork_gain` compares eight questions over one image "
-        "with eight images. `first_answer_beside_streams` and `max_stall_ms` are taken beside four streams."
+        "with eight images. `first_answer_beside_streams` and `max_stall_ms` are taken beside four streams. "
+        "`max_section_ms` is the processor time for which a request with a large or hostile file holds the "
+        "server's event loop."
     ),
     "radix": ("The cost depends on the length of the path in edges, not on the size of the tree."),
     "scheduler": (

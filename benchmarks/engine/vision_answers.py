@@ -28,6 +28,7 @@ from agentflow.engine.local_engine import open_generator
 from agentflow.protocol.events import Usage
 from agentflow.protocol.images import image_file
 from agentflow.protocol.sampling import GenParams
+from benchmarks.engine.vision_loop import measure_sections
 from benchmarks.report import Report, median_of
 
 NUM_QUESTIONS = 8
@@ -94,6 +95,8 @@ def run(folder: Path, report: Report, only: str, num_threads: int) -> None:
                 await bench.measure_fork(report)
             if only in "beside_streams":
                 await bench.measure_beside_streams(report)
+            if only in "sections":
+                await measure_sections(generator, report)
 
     asyncio.run(measure())
 

@@ -1,0 +1,147 @@
+"""How long large and hostile files of images hold the server's event loop: the processor time of the longest
+section between two points where others run. It is a thread's time, so load of the machine does not change it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import time
+from asyncio import events
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import anyio.lowlevel
+import numpy as np
+from PIL import Image
+
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.server.app import create_app
+from agentflow.server.models.models import one_model
+from benchmarks.report import Report, median_of
+
+PATH = "/v1/chat/completions"
+PIECE_BYTES = 65_536
+SIDE = 1_900
+"""Of an image whose file, uncompressed, almost fills a body."""
+
+
+class Sections:
+    """Measures the callbacks of the event loop of this thread. ``longest_s``: since the last ``reset``."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    def reset(self) -> None:
+        self.longest_s = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measures within this context."""
+        run: Any = events.Handle._run
+
+        def measured(handle: Any) -> None:
+            began_s = time.thread_time()
+            run(handle)
+            self.longest_s = max(self.longest_s, time.thread_time() - began_s)
+
+        events.Handle._run = measured  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            events.Handle._run = run  # type: ignore[method-assign]
+
+
+def bodies(model: str) -> Iterator[tuple[str, bytes]]:
+    """Yields a name and a body for each file."""
+    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG", compress_level=0)
+    large = file.getvalue()
+    bomb = io.BytesIO()
+    Image.new("L", (7_000, 7_000)).save(bomb, "PNG")
+    files = {
+        "11 MB": large,
+        "11 MB, truncated": large[:-100_000],
+        "zeros": large[:8] + bytes(len(large)),
+        "polyglot": large[:1_000] + b"<svg>" * (len(large) // 5),
+        "49 million pixels": bomb.getvalue(),
+    }
+    for name, data in files.items():
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Which color?"}]
+        body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+        yield name, json.dumps(body).encode()
+    url = "data:image/png;base64," + "A" * (4 * len(large) // 3) + "!"
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {"model": model, "messages": [{"role": "user", "content": content}]}
+    yield "no base64", json.dumps(body).encode()
+
+
+async def measure_sections(generator: EngineGenerator, report: Report) -> None:
+    """Measures ``vision.max_section_ms`` of the worst file; the note has the others."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[EngineGenerator]:
+        yield generator
+
+    collect_garbage_rarely()  # as ``agentflow serve`` does
+    app, sections = create_app(one_model(opened)), Sections()
+    found: dict[str, tuple[float, int]] = {}
+    async with app.router.lifespan_context(app):
+        sent = [*bodies(generator.capabilities.model)]
+        await _sent(app, sent[-1][1])  # loads what the first request needs
+        for name, body in sent:
+            with sections.watching():
+                status = await asyncio.create_task(_sent(app, body))  # noqa: TID251 - a task of its own
+            found[name] = 1e3 * sections.longest_s, status
+            sections.reset()
+    worst = sorted(found.items(), key=lambda one: -one[1][0])
+    note = "; ".join([f"{name}: {ms:.1f} ({status})" for name, (ms, status) in worst])
+    report.results.append(
+        median_of(
+            "vision.max_section_ms", [worst[0][1][0]], "ms", note=f"processor time; {note}", goal="<= 50"
+        )
+    )
+
+
+async def _sent(app: Any, body: bytes) -> int:
+    """Sends a body in the pieces in which a socket brings it. Returns the status of the answer."""
+    pieces = iter(range(0, len(body), PIECE_BYTES))
+    status = 0
+
+    async def receive() -> dict[str, Any]:
+        await anyio.lowlevel.checkpoint()
+        at = next(pieces, None)
+        if at is None:
+            await asyncio.get_running_loop().create_future()  # the client stays
+        assert at is not None
+        more = at + PIECE_BYTES < len(body)
+        return {"type": "http.request", "body": body[at : at + PIECE_BYTES], "more_body": more}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": PATH,
+        "raw_path": PATH.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("localhost", 80),
+        "state": {},
+    }
+    await app(scope, receive, send)
+    return status
