@@ -134,6 +134,24 @@ def test_a_pool_on_a_gpu_takes_what_the_weights_leave(tmp_path):
     assert fitting_kv_tokens(on_host, free) == divide_memory([on_host], free)["m"] == WANTED_KV_TOKENS
 
 
+@pytest.mark.parametrize(("kv_heads", "ranks", "copies"), [(4, 2, 1), (2, 4, 2), (1, 2, 2)])
+def test_the_processes_of_a_divided_model(kv_heads: int, ranks: int, copies: int, tmp_path: Path) -> None:
+    """On the host, all of them work and hold KV, some of it several times. On GPUs, each has one."""
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    alone, divided = (memory_need("m", tmp_path, "bfloat16", None, ranks=n) for n in (1, ranks))
+    assert divided.fixed_bytes - alone.fixed_bytes == (ranks - 1) * PROCESS_BYTES
+    assert divided.kv_bytes_per_token == copies * alone.kv_bytes_per_token
+    on_gpu = memory_need("m", tmp_path, "bfloat16", None, ranks=ranks, on_gpu=True)
+    assert on_gpu.kv_bytes_per_token * ranks == divided.kv_bytes_per_token
+    assert on_gpu.fixed_bytes - PROCESS_BYTES == (alone.fixed_bytes - PROCESS_BYTES) // ranks
+
+
 @given(NEEDS, st.integers(0, 10**11))
 def test_the_pool_of_a_single_model_fits(needs, free_bytes):
     need = needs[0]

@@ -72,8 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(folder: Path, device: str | None = "cpu", kv_tokens: int | None = None) -> EngineOptions:
-    return EngineOptions(str(folder), device=device, kv_tokens=kv_tokens, threads=1)
+def options(
+    folder: Path, device: str | None = "cpu", kv_tokens: int | None = None, tensor_parallel: int = 1
+) -> EngineOptions:
+    return EngineOptions(
+        str(folder), device=device, kv_tokens=kv_tokens, threads=1, tensor_parallel=tensor_parallel
+    )
 
 
 def fix_free(monkeypatch: pytest.MonkeyPatch, free: FreeMemory) -> None:
@@ -178,8 +182,23 @@ def test_each_gpu_is_divided_among_its_models(folder: Path) -> None:
     assert min(expected.values()) > WANTED_KV_TOKENS
 
 
-def test_a_gpu_that_is_not_there_is_refused(folder: Path) -> None:
-    models = {"a": options(folder, "cuda:3")}
+def test_a_divided_model_takes_a_part_of_each_gpu(folder: Path) -> None:
+    """Its pool is as large as the GPU with the least memory for it allows."""
+    models = {"a": options(folder, "cuda:0", tensor_parallel=2), "b": options(folder, "cuda:1")}
+    free = FreeMemory(10**12, cuda_bytes=4 * 10**9, other_cuda_bytes={1: 4 * 10**9})
+    sized = open_models_module._sized(models, dict.fromkeys(models, folder), 0.8, free)
+    part, whole = (
+        memory_need(name, folder, "auto", None, on_gpu=True, ranks=n)
+        for name, n in zip("ab", (2, 1), strict=True)
+    )
+    shared = divide_memory([part, whole], int(3.2e9))
+    assert {name: each.kv_tokens for name, each in sized.items()} == shared
+    assert shared["a"] < divide_memory([part], int(3.2e9))["a"]
+
+
+@pytest.mark.parametrize(("device", "size"), [("cuda:3", 1), ("cuda:1", 2)])
+def test_a_gpu_that_is_not_there_is_refused(device: str, size: int, folder: Path) -> None:
+    models = {"a": options(folder, device, tensor_parallel=size)}
     with pytest.raises(BadArgument, check=has_param("device")):
         open_models_module._sized(models, {"a": folder}, 0.8, FreeMemory(10**12, 10**9, {1: 10**9}))
 
