@@ -1,8 +1,8 @@
 """Processes that have imported the modules of child processes, and fork one wherever a test starts one.
 
-An engine process on the fake model imports for most of a second and runs for a few milliseconds. A fork of a
-template has the imports already; everything else is as in a new process: its parent, its process group, its
-environment, its descriptors and its main module.
+A process that runs an engine on the fake model, or reads an image, imports for most of a second and works for
+a few milliseconds. A fork of a template has the imports already; everything else is as in a new process: its
+parent, its process group, its environment, its descriptors and its main module.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ENGINE = "agentflow.engine.process.worker"
 _IMPORTED = {
     ENGINE: ("support.engine_loaders", ENGINE),
     "support.compile_worker": ("agentflow.engine.grammar.compiler.compile", "support.compile_worker"),
+    "agentflow.engine.media.worker": ("av", "PIL.ImageOps", "agentflow.engine.media.worker"),
 }
 """The main modules of the processes that are forked, and what their templates import."""
 # A template has the same command line as its forks, and none that names their module.
@@ -96,10 +97,12 @@ def forked_processes() -> Iterator[None]:
 
     templates: dict[str, ProcessTemplate] = {}
     lock = threading.Lock()
+    path = child_process.import_path()
 
     def popen(command: list[str], *, pass_fds: list[int], **options: Any) -> subprocess.Popen[bytes]:
         module, environment = command[3], options["env"]
-        if command[0] != _PYTHON or module not in _IMPORTED:
+        # With another path it may import other files than the template has.
+        if command[0] != _PYTHON or module not in _IMPORTED or environment["PYTHONPATH"] != path:
             return subprocess.Popen(command, pass_fds=pass_fds, **options)
         with lock:
             if module not in templates:
