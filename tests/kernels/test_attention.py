@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
     FOREIGN,
@@ -31,6 +31,7 @@ from kernel_cases import (
     shapes,
     with_trees,
 )
+from support.examples import examples
 
 from agentflow.kernels import reference_ops, torch_ops
 from agentflow.kernels.attention_plan import AttentionPlan, Group, plan_attention
@@ -113,7 +114,7 @@ def test_attention_equals_float64(
 @pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
-@settings(max_examples=30)
+@examples(120)
 @given(batches(), STRETCHES, st.integers(0, 1000))
 def test_rows_see_each_other_in_both_directions(
     kernels: Kernels, dtype: torch.dtype, batch: Batch, times: int, seed: int
@@ -125,7 +126,7 @@ def test_rows_see_each_other_in_both_directions(
 @pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
-@settings(max_examples=30)
+@examples(120)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=5),
     st.sampled_from([8, 72]),

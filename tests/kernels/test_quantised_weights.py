@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE_KERNELS, NATIVE_PARAMS, NativeAt
+from support.examples import examples
 
 from agentflow.engine.models.weights.quantising import quantised
 from agentflow.kernels import native_ops, reference_ops
@@ -68,21 +69,38 @@ def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) ->
             kernels.embed(torch.tensor([70]), weight, torch.float32)
 
 
-def product_cases() -> Iterator[Any]:
-    """Kernels and types of blocks. Triton's interpreter takes 10 s for each; ``make test`` has few."""
-    for block_type in native_ops.BLOCK_TYPES:
-        for native in NATIVE_PARAMS:
-            yield pytest.param(*native.values, block_type, id=f"{native.id}-{block_type}", marks=native.marks)
-        if TRITON is not None:
-            marks = TRITON.marks if block_type in ONE_OF_EACH_FORMAT else (*TRITON.marks, pytest.mark.full)
-            yield pytest.param(*TRITON.values, block_type, id=f"triton-{block_type}", marks=marks)
-
-
-@pytest.mark.parametrize(("kernels", "block_type"), [*product_cases()])
-@given(
+PRODUCTS = given(
     num_rows=st.integers(1, 40), num_out=st.integers(1, 100), seed=st.integers(0, 99), has_bias=st.booleans()
 )
+
+
+@NATIVE_KERNELS
+@TYPES
+@PRODUCTS
 def test_a_product_is_that_of_the_dequantised_weight(
+    kernels: NativeAt, block_type: str, num_rows: int, num_out: int, seed: int, has_bias: bool
+) -> None:
+    assert_product(kernels, block_type, num_rows, num_out, seed, has_bias)
+
+
+def triton_cases() -> Iterator[Any]:
+    """Types of blocks; ``make test`` has one of each format."""
+    if TRITON is not None:
+        for block_type in native_ops.BLOCK_TYPES:
+            marks = TRITON.marks if block_type in ONE_OF_EACH_FORMAT else (*TRITON.marks, pytest.mark.full)
+            yield pytest.param(*TRITON.values, block_type, id=block_type, marks=marks)
+
+
+@pytest.mark.parametrize(("kernels", "block_type"), [*triton_cases()])
+@examples(32)  # an example takes Triton's interpreter a sixth of a second
+@PRODUCTS
+def test_a_product_of_triton_is_that_of_the_dequantised_weight(
+    kernels: NativeAt, block_type: str, num_rows: int, num_out: int, seed: int, has_bias: bool
+) -> None:
+    assert_product(kernels, block_type, num_rows, num_out, seed, has_bias)
+
+
+def assert_product(
     kernels: NativeAt, block_type: str, num_rows: int, num_out: int, seed: int, has_bias: bool
 ) -> None:
     matrix = random_matrix(block_type, num_out, seed)
