@@ -8,10 +8,12 @@ frontend (``language`` and what stands beside it) and the server are two branche
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -291,41 +293,51 @@ def _is_rejected(file: str, module: str) -> bool:
     return module == "agentflow" or module.split(".")[1] not in MAY_IMPORT[wing]
 
 
+@dataclass(frozen=True)
+class _Module:
+    """A file below ``agentflow``, its name (without ``__init__``), and its imports with their lines."""
+
+    file: str
+    name: str
+    imports: tuple[tuple[str, int], ...]
+
+
+@functools.cache
+def _modules(root: Path) -> list[_Module]:
+    files = {file.relative_to(root): file for file in sorted((root / "agentflow").rglob("*.py"))}
+    names = {path: ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files}
+    known, made = set(names.values()), []
+    for path, file in files.items():
+        tree, package = ast.parse(file.read_text(encoding="utf-8")), ".".join(path.parent.parts)
+        made.append(_Module(path.as_posix(), names[path], tuple(_imports(tree, package, known))))
+    return made
+
+
 def wrong_imports(root: Path) -> list[str]:
     """Every import below ``root/agentflow`` that goes in a forbidden direction, as ``file:line: module``."""
-    files = sorted((root / "agentflow").rglob("*.py"))
-    dotted = {file: ".".join(file.relative_to(root).with_suffix("").parts) for file in files}
-    known = {name.removesuffix(".__init__") for name in dotted.values()}
-    wrong = []
-    for file in files:
-        path = file.relative_to(root).as_posix()
-        package = dotted[file].rpartition(".")[0]
-        for module, line in _imports(ast.parse(file.read_text(encoding="utf-8")), package, known):
-            if _is_rejected(path, module):
-                wrong.append(f"{path}:{line}: {module}")
-    return wrong
+    return [
+        f"{made.file}:{line}: {module}"
+        for made in _modules(root)
+        for module, line in made.imports
+        if _is_rejected(made.file, module)
+    ]
 
 
 def upward_imports(root: Path) -> list[str]:
     """Every import between two rooms of a wing against the order of ``ROOMS``, as ``file:line: module``."""
-    files = sorted((root / "agentflow").rglob("*.py"))
-    dotted = {file: ".".join(file.relative_to(root).with_suffix("").parts) for file in files}
-    known = {name.removesuffix(".__init__") for name in dotted.values()}
     upward = []
-    for file in files:
-        wing, _, inner = dotted[file].removeprefix("agentflow.").partition(".")
-        room = inner.partition(".")[0]
-        if wing not in ROOMS or room == "__init__":
+    for made in _modules(root):
+        _, wing, room, *_ = (*made.name.split("."), "", "")
+        if wing not in ROOMS or not room:
             continue
         lower = ROOMS[wing][: ROOMS[wing].index(room) + 1]
         if room in SIBLINGS.get(wing, ()):
             lower = (room, *[name for name in lower if name not in SIBLINGS[wing]])
-        package = dotted[file].rpartition(".")[0]
-        for module, line in _imports(ast.parse(file.read_text(encoding="utf-8")), package, known):
+        for module, line in made.imports:
             if _is_below(module, f"agentflow.{wing}") and module.split(".")[2:3] not in [
                 [name] for name in lower
             ]:
-                upward.append(f"{file.relative_to(root).as_posix()}:{line}: {module}")
+                upward.append(f"{made.file}:{line}: {module}")
     return upward
 
 
@@ -367,14 +379,9 @@ def test_an_import_of_a_sibling_is_found(tmp_path: Path) -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    files = sorted((ROOT / "agentflow").rglob("*.py"))
-    dotted = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
-    names = {name.removesuffix(".__init__"): file for file, name in dotted.items()}
-    imports: dict[str, set[str]] = {}
-    for name, file in names.items():
-        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        found = _imports(ast.parse(file.read_text(encoding="utf-8")), package, set(names))
-        imports[name] = {module for module, _ in found if module in names}
+    modules = _modules(ROOT)
+    names = {made.name for made in modules}
+    imports = {made.name: {name for name, _ in made.imports if name in names} for made in modules}
     # What imports none of the rest, or is imported by none of it, is on no circle.
     while True:
         imported = set().union(*imports.values())
