@@ -16,7 +16,7 @@ import agentflow as af
 from agentflow.engine.child_process import NICENESS
 
 NUM_STORIES = 3
-NUM_TOKENS = 300
+NUM_TOKENS = 150
 
 
 def engine_pid(server) -> int | None:

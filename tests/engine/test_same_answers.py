@@ -27,7 +27,7 @@ anyio_backend = pytest.fixture(only_asyncio)
 RNG = np.random.default_rng(36)
 PREFIX = RNG.integers(10, 300, 200).tolist()
 PROMPTS = [[*PREFIX[: 37 * i], *RNG.integers(10, 300, 40 + 90 * i).tolist()] for i in range(6)]
-PARAMS = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=16, temperature=1.0, ignore_eos=True)
 
 
 def options(folder: Path, **changed: object) -> EngineOptions:

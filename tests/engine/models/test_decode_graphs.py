@@ -144,11 +144,21 @@ def test_steps_run_without_graphs(
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values
-@pytest.mark.parametrize("name", ["gemma3", "phi3_partial", "gpt2"])
-def test_graphs_of_other_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "two_layers"),
+    [
+        ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("phi3_partial", {"num_hidden_layers": 2}),
+        ("gpt2", {"n_layer": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_graphs_of_other_families(
+    name: str, two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With windows that texts outgrow between replays, parts of heads that rotate, and learned positions."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    saved_model(name, tmp_path)
+    saved_model(name, tmp_path, **two_layers)
     config = read_config(tmp_path)
     weights = WeightFormat(torch.float32)
     models = [

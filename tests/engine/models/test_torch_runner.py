@@ -28,7 +28,7 @@ from agentflow.kernels.ops import kernels_for
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PROMPTS = (
     "Once upon a time there was a small dragon who",
     "Water boils at 100 degrees Celsius because",
