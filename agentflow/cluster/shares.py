@@ -34,9 +34,7 @@ def divided(options: EngineOptions, gpus: Collection[int] | None) -> Sequence[En
                 f"no cuda:{missing[0]}: give fewer replicas",
                 param="replicas",
             )
-        return [
-            replace(options, replicas=1, device=f"cuda:{number}") for number in range(first, end, ranks)
-        ]
+        return [replace(options, replicas=1, device=f"cuda:{number}") for number in range(first, end, ranks)]
     threads = options.threads or usable_cpus()
     return [
         replace(

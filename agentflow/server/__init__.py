@@ -8,6 +8,7 @@ are kept, ``programs`` the programs that live on, and ``metrics`` the metrics. `
 running server. ``http`` reads requests and answers them, and ``completion`` runs them. ``openai``,
 ``anthropic``, ``ollama``, ``sglang`` and ``programs_api`` are the APIs, and ``compatible`` has their common
 fields. ``replicas`` shows and drains the replicas of models. ``routes`` joins all paths, which ``openapi``
-describes, ``origin_guard`` rejects pages of other sites, and ``ui`` serves the server's own. ``app`` assembles
-the application, and ``serve`` runs it. ``gateway`` is an application that divides requests over other servers.
+describes, ``origin_guard`` rejects pages of other sites, and ``ui`` serves the server's own. ``app``
+assembles the application, and ``serve`` runs it. ``gateway`` is an application that divides requests over
+other servers.
 """
