@@ -59,10 +59,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
 @pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests with ``trio_in_full`` as ``full`` on trio, and those of the default model as
-    ``model``."""
+    ``model``. Those of its server have time for its start, minutes on a busy machine: if the start
+    failed in one, it would fail in all."""
     for item in items:
-        if not {"model_folder", "model_url"}.isdisjoint(getattr(item, "fixturenames", ())):
+        fixtures = getattr(item, "fixturenames", ())
+        if not {"model_folder", "model_url"}.isdisjoint(fixtures):
             item.add_marker(pytest.mark.model)
+        if "model_url" in fixtures and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
         on_trio = getattr(item, "callspec", None) is not None and "trio" in item.callspec.params.values()  # type: ignore[attr-defined]
         if on_trio and item.get_closest_marker("trio_in_full"):
             item.add_marker(pytest.mark.full)

@@ -24,7 +24,7 @@ def call_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
 
-def run_cli(*arguments: str, timeout: float = 60, **kwargs) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str, timeout: float = 110, **kwargs) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, to its end."""
     command = [sys.executable, "-m", "agentflow", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)

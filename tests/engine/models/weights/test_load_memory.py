@@ -31,9 +31,18 @@ print(json.dumps([resident("VmHWM"), resident("VmRSS"), runner.info.weight_bytes
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which nearly all is the embedding."""
+    made = tmp_path_factory.mktemp("large")
+    sizes = {"vocab_size": 160_000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    saved_model("llama_tied", made, **sizes, num_attention_heads=4)
+    return made
+
+
 @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.6), ("F16", 1.3)])
 def test_f42m_a_large_embedding_takes_little_more_than_its_panels(
-    kind: str, most: float, tmp_path: Path
+    kind: str, most: float, folder: Path, tmp_path: Path
 ) -> None:
     """Pages of the file are released as they are packed, or converted: a dense matrix is converted as a whole
     before it is packed."""
@@ -43,9 +52,7 @@ def test_f42m_a_large_embedding_takes_little_more_than_its_panels(
         pytest.skip(str(error))
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the system does not tell the peak")
-    sizes = {"vocab_size": 160_000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-    saved_model("llama_tied", tmp_path, **sizes, num_attention_heads=4)
-    write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
+    write_gguf(folder, file := tmp_path / "model.gguf", kind)
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, file], check=True, capture_output=True, text=True, timeout=100
     )
