@@ -31,7 +31,7 @@ from agentflow.engine.text.tool_format import ToolFormat, takes_system, tool_for
 from agentflow.engine.text.tools import ReplyText
 from agentflow.protocol.chat import Conversation, Message, ToolSpec, read_reply
 
-TURNS = 43
+TURNS = 36
 READ = ToolSpec(
     "read",
     "Reads lines of a file.",
