@@ -24,7 +24,7 @@ from agentflow.backends.apis.batches import collector
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.language import link
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 QUESTIONS = ["a", "b", "c"]
 
@@ -105,7 +105,6 @@ async def interrupted(vendor: FakeVendor, program: Any, path: str, number: int, 
     return not has_ended
 
 
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("acts", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("program", [ask_twice, compare], ids=["turns", "fork"])
 async def test_a_map_that_ends_at_any_request_sends_no_request_twice(
@@ -324,7 +323,6 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
 
 
-@pytest.mark.trio_in_full
 async def test_a_killed_process_continues_its_batch(vendor: FakeVendor, path: str) -> None:
     vendor.num_polls = 10**9
     name = next(name for name, kind in VENDORS.items() if kind is type(vendor))
