@@ -133,13 +133,13 @@ class HttpProxy:
         """Asks one target after the other, until one answers."""
         tried: list[Target] = []
         num_lost = 0
+        owner = self._placement.owner(asked.names)
         refusal: Refusal | None = None
         while True:
             if refusal is not None and not self._placement.candidates(asked, tried):
                 break
             place = await self._placement.place(asked, tried)
             tried.append(place.target)
-            owner = self._placement.owner(asked.names)
             has_other = len(tried) < MAX_ATTEMPTS and bool(self._placement.candidates(asked, tried))
             may_refuse = (*REFUSALS, NOT_FOUND) if has_other and body.can_be_sent else ()
             if owner is not None and owner is not place.target:

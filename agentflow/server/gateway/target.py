@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import anyio
 import httpx2
@@ -168,12 +168,8 @@ def parse_targets(urls: list[str]) -> list[Target]:
     """The targets at these addresses. ``BadArgument`` for an address that is none, or comes twice."""
     targets: list[Target] = []
     for url in urls:
-        try:
-            parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            is_address = False
-        if not is_address or parts.query or parts.fragment or parts.username:
+        parts = _address(url)
+        if parts is None:
             text = f"--to {url!r:.200} is not the address of a server: it looks like http://127.0.0.1:8000"
             raise BadArgument(text, param="to")
         base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
@@ -187,3 +183,13 @@ def parse_targets(urls: list[str]) -> list[Target]:
             param="to",
         )
     return targets
+
+
+def _address(url: str) -> SplitResult | None:
+    """The parts of the address of a server; None if it is none."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        return None
+    return parts if is_address and not (parts.query or parts.fragment or parts.username) else None

@@ -74,8 +74,9 @@ class WebSocketProxy:
                 attempt.succeeded()
                 shown = error.response
                 headers = [(name.encode(), value.encode()) for name, value in shown.headers.raw_items()]
-                refusal = Response(bytes(shown.body or b""), shown.status_code)
-                refusal.raw_headers = answer_headers(headers)
+                denial = Response(bytes(shown.body or b""), shown.status_code)
+                denial.raw_headers = answer_headers(headers)
+                refusal = denial
                 if shown.status_code not in (429, 502, 503, 504):
                     break
                 continue

@@ -77,8 +77,8 @@ def test_images_count_by_their_digest() -> None:
     assert first.run is not None
     assert len(first.run) < 10_000
     assert (first.run == same.run, first.run == other.run) == (True, False)
-    prose = "Ein langer Satz ohne Ende. " * 400
-    assert len(asked({"prompt": prose}).run or b"") == len(prose)
+    for prose in ("A long sentence without an end. " * 400, "一个没有空格的长句子。" * 400):
+        assert len(asked({"prompt": prose}).run or b"") == len(prose.encode())
 
 
 def test_the_hints_of_a_request() -> None:

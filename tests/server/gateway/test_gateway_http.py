@@ -11,8 +11,27 @@ from typing import Any
 import anyio
 import httpx2
 import pytest
-from support.apis.fake_server import Answer, AnyAnswer, Close, Forever, Hold, RawAnswer, Received, Reset
-from support.server.gateways import CHAT, Play, completion, json_answer, models, refused, routed_fakes
+from support.apis.fake_server import (
+    Answer,
+    AnyAnswer,
+    Close,
+    Forever,
+    Hold,
+    RawAnswer,
+    Received,
+    Reset,
+    fake_server,
+)
+from support.server.gateways import (
+    CHAT,
+    Play,
+    completion,
+    json_answer,
+    models,
+    refused,
+    routed,
+    routed_fakes,
+)
 from support.server.http_clients import only_asyncio
 
 from agentflow.runtime.task_group import open_task_group
@@ -77,7 +96,7 @@ async def test_answers_of_any_framing(answer: AnyAnswer) -> None:
             assert (got.status_code, got.content) in [(200, b"until the end"), (200, b"ok")]
 
 
-async def test_head_and_the_address_of_a_target_with_a_path() -> None:
+async def test_head_has_no_body() -> None:
     head = RawAnswer([b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"])
     async with routed_fakes(always(head)) as route:
         got = await route.http.head("/v1/files")
@@ -99,6 +118,16 @@ async def test_addresses_of_many_forms(sent: bytes, received: str) -> None:
             got = await client.receive()
         assert got.startswith(b"HTTP/1.1 200 ")
         assert [one.path for one in route.asked(0)] == [received]
+
+
+async def test_a_target_whose_address_has_a_path() -> None:
+    async with (
+        fake_server(lambda request: models("m")) as server,
+        routed([f"{server.url}/open/ai/v1/"]) as route,
+    ):
+        assert (await route.chat()).status_code == 200
+        paths = [one.path for one in server.received]
+        assert paths == ["/open/ai/v1/models", "/open/ai/metrics", f"/open/ai{CHAT}"]
 
 
 @pytest.mark.parametrize("path", ["/../x", "/v1/%2e%2e/x", "/a/..", "/%2e./x"])
