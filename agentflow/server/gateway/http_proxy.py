@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from dataclasses import dataclass
 
 import anyio
@@ -218,7 +218,9 @@ class HttpProxy:
             if status == 503:
                 target.busy_until_s = time.monotonic() + received.pause_s
             if status in may_refuse and (status != NOT_FOUND or asked.names or asked.model):
-                return await received.refusal()
+                refusal = await received.refusal()
+                refusal.headers.append((TARGET_HEADER, b"%d" % target.number))
+                return refusal
             self.answers[target.number, status] += 1
             await self._pass_on(received, place, asked, answer)
         except httpx2.LocalProtocolError as error:
@@ -320,6 +322,8 @@ class _Received:
     async def close(self) -> None:
         """Gives the connection back, or closes it."""
         with anyio.CancelScope(shield=True):
+            if isinstance(self._parts, AsyncGenerator):
+                await self._parts.aclose()  # otherwise the event loop does it, in a task
             await self._stream.aclose()
 
 
