@@ -1,11 +1,16 @@
-"""Passes websockets on: messages in both directions, without reading them.
+"""Passes websockets on: messages in both directions, unchanged.
 
 A websocket of a session that is resumed goes to the target that has the session: its id is in the address or
-among the subprotocols. So does one with a ticket, to the target that issued it.
+among the subprotocols. The gateway knows the target from the answer to the first handshake, or from the first
+message of agentflow's own sessions, which has the id; it reads no other. Where that is not known, a target
+without the session may refuse the handshake, and the next one is asked. A websocket with a ticket goes to the
+target that issued it.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import parse_qs
 
@@ -17,6 +22,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.typing import Subprotocol
 
+from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.asked import Asked
@@ -34,6 +40,9 @@ _UNSENDABLE = (1005, 1006, 1015)
 _HANDSHAKE = b"sec-websocket-"
 SESSION = "session"
 """The parameter of the address, and the part of a subprotocol, with the id of a session."""
+MAX_WELCOME_BYTES = 4_096
+_ID = rb"([A-Za-z0-9._-]{8,250})"
+_SESSION = re.compile(rb'"session":"' + _ID + rb'"|\xa7session(?:[\xa0-\xbf]|\xd9.)' + _ID, re.DOTALL)
 SESSION_HEADER = "x-agentflow-session"
 """The header of a handshake's answer with the id of the session that it opens."""
 
@@ -91,9 +100,14 @@ class WebSocketProxy:
             given = connection.response.headers.get(SESSION_HEADER) if connection.response else None
             for name in (*names, *([given] if given else [])):
                 self._placement.own(name, target)
+
+            def welcomed(message: str | bytes, target: Target = target) -> None:
+                if (name := welcomed_session(message)) is not None:
+                    self._placement.own(name, target)
+
             target.num_websockets += 1
             try:
-                await _join(socket, connection)
+                await _join(socket, connection, welcomed if scope["path"] == SESSION_PATH else None)
             finally:
                 target.num_websockets -= 1
             return
@@ -138,13 +152,23 @@ def _handshake_headers(connection: ClientConnection) -> HeaderList:
     return [one for one in answer_headers(headers) if not one[0].startswith((_HANDSHAKE, b"content-"))]
 
 
-async def _join(socket: WebSocket, connection: ClientConnection) -> None:
-    """Passes messages on until one side closes, which closes the other."""
+def welcomed_session(message: str | bytes) -> str | None:
+    """The id of a session in the first message of a server of agentflow, in JSON or msgpack."""
+    data = message.encode() if isinstance(message, str) else message
+    found = _SESSION.search(data[:MAX_WELCOME_BYTES])
+    return None if found is None else (found[1] or found[2]).decode()
+
+
+async def _join(
+    socket: WebSocket, connection: ClientConnection, on_first: Callable[[str | bytes], None] | None
+) -> None:
+    """Passes messages on until one side closes, which closes the other. ``on_first``: is called with the
+    target's first message."""
     code: int | None = None
     try:
         await socket.accept(connection.subprotocol, _handshake_headers(connection))
         async with open_task_group() as group:
-            group.start_soon(_pass_back, socket, connection, group.cancel_scope)
+            group.start_soon(_pass_back, socket, connection, on_first, group.cancel_scope)
             try:
                 while True:
                     message = await socket.receive()
@@ -167,10 +191,18 @@ async def _join(socket: WebSocket, connection: ClientConnection) -> None:
                     await connection.close(code)
 
 
-async def _pass_back(socket: WebSocket, connection: ClientConnection, scope: anyio.CancelScope) -> None:
+async def _pass_back(
+    socket: WebSocket,
+    connection: ClientConnection,
+    on_first: Callable[[str | bytes], None] | None,
+    scope: anyio.CancelScope,
+) -> None:
     try:
         while True:
             data = await connection.recv()
+            if on_first is not None:
+                on_first(data)
+                on_first = None
             if isinstance(data, str):
                 await socket.send_text(data)
             else:

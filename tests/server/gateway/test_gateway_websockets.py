@@ -16,6 +16,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
+from agentflow.protocol.wire import Limits, Welcome, encode
+from agentflow.server.gateway.websocket_proxy import welcomed_session
+
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 anyio_backend = pytest.fixture(only_asyncio)
 Handler = Callable[[ServerConnection], Awaitable[None]]
@@ -200,6 +203,35 @@ async def test_a_session_whose_id_the_server_gives() -> None:
         async with opened(route, "/v1/session?session=s7"):
             assert (first.num_websockets, second.num_websockets) == (10, 0)
         await route.gateway.until_idle()
+
+
+WELCOME = Welcome(2, "front-a.aBcD_1-2", "secret", model="m", models={}, limits=Limits(1_000, 1.0), ack=0)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+async def test_a_session_whose_id_is_in_the_first_message(binary: bool) -> None:
+    async def handler(socket: ServerConnection) -> None:
+        await socket.send(encode(WELCOME, binary=binary))
+        await echo(socket)
+
+    async with before((handler, 101), (handler, 101)) as (route, _):
+        first, second = route.gateway.targets
+        second.num_websockets = 9
+        async with opened(route) as client:
+            assert await client.recv() == encode(WELCOME, binary=binary)
+            await client.send('{"session":"not-the-first"}')
+            await client.recv()
+        await route.gateway.until_idle()
+        first.num_websockets, second.num_websockets = 9, 0
+        for name, expected in (("front-a.aBcD_1-2", (10, 0)), ("not-the-first", (9, 1))):
+            async with opened(route, f"/v1/session?session={name}"):
+                assert (first.num_websockets, second.num_websockets) == expected
+            await route.gateway.until_idle()
+
+
+@pytest.mark.parametrize("message", ["", b"", "{}", b"\xa7session\xff", b"\xa7session", '{"session":3}'])
+def test_first_messages_without_an_id(message: str | bytes) -> None:
+    assert welcomed_session(message) is None
 
 
 async def test_no_server_answers() -> None:
