@@ -109,6 +109,15 @@ def test_blocks_of_a_file_are_divided(kind: str, peer: Peer, tmp_path: Path) -> 
     np.testing.assert_allclose(found[1], found[0], atol=0.03 * spread)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_ranks_round_to_the_same_blocks(quantize: str, peer: Peer, tmp_path: Path) -> None:
+    """In float32, products with blocks are exact but for the order of sums. The heads of a rank are whole
+    panels; others would have 8 bits."""
+    saved_model("llama", tmp_path, **(IN_BLOCKS | {"intermediate_size": 128, "head_dim": 32}))
+    alone = TorchRunner(tmp_path, num_slots=1000, device="cpu", dtype="float32", quantize=quantize)
+    assert greedy(peer.load(tmp_path, quantize=quantize), 50) == greedy(alone, 50)
+
+
 def test_all_results_of_sampling_are_the_same(peer: Peer, tmp_path: Path) -> None:
     """Draws, masks, edits, likeliest and scored tokens, more rows than one part of logits."""
     saved_model("qwen3", tmp_path, **EVEN)
