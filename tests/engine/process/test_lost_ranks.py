@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
@@ -66,7 +67,7 @@ async def test_a_rank_that_stops_is_replaced_and_its_requests_go_on(tmp_path: Pa
 
 @pytest.mark.parametrize("changed", [{"task": "embed"}, {"loras": ("a=/nowhere",)}])
 async def test_features_of_one_process_are_refused_before_anything_starts(
-    changed: dict[str, object], tmp_path: Path
+    changed: dict[str, Any], tmp_path: Path
 ) -> None:
     write_random_model(tmp_path)
     options = EngineOptions(model=str(tmp_path), tensor_parallel=2, own_process=True, **changed)

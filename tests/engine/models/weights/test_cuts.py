@@ -141,7 +141,7 @@ class LoneRank:
     def close(self) -> None: ...
 
 
-class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CopiedBytes(TorchDispatchMode):
     """Counts the bytes that torch copies from one tensor to another, and the most in one copy."""
 
     total = most = 0
