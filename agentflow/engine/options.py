@@ -58,8 +58,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     tensor_parallel: Annotated[
         Count,
         doc(
-            "processes over which the model is divided: on GPUs, each has the one after the device of the "
-            "one before; on a CPU they divide the threads"
+            "processes over which the model is divided: each has a GPU, from device on, or on a CPU a part "
+            "of the threads"
         ),
     ] = 1
     kv_tokens: Annotated[

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RANK_MODULE = "agentflow.engine.models.tensor_parallel.rank_process"
 END_S = 5.0
+LOST_RANK_S = 300.0
+"""How long a rank waits for another one. The supervisor ends an engine process that hangs earlier."""
 _LENGTH = struct.Struct("!I")
 
 
@@ -185,6 +187,10 @@ class _Rank:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             self.connection, other_end = socket.socketpair()
             ours.enter_context(self.connection)
+            limit = struct.pack(
+                "ll", int(LOST_RANK_S), 0
+            )  # not a time-out, which the reading thread would have
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             theirs.enter_context(other_end)
             read_end, write_end = os.pipe()
             self.lifeline = ours.enter_context(open(write_end, "wb", buffering=0))

@@ -16,7 +16,7 @@ from agentflow.engine.machine import gpu_number, usable_cpus
 from agentflow.engine.models.config import read_folder
 from agentflow.engine.models.families.registry import FAMILIES, is_native, read_config
 from agentflow.engine.models.tensor_parallel.joining import collective_for, join, prepare
-from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, RankGroup
+from agentflow.engine.models.tensor_parallel.rank_group import LOST_RANK_S, LoadPart, RankGroup
 from agentflow.engine.models.tensor_parallel.steps import StepWriter
 from agentflow.engine.models.torch_runner import TorchRunner, device_named, kernels_on
 from agentflow.engine.models.vision.loading import TOWERS
@@ -27,9 +27,6 @@ from agentflow.kernels.native_library import keep_order
 from agentflow.kernels.shared_ranks import MAX_RANKS
 
 logger = logging.getLogger(__name__)
-
-LOST_RANK_S = 300.0
-"""How long a rank waits for another one. The supervisor ends an engine process that hangs earlier."""
 
 
 class TensorParallelRunner:
