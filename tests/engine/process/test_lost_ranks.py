@@ -19,7 +19,7 @@ from agentflow.engine.options import EngineOptions
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full, pytest.mark.timeout(180)]
 LENGTH = 240
 SAMPLING = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.0)
 

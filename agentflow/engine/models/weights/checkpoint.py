@@ -132,6 +132,7 @@ class TensorSource(ABC):
         ``shape``: a damaged config may contain any size."""
         cut = self._cut(name)
         whole = shape if cut is None else cut.whole
+        assert cut is None or cut.shape == shape
         if name not in self.names:
             raise BadModelFolder(
                 f"{self._path} has no tensor {name}: its weights are incomplete, fetch the model again",
