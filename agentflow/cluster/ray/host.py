@@ -99,7 +99,8 @@ class EngineHost:
             with contextlib.suppress(OSError):
                 head = connection.recv(TOKEN_BYTES + 1, socket.MSG_WAITALL)
             kind = head[TOKEN_BYTES:]
-            if hmac.compare_digest(head[:TOKEN_BYTES], self._token) and kind in (ENGINE, WATCH):
+            is_missing = kind in (ENGINE, WATCH) and kind not in found
+            if hmac.compare_digest(head[:TOKEN_BYTES], self._token) and is_missing:
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 found[kind] = connection

@@ -1,0 +1,129 @@
+"""Ray Serve: the request router of a deployment that serves chats, and the server as an application."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs the extra cluster")
+
+import anyio
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from support.engine.random_model import write_random_model
+from support.ray_nodes import HEAD, NODE, SETTINGS
+
+import agentflow as af
+from agentflow.cli.operating.ray_serve import app, read_settings
+from agentflow.errors import BadArgument
+
+ROUTER = "agentflow.cluster.ray.request_router.PrefixTreeRouter"
+PORT = 18_427
+LONG = "Once upon a time there was a router. " * 200
+
+
+@serve.deployment(
+    num_replicas=2,
+    ray_actor_options={"num_cpus": 0.1},
+    max_ongoing_requests=8,
+    request_router_config=RequestRouterConfig(
+        request_router_class=ROUTER, request_router_kwargs={"prompt_tokens_per_s": 1000.0}
+    ),
+)
+class Chats:
+    """Answers with its process, and ends a held answer when the next request asks for it."""
+
+    def __init__(self) -> None:
+        self.released = anyio.Event()
+
+    async def chat(self, body: dict, raw_request_info: dict | None = None):
+        yield os.getpid()
+        if body.get("is_held"):
+            await self.released.wait()
+        if body.get("releases"):
+            self.released.set()
+        yield "end"
+
+
+@pytest.fixture(scope="module")
+def handle() -> Iterator[serve.handle.DeploymentHandle]:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in SETTINGS.items():
+            patched.setenv(name, value)
+        ray.init(**{**NODE, "num_cpus": 4}, log_to_driver=False, _node_ip_address=HEAD)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+            yield serve.run(Chats.bind(), name="chats", route_prefix=None).options(stream=True)
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def ask(handle, text: str, **fields):
+    """The answer to a chat: the process, and "end" when it ends."""
+    messages = [{"role": "user", "content": text}]
+    return handle.chat.remote({"messages": messages, **fields}, {"headers": {}})
+
+
+@pytest.mark.full  # Serve takes ten seconds to start
+def test_requests_follow_their_prefix_and_spread(handle):
+    [first, _] = ask(handle, LONG)
+    for number in range(6):
+        [process, _] = ask(handle, f"{LONG} {number}")
+        assert process == first
+    held = [ask(handle, f"{number} {LONG}", is_held=True) for number in range(4)]
+    processes = [next(one) for one in held]
+    assert sorted(Counter(processes).values()) == [2, 2]
+    for number, process in enumerate(processes):
+        # The prefix leads to the process that holds the answer.
+        [followed, _] = ask(handle, f"{number} {LONG}", releases=True)
+        assert followed == process
+    assert [next(one) for one in held] == ["end"] * 4
+
+
+@pytest.mark.full  # it loads torch
+def test_the_server_is_an_application(handle, tmp_path):
+    folder = write_random_model(tmp_path / "model")
+    server = app({"model": f"m={folder}", "kv_tokens": 2048, "allow_anonymous": True})
+    serve.run(server, name="agentflow", route_prefix="/")
+    base = f"127.0.0.1:{PORT}"
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    answer = httpx2.post(f"http://{base}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] > 0
+
+    async def session() -> str:
+        async with af.session(f"ws://{base}") as flow:
+            return await flow.run(greet)
+
+    assert anyio.run(session)
+    serve.delete("agentflow")
+
+
+@af.program
+async def greet(s: af.State) -> str:
+    s += af.user("hello")
+    s += af.assistant(af.gen("x", max_tokens=4))
+    return await s["x"]
+
+
+def test_settings_of_an_application(tmp_path):
+    config = read_settings(
+        {"model": ["a=/m/a", "b=/m/b"], "kv_tokens": 100, "cache": "false", "api_keys": ["k"], "ui": False}
+    )
+    assert [model.path for model in config.models] == ["/m/a", "/m/b"]
+    assert [(model.kv_tokens, model.cache) for model in config.models] == [(100, False)] * 2
+    assert (config.network.host, config.network.ui, config.access.api_keys) == ("0.0.0.0", False, ("k",))
+    (tmp_path / "server.toml").write_text("[network]\nallow_anonymous = true\n")
+    assert read_settings({"config": tmp_path / "server.toml"}).network.allow_anonymous
+    with pytest.raises(BadArgument, match="no API keys"):
+        app({})
+    with pytest.raises(BadArgument, match="'no_such'"):
+        app({"no_such": 1})
+    with pytest.raises(BadArgument, match="kv-tokens"):
+        app({"kv_tokens": 0, "allow_anonymous": True})
