@@ -87,6 +87,7 @@ class PrefixTreeRouter(RequestRouter):
         self._sent_at: dict[Call, float] = {}
         self._num_sent: Counter[Replica] = Counter()
         self._prompts_end_at: dict[Replica, float] = {}
+        self._slowness: dict[Replica, float] = {}
         # When a call starts, or is given up: the time, a number, Ray's id and the call.
         self._events: list[tuple[float, int, str, Call]] = []
 
@@ -219,7 +220,10 @@ class PrefixTreeRouter(RequestRouter):
             number = self._numbers[one.replica_id]
             own = self._num_sent[number]
             length = (self.replica_queue_len_cache.get(one.replica_id) or 0) - 1
-            self._places.loads.set_slowness(number, max(1.0, (length + 1) / (own + 1)))
+            factor = max(1.0, (length + 1) / (own + 1))
+            if factor != self._slowness.get(number, 1.0):
+                self._slowness[number] = factor
+                self._places.loads.set_slowness(number, factor)
 
     # Time.
 
