@@ -23,6 +23,7 @@ from agentflow.errors import (
     shown_error,
 )
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.images import MediumKind
 from agentflow.protocol.record import Record
 from agentflow.protocol.sampling import GenParams
 
@@ -447,6 +448,15 @@ class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
     missed_tokens: int = 0  # the tokens of this request's prompt that were not cached, if there is a reason
 
 
+class LiveMedium(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image or a video before a request."""
+
+    source: str  # ``sha256:`` and the digest of its file, or the beginning of its URL
+    kind: MediumKind = "image"
+    media_type: str = ""  # of a file
+    num_bytes: int = 0  # of a file
+
+
 class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request, other variable, or fork, which is unfinished, or is done and an unfinished one depends on
     it, or has failed and its state is open."""
@@ -461,6 +471,18 @@ class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
     objective: Literal["latency", "throughput"] = "latency"
     group: int = 0  # the task group of the request; 0: none
     awaited: Literal["", "value", "stream"] = ""  # somebody awaits the value, or reads it as it grows
+    # The first images and videos that were appended since the request before it, and the number of all.
+    media: tuple[LiveMedium, ...] = ()
+    num_media: int = 0
+
+
+def _outline_of_media(node: LiveNode) -> str:
+    if not node.num_media:
+        return ""
+    kinds = {medium.kind for medium in node.media}
+    word = kinds.pop() if len(kinds) == 1 else "image or video"
+    plural = {"image": "images", "video": "videos"}.get(word, "images and videos")
+    return f", {node.num_media} {word if node.num_media == 1 else plural}"
 
 
 class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
@@ -495,7 +517,8 @@ class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
                 if node.state == state.id:
                     needs = ", ".join([names.get(one, str(one)) for one in node.needs if one not in done])
                     after = f" after {needs}" if needs else ""
-                    lines.append(f"  {node.kind} {node.name}: {node.status}, {node.objective}{after}")
+                    line = f"  {node.kind} {node.name}: {node.status}, {node.objective}{after}"
+                    lines.append(f"{line}{_outline_of_media(node)}")
         if left := self.num_states_left_out + self.num_nodes_left_out:
             lines.append(f"… {left} more")
         return "\n".join(lines) or "nothing is unfinished"

@@ -49,7 +49,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
 from agentflow.protocol.decisions import answers_text
 from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
-from agentflow.protocol.images import Video
+from agentflow.protocol.images import Image, Medium, Video
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
@@ -357,6 +357,8 @@ class Interpreter(Generic[ContextT]):
                 pass
         number = state.next_number() if OPS[type(op)].is_numbered else None
         state.pending.append(PendingOp(op, reservation, number, sources, children, images))
+        if images and isinstance(op, ops.Image | ops.Video | ops.Converse):
+            self._graph.attach(op.state, _media_of(op, images))
         if sources or type(op) in FOLLOWED:
             self._graph.submit(op, time.monotonic())
             self._report_places_later()
@@ -974,3 +976,14 @@ def _num_chars_of(tools: Sequence[ToolSpec]) -> int:
 
 def _complete(variable: VariableRecord, text: str, reason: str) -> None:
     variable.complete(Value(variable.id, 0, text, reason, Usage()))
+
+
+def _media_of(op: ops.Image | ops.Video | ops.Converse, files: Sequence[Image]) -> Sequence[Medium]:
+    """Returns the images and videos of an op. ``files``: their files and URLs."""
+    match op:
+        case ops.Video():
+            return [Video(files[0], op.num_frames)]
+        case ops.Converse(conversation=conversation):
+            return conversation.with_files(files).media
+        case _:
+            return files

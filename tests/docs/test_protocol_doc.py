@@ -60,6 +60,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     events.PassedOver,
     events.LiveGraph,
     events.LiveState,
+    events.LiveMedium,
     events.LiveNode,
     events.StepRecord,
     events.WatchedRequest,

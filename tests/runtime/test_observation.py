@@ -18,6 +18,7 @@ from agentflow.protocol.events import (
     Delta,
     Event,
     GraphReply,
+    LiveMedium,
     Peeked,
     Reached,
     Stats,
@@ -25,13 +26,16 @@ from agentflow.protocol.events import (
     Value,
     Watched,
 )
+from agentflow.protocol.images import digest_of
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Snapshot, SnapshotNode
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.observation import SentTree
+from agentflow.runtime.programs.graph import MAX_MEDIA
 from agentflow.runtime.programs.live import MAX_SHOWN_EDGES
 
 pytestmark = pytest.mark.anyio
+PICTURE = b"\x89PNG\r\n\x1a\n a picture"
 TENANTS = st.sampled_from(["ann", "bob"])
 
 
@@ -171,3 +175,35 @@ async def test_a_drain_has_one_live_graph_of_bounded_size() -> None:
         assert 0 < sum(len(node.needs) for node in graph.nodes) <= MAX_SHOWN_EDGES
         assert len(graph.nodes) + graph.num_nodes_left_out == 2 * len(numbers)
         assert len(msgspec.json.encode(graph)) < 200_000
+
+
+async def test_a_live_graph_has_the_media_before_each_request() -> None:
+    url = "https://example.org/leaf.png"
+    upload = ops.Upload(digest_of(PICTURE), len(PICTURE), 0, PICTURE)
+    async with scripted() as interpreter:
+        interpreter.submit(ops.Open(1))
+        interpreter.submit(ops.Expect(1, 100, "later"))
+        interpreter.submit(ops.Text(1, (ops.Ref(100),)))
+        interpreter.submit(upload)
+        for source in (upload.source, *[url] * MAX_MEDIA):
+            interpreter.submit(ops.Image(1, source))
+        interpreter.submit(ops.Fork(1, (2, 3)))
+        for state in (1, 2, 3):
+            interpreter.submit(ops.Gen(state, 10 * state, "x", GenParams()))
+        interpreter.submit(ops.Gen(1, 11, "again", GenParams()))
+        interpreter.submit(ops.GetGraph(1))
+        reply = None
+        while reply is None:
+            events = await interpreter.events.next()
+            reply = next((event for event in events if isinstance(event, GraphReply)), None)
+        assert reply.graph is not None
+        nodes = {node.var: node for node in reply.graph.nodes}
+        for var in (10, 20, 30):
+            assert nodes[var].num_media == MAX_MEDIA + 1
+            assert len(nodes[var].media) == MAX_MEDIA
+            assert nodes[var].media[:2] == (
+                LiveMedium(upload.source, "image", "image/png", len(PICTURE)),
+                LiveMedium(url),
+            )
+        assert (nodes[11].media, nodes[11].num_media) == ((), 0)
+        assert f"{MAX_MEDIA + 1} images" in str(reply.graph)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeVar
 
+from agentflow.protocol.events import LiveMedium
 from agentflow.protocol.ops import Objective
 
 Kind = Literal[
@@ -71,7 +72,9 @@ class Node:
         "is_running",
         "kind",
         "levels",
+        "media",
         "name",
+        "num_media",
         "num_open",
         "num_preds",
         "num_urgent",
@@ -100,6 +103,8 @@ class Node:
         self.state = state
         self.var = var  # of a fork its first child
         self.name = name
+        self.media: tuple[LiveMedium, ...] = ()  # as in ``LiveNode``
+        self.num_media = 0
         self.preds: dict[Node, None] = {}
         self.succs: dict[Node, None] = {}
         self.num_preds = 0  # that were unfinished when it was submitted, without the cancelled ones

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from agentflow.protocol import ops
-from agentflow.protocol.events import LiveNode, Usage
+from agentflow.protocol.events import LiveMedium, LiveNode, Usage
+from agentflow.protocol.images import Medium, Video, kind_of
 from agentflow.protocol.op_table import references
 from agentflow.protocol.ops import Objective
 from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, Deduction, How, Kind, Node
@@ -36,6 +37,9 @@ _KINDS: Final[dict[type[ops.Op], Kind]] = {
 FOLLOWED: Final[frozenset[type]] = frozenset({ops.Gen, ops.Fork, ops.Hint, *_KINDS})
 """The ops that the graph follows, and texts that refer to variables."""
 _MIN_FRONTIER = 16
+MAX_MEDIA = 4
+"""The images and videos of a request that are listed; all of them are counted."""
+_MAX_SOURCE_CHARS = 200
 MAX_LABELS = 256
 """The labels of programs whose return times are kept."""
 _WEIGHT_OF_LAST = 0.25
@@ -60,8 +64,10 @@ class StateInGraph:
         "group",
         "is_stopped",
         "label",
+        "media",
         "miss",
         "nodes",
+        "num_media",
         "number",
         "objective",
         "place",
@@ -82,6 +88,8 @@ class StateInGraph:
         self.frontier_limit = _MIN_FRONTIER
         self.nodes: dict[Node, None] = {}  # its unfinished nodes
         self.requests: deque[Node] = deque()  # the requests, in their order; some may have ended
+        self.media: tuple[LiveMedium, ...] = ()  # those before the next request, as in ``LiveNode``
+        self.num_media = 0
         self.is_stopped = False
         self.failed: LiveNode | None = None  # the node with which it failed
         self.miss = ("", 0)  # of its last request, why tokens were not cached, and how many
@@ -172,6 +180,15 @@ class ProgramGraph:
                 self._declare(op, _KINDS[type(op)], now_s)
             case _:
                 pass
+
+    def attach(self, number: int, media: Sequence[Medium]) -> None:
+        """These images and videos are appended to a state, before its next request."""
+        state = self._states.get(number)
+        if state is None or state.is_stopped:
+            return
+        room = MAX_MEDIA - len(state.media)
+        state.media += tuple([_live_medium(medium) for medium in media[: max(room, 0)]])
+        state.num_media += len(media)
 
     def begin(self, op: ops.Op | ops.Rejected) -> None:
         """The op runs, because all that it depends on has ended."""
@@ -379,6 +396,7 @@ class ProgramGraph:
             child = StateInGraph(number, state.program, state.label, state.objective, group)
             child.frontier = [*inherited]
             child.is_stopped = state.is_stopped
+            child.media, child.num_media = state.media, state.num_media
             self._add_state(child)
 
     def _declare(self, op: ops.Declaring, kind: Kind, now_s: float) -> None:
@@ -390,6 +408,8 @@ class ProgramGraph:
         node = self._add(state, kind, op.var, op.name)
         self._variables[op.var] = node
         if node.is_request:
+            node.media, node.num_media = state.media, state.num_media
+            state.media, state.num_media = (), 0
             state.requests.append(node)
             if state.waits_since is not None:
                 self._note_return(state.label, now_s - state.waits_since)
@@ -452,3 +472,8 @@ class ProgramGraph:
             del self._returns_s[next(iter(self._returns_s))]
         seconds = max(0.0, seconds)
         self._returns_s[label] = seconds if before is None else before + _WEIGHT_OF_LAST * (seconds - before)
+
+
+def _live_medium(medium: Medium) -> LiveMedium:
+    file = medium.file if isinstance(medium, Video) else medium
+    return LiveMedium(file.source[:_MAX_SOURCE_CHARS], kind_of(medium), file.media_type, len(file.data))

@@ -109,4 +109,6 @@ def _live_node(node: Node, group: int, groups: dict[int, int]) -> LiveNode:
         node.objective,
         groups.setdefault(group, len(groups)),
         node.want or "",
+        node.media,
+        node.num_media,
     )

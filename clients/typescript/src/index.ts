@@ -15,6 +15,7 @@ export type {
   Constraint,
   ErrorInfo,
   LiveGraph,
+  LiveMedium,
   LiveNode,
   LiveState,
   Message,

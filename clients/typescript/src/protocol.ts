@@ -1097,6 +1097,25 @@ export interface LiveNode {
   group?: number;
   /** Somebody awaits the value, or reads it as it grows; by default `""`. */
   awaited?: "" | "stream" | "value";
+  /**
+   * The first images and videos, at most 4, that were appended since the request before it; by default
+   * `[]`.
+   */
+  media?: LiveMedium[];
+  /** The number of all of these; by default `0`. */
+  num_media?: number;
+}
+
+/** Part of a LiveNode: an image or a video. */
+export interface LiveMedium {
+  /** `sha256:` and the digest of its file, or the first 200 characters of its URL. */
+  source: string;
+  /** By default `"image"`. */
+  kind?: "image" | "video";
+  /** Of a file; by default `""`. */
+  media_type?: string;
+  /** Of a file; by default `0`. */
+  num_bytes?: number;
 }
 
 /**
