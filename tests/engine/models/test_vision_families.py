@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from support.engine.vision_models import (
     saved_vision_model,
 )
 from support.examples import examples
+from support.faults import has_param
 
 from agentflow.engine.media_run import PreparedMedium, rope_positions
 from agentflow.engine.models.families.registry import FAMILIES
@@ -31,7 +33,7 @@ from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.models.vision.loading import TOWERS
 from agentflow.engine.store.native_architectures import IMAGE_ARCHITECTURES
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, BadModelFolder
 
 pytestmark = pytest.mark.gpu
 SIZES = [(70, 50), (130, 191), (300, 40), (64, 64), (33, 257)]
@@ -254,3 +256,13 @@ def test_arrays_of_another_model_are_refused(case: Case, shape: tuple[int, ...] 
     arrays = {} if shape is None else {"pixels": np.zeros(shape, np.uint8)}
     with pytest.raises(BadArgument):
         case.runner.encode_medium(PreparedMedium("0", arrays, ()))
+
+
+def test_an_image_that_no_step_can_compute_is_rejected(tmp_path: Path) -> None:
+    """All tokens of an image of Gemma 3 attend to each other."""
+    saved_vision_model("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["image_size"], config["mm_tokens_per_image"] = 33 * 7, 33 * 33
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadModelFolder, check=has_param("mm_tokens_per_image")):
+        TorchRunner(tmp_path, num_slots=100, device="cpu", dtype="float32")
