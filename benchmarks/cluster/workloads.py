@@ -114,12 +114,15 @@ class Case:
 
     def programs_per_s(self) -> float:
         """How many programs one replica serves in a second, if clients and tools take no time, and without
-        the time in which the batch fills and empties."""
-        workload = _without_pauses(Workload(self.name, self.make(1, self.burst, 0.0), self.kv_tokens))
-        ended = sorted(one.ended_s for one in self.run(workload, 1, RoundRobin()).served)
-        first, last = len(ended) // 5, 4 * len(ended) // 5
-        num_programs = sum(arrival.after is None for arrival in workload.arrivals)
-        return (last - first) / (ended[last] - ended[first]) * num_programs / len(ended)
+        the time in which the batch fills and empties: while a replica serves ``burst`` programs, the rate at
+        which it generates their tokens."""
+        arrivals = self.make(1, self.burst, float(self.burst))
+        done = self.run(_without_pauses(Workload(self.name, arrivals, self.kv_tokens)), 1, RoundRobin())
+        served = sorted(done.served, key=lambda one: one.ended_s)
+        generated = np.cumsum([len(one.arrival.output) for one in served])
+        first, last = np.searchsorted(generated, [generated[-1] / 5, 4 * generated[-1] / 5]).tolist()
+        part = (generated[last] - generated[first]) / generated[-1]
+        return float(self.burst * part / (served[last].ended_s - served[first].ended_s))
 
     def overloaded_per_s(self, num_replicas: int, per_s: float) -> float:
         """Returns how many requests end in a second, in the second half of ``overloaded_s``, while more

@@ -377,7 +377,8 @@ class Liveness:
     ) -> None:
         self._cache = cache
         self._clock = clock
-        self._gaps: dict[Hashable, float] = {}  # the mean time between the requests of each open state
+        # The times between the requests of each open state: how many, and their mean.
+        self._gaps: dict[Hashable, tuple[int, float]] = {}
         self._arrivals: dict[Hashable, float] = {}  # when the request of a state came that has not ended
         self._request_s = 0.0  # the mean time from a request's arrival to its end
         self._due: list[tuple[float, int, Hashable]] = []  # a heap of expected times, with old entries
@@ -419,7 +420,7 @@ class Liveness:
             if arrived is not None:
                 self._request_s += (now - arrived - self._request_s) / MEAN_OF
         new = _End(end, num_computed, step, now, is_ahead=is_ahead, program=program)
-        self._put(state, self._expected(new, self._gaps.get(state, 0.0)))
+        self._put(state, self._expected(new, self._gap_s(state)))
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
 
@@ -430,8 +431,9 @@ class Liveness:
         end = self._ends.get(state)
         if end is not None and state not in self._arrivals:  # not a second one at the same time
             if not end.is_ahead:
-                gap, before = now - end.ended, self._gaps.get(state)
-                self._gaps[state] = gap if before is None else before + (gap - before) / MEAN_OF
+                count, mean_s = self._gaps.get(state, (0, 0.0))
+                count = min(count + 1, MEAN_OF)
+                self._gaps[state] = count, mean_s + (now - end.ended - mean_s) / count
             self._arrivals[state] = now
             self._move(state, end._replace(returns=0.0, due=math.inf))
 
@@ -439,7 +441,7 @@ class Liveness:
         """The request of the state left the queue and did not run."""
         end = self._ends.get(state)
         if self._arrivals.pop(state, None) is not None and end is not None:
-            self._move(state, self._expected(end, self._gaps.get(state, 0.0)))
+            self._move(state, self._expected(end, self._gap_s(state)))
 
     def place(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
         """The program says when the state continues; the arguments are those of ``Place``. Unknown states are
@@ -448,14 +450,18 @@ class Liveness:
         if end is None or state in self._arrivals:
             return
         if steps is None:
-            wait_s = self._gaps.get(state, 0.0) if returns_s is None else returns_s
+            wait_s = self._gap_s(state) if returns_s is None else returns_s
         else:
             wait_s = steps * self._request_s
         self._move(state, self._expected(end, wait_s))
 
     def gap(self, state: Hashable) -> float | None:
         """The mean time from a request of the state to its next one, or None before there are two."""
-        return self._gaps.get(state)
+        known = self._gaps.get(state)
+        return None if known is None else known[1]
+
+    def _gap_s(self, state: Hashable, unknown_s: float = 0.0) -> float:
+        return self._gaps.get(state, (0, unknown_s))[1]
 
     def num_tokens(self, state: Hashable) -> int:
         """How many tokens the state had when its last request ended."""
@@ -486,7 +492,7 @@ class Liveness:
             return -math.inf
         if state in self._arrivals:
             return math.inf
-        return end.ended + LATE_AFTER * max(self._gaps.get(state, gap_s), LEAST_WAIT_S)
+        return end.ended + LATE_AFTER * max(self._gap_s(state, gap_s), LEAST_WAIT_S)
 
     def pause(self, program: ProgramKey) -> None:
         """Keeps the tokens of a program no longer."""
@@ -505,7 +511,7 @@ class Liveness:
             for state in program.states:
                 end = self._ends[state]
                 is_here = state in self._arrivals
-                self._move(state, end if is_here else self._expected(end, self._gaps.get(state, 0.0)))
+                self._move(state, end if is_here else self._expected(end, self._gap_s(state)))
 
     def close(self, state: Hashable) -> None:
         """The state was closed. Unknown states are ignored."""
