@@ -445,7 +445,7 @@ def measure_recomputed(report: Report) -> None:
     note = (
         f"8 sessions of 15 turns up to 30,000 tokens, the pool has half of them: {tokens[0]:,} tokens in "
         f"{len(each)} workloads, {tokens[1]:,} if the time of each tool is known before, {tokens[2]:,} "
-        f"without states; a session takes {times[0]:.1f} s, {times[1]:.1f} if the times are known; runs: one for "
+        f"without states; a session takes {times[0]:.1f} s, {times[1]:.1f} if the times are known; a run for "
         "each workload; simulated"
     )
     value = round(tokens[0] / tokens[1], 3)

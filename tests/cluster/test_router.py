@@ -245,6 +245,7 @@ def test_a_lost_replica_gets_nothing_and_its_late_reports_change_nothing() -> No
     router = router_of(2)
     report(router, 0, tokens(1, 640))
     router.lose(0)
+    assert router.tree.match("key", tokens(1, 640)).hits == {}
     router.receive(Update(0, 0, 2, []))
     assert place(router, *[call(i, tokens(1, 640)) for i in range(3)]) == [1, 1, 1]
     router.lose(1)
