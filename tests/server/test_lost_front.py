@@ -80,6 +80,11 @@ class Served:
         await self.read_until("paused")
 
 
+def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
 @asynccontextmanager
 async def two_servers(*options: str) -> AsyncIterator[tuple[Served, Served]]:
     tests = Path(__file__).parents[1]
@@ -92,7 +97,7 @@ async def two_servers(*options: str) -> AsyncIterator[tuple[Served, Served]]:
             command = [sys.executable, "-c", CHILD, *options, "--front-name", name]
             process = await anyio.open_process(command, env=variables, stderr=subprocess.STDOUT)
             await stack.enter_async_context(process)
-            stack.callback(lambda process=process: process.returncode is None and process.kill())
+            stack.callback(_end, process)
             assert process.stdout is not None
             servers.append(Served(process, TextReceiveStream(process.stdout)))
         for server in servers:

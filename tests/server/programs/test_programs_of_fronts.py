@@ -39,7 +39,7 @@ def program_of(server: ApiServer) -> str:
 
 
 def submit(server: ApiServer, program: str, output: str, **sampling: Any) -> httpx2.Response:
-    placeholder = {"name": "o", "in_out": "out", "semantic_var_id": output}
+    placeholder: dict[str, Any] = {"name": "o", "in_out": "out", "semantic_var_id": output}
     placeholder |= {"sampling_params": {"max_tokens": 4, "temperature": 0, **sampling}}
     body = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
     return httpx2.post(f"{server.url}/v1/programs/{program}/submit", json=body)
@@ -50,7 +50,7 @@ def get(server: ApiServer, program: str, variable: str, **query: Any) -> httpx2.
 
 
 def values_of(server: ApiServer) -> SharedValues:
-    values = server.service.programs.values
+    values: SharedValues | None = server.service.programs.values
     assert values is not None
     return values
 
@@ -86,7 +86,7 @@ def test_a_wait_elsewhere_ends_with_its_client(two: tuple[ApiServer, ApiServer])
     assert get(there, program, "x", wait_s=0).json()["status"] == "pending"
     with pytest.raises(httpx2.ReadTimeout):
         httpx2.get(f"{there.url}/v1/programs/{program}/variables/x", timeout=0.3)
-    here.wait_until(lambda: not here.service.fronts._running)  # type: ignore[union-attr]
+    here.wait_until(lambda: not here.service.fronts._running)
     here.call(here.engine.gate.open)
     assert get(there, program, "x").json()["status"] == "ready"
 

@@ -13,7 +13,7 @@ from support.redis_server import RedisServer, shared_store
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.images import Image, PlacedImage
 from agentflow.server.responses.background import EventLog
-from agentflow.server.responses.item import Item, Reasoning
+from agentflow.server.responses.item import Item, Reasoning, Step
 from agentflow.server.responses.keeping import TooLargeToKeep
 from agentflow.server.responses.shared_store import SharedResponses
 from agentflow.server.responses.store import History, StoredConversation, StoredResponse
@@ -77,8 +77,9 @@ async def audit(store: SharedStore) -> Counter[str]:
 
 async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) -> None:
     image = PlacedImage(0, Image("sha256:" + "0" * 64, "image/png", bytes(range(256))))
-    steps = (
-        Message("user", "x", images=(image,)),
+    asked = Message("user", "x", images=(image,))
+    steps: tuple[Step, ...] = (
+        asked,
         Message("tool", "y", tool_call_id="c", name="f"),
         CalledTool("c", "f", "{}"),
         Reasoning(""),
@@ -88,9 +89,9 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
     log = EventLog()
     log.add(b"data: 1\n\ndata: 2\n\n")
     log.end()
-    first = StoredResponse("r1", b"{}", History(None, (steps[0],)), items[:2], items[2:], True, log)
+    first = StoredResponse("r1", b"{}", History(None, (asked,)), items[:2], items[2:], True, log)
     second = StoredResponse("r2", b"[]", History(first.history, (Message("user", "z"),)), (), ())
-    talk = StoredConversation("c1", 7, {"a": "b"}, items, (steps[0],), sum(one.num_bytes for one in items))
+    talk = StoredConversation("c1", 7, {"a": "b"}, items, (asked,), sum(one.num_bytes for one in items))
     async with shared_store(redis) as here, shared_store(redis, here.prefix) as there:
         writer, reader = (SharedResponses(SharedEntries(store, "r", 10**6, 60)) for store in (here, there))
         for stored in (first, second, talk):
@@ -98,7 +99,7 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
         found = await reader.find("ann:x", "r2", to_continue=True)
         assert found is not None
         assert found.history is not None
-        assert found.history.messages() == [steps[0], Message("user", "z")]
+        assert found.history.messages() == [asked, Message("user", "z")]
         again = await reader.find("ann:x", "r1")
         assert again is not None
         assert again.events is not None

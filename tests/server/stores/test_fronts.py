@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 import pytest
 from support.redis_server import RedisServer, shared_store
 
@@ -115,13 +116,13 @@ async def test_a_front_that_asked_and_disappeared_runs_nothing(redis: RedisServe
 async def test_foreign_messages_are_skipped(redis: RedisServer) -> None:
     async with two_fronts(redis) as (here, there, _):
         key = here._store.key("inbox", there.own)
-        for value in (
+        values = (
             b"",
             b"\xc1",
             b"\x91" * 5_000,
             b"{}",
-            fronts_module.msgspec.msgpack.encode({"type": "no"}),
-        ):
-            await here._store.call(lambda client, value=value: client.rpush(key, value))
+            msgspec.msgpack.encode({"type": "no"}),
+        )
+        await here._store.call(lambda client: client.rpush(key, *values))
         await here._send(there.own, fronts_module._Answer("unknown", None))
         assert (await here.ask(there.own, asked())).status == 201
