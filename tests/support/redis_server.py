@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -58,6 +60,8 @@ class RedisServer:
 def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
     """A server with these options on a free port."""
     if shutil.which("redis-server") is None:
+        if os.environ.get("CI") and sys.platform == "linux":
+            pytest.fail("redis-server is missing: apt-get install redis-server")
         pytest.skip("redis-server is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
