@@ -63,7 +63,7 @@ def replica(client: EngineClient, number: int):
     return client.engine.replicas[number]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) -> None:
     async def run() -> None:
@@ -156,19 +156,20 @@ async def test_a_poisonous_request_takes_two_replicas_with_it_and_no_other_reque
         async with anyio.create_task_group() as group:
             for job in (*jobs[:4], poison, *jobs[4:]):
                 group.start_soon(job.run, client)
-            await replicas.ticks.until(lambda: all(job.end or job.error for job in (*jobs, poison)))
+            await replicas.until(lambda: all(job.end or job.error for job in (*jobs, poison)))
         for job in jobs:
             job.check()
         assert isinstance(poison.error, EngineFailed)
-        assert sum(one.restarts for one in client.engine.replicas) == 3  # two deaths, and a trial
-        assert sorted(one.restarts for one in client.engine.replicas)[0] == 0
+        # Two deaths, and a trial if others were running without progress at both.
+        assert sum(one.restarts for one in client.engine.replicas) in (2, 3)
+        assert min(one.restarts for one in client.engine.replicas) == 0
 
 
 async def test_requests_fail_only_when_all_replicas_are_down(two) -> None:
     replicas, client = two
     replicas.fails_to_start = {0}
     replicas.children[0].die()
-    await replicas.ticks.until(lambda: replica(client, 0).state == "down")
+    await replicas.until(lambda: replica(client, 0).state == "down")
     assert "died" in replica(client, 0).problem
     await run_all(client, job := Job([10, 20]))
     job.check()
@@ -179,7 +180,7 @@ async def test_requests_fail_only_when_all_replicas_are_down(two) -> None:
         await replicas.settle()
         replicas.fails_to_start = {0, 1}
         replicas.children[1].die()
-        await replicas.ticks.until(lambda: waiting.error is not None)
+        await replicas.until(lambda: waiting.error is not None)
     assert isinstance(waiting.error, EngineDown)
     with pytest.raises(EngineDown):
         await client.compute([1, 2])
@@ -187,7 +188,7 @@ async def test_requests_fail_only_when_all_replicas_are_down(two) -> None:
         await client.stats()
     replicas.become_automatic()
     replicas.fails_to_start = set()
-    await replicas.ticks.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
+    await replicas.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
     await run_all(client, again := Job([10, 20]))
     again.check()
 
@@ -200,7 +201,7 @@ async def test_the_server_ends_when_all_are_down_if_it_is_told_to() -> None:
             replicas.fails_to_start = {0, 1}
             for child in replicas.children.values():
                 child.die()
-            await replicas.ticks.until(lambda: False)
+            await replicas.until(lambda: False)
 
     with pytest.raises(EngineFailed, match="all replicas are down"):
         await lose_all()
@@ -225,16 +226,16 @@ async def test_a_drained_replica_gets_a_new_process_and_its_requests_move(two) -
         with pytest.raises(BadArgument):
             client.engine.drain(2)
         replicas.become_automatic()
-        await replicas.ticks.until(lambda: all(job.end for job in jobs))
-    await replicas.ticks.until(lambda: replica(client, number).state == "serving")
+        await replicas.until(lambda: all(job.end for job in jobs))
+    await replicas.until(lambda: replica(client, number).state == "serving")
     for job in jobs:
         job.check()
     assert before.is_dead
     assert [one.restarts for one in client.engine.replicas] == [int(n == number) for n in range(2)]
     for one in range(2):
         client.engine.drain(one)  # one after the other
-    await replicas.ticks.until(lambda: sum(one.restarts for one in client.engine.replicas) == 3)
-    await replicas.ticks.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
+    await replicas.until(lambda: sum(one.restarts for one in client.engine.replicas) == 3)
+    await replicas.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
 
 
 async def test_the_last_replica_that_serves_is_not_drained(two) -> None:

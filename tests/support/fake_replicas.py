@@ -126,6 +126,7 @@ class Replicas:
         self._count = count
 
     async def _start(self, start: Start) -> FakeChild:
+        await checkpoint()
         number = start.options["number"]
         if number in self.fails_to_start:
             raise OSError("no memory")
@@ -149,6 +150,11 @@ class Replicas:
     async def settle(self) -> None:
         """Lets every task read what has arrived. Most events take fewer turns of the loop."""
         for _ in range(20):
+            await checkpoint()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for a condition while no time passes for the deadlines."""
+        while not is_so():
             await checkpoint()
 
     def become_automatic(self) -> None:
