@@ -1,5 +1,6 @@
-"""``python -m benchmarks soak [--minutes 10] [--out DIR]``: good and bad clients on a real server
-whose engine is killed twice. Reports leaks, and writes soak.svg, soak.json and the server's log."""
+"""``python -m benchmarks soak [--minutes 10] [--replicas 1] [--out DIR]``: good and bad clients on a real
+server whose engine is killed twice, or whose replicas are killed and stopped ten times. Reports leaks, and
+writes soak.svg, soak.json and the server's log."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ NUM_CLIENTS = 8
 PAUSE_S = 0.5
 SAMPLE_S = 3.0
 KILLS_AT = (0.25, 0.45)
+# With replicas, one that is chosen at random is killed, or stopped, at each of these.
+KILLS_OF_REPLICAS_AT = tuple(number / 20 for number in range(1, 11))
 # After all clients have disconnected, the server releases everything within the grace period of sessions,
 # plus the time to detect the disconnections.
 REST_S = RESUME_GRACE_S + 30.0
@@ -38,13 +41,15 @@ WRONG = "WRONG"
 class Soak:
     """One run."""
 
-    def __init__(self, server: SoakServer, minutes: float) -> None:
+    def __init__(self, server: SoakServer, minutes: float, replicas: int = 1) -> None:
         self.samples: list[Sample] = []
         self.kills_s: list[float] = []
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []
         self._server = server
         self._minutes = minutes
+        self._kills_at = KILLS_AT if replicas == 1 else KILLS_OF_REPLICAS_AT
+        self._replicas = replicas
         self._has_ended = False
 
     async def run(self) -> list[Check]:
@@ -64,7 +69,12 @@ class Soak:
         lines = self._server.unexpected_lines()
         return [
             Check("the server lives", self._server.is_alive, f"{self._server.is_alive}", "True"),
-            Check("engine killed", len(self.kills_s) == len(KILLS_AT), f"{len(self.kills_s)}", "2"),
+            Check(
+                "engine killed",
+                len(self.kills_s) == len(self._kills_at),
+                f"{len(self.kills_s)}",
+                f"{len(self._kills_at)}",
+            ),
             *rest_checks(before, after),
             *growth_checks(self.samples, self._minutes, max(self.kills_s, default=0.0)),
             Check("wrong answers", not self.wrong, f"{len(self.wrong)}", "0"),
@@ -94,10 +104,13 @@ class Soak:
             self.samples.append(await self._server.sample())
 
     async def _kill(self) -> None:
-        for share in KILLS_AT:
+        random = Random(f"{SEED} kills")
+        for share in self._kills_at:
+            is_stop = self._replicas > 1 and random.random() < 0.5
+            end = self._server.stop_engine if is_stop else self._server.kill_engine
             at_s = share * self._minutes * 60
             await anyio.sleep(max(0.0, at_s - self._server.now_s))  # noqa: TID251
-            while not self._server.kill_engine():  # noqa: ASYNC110  it is being started
+            while not end(random):  # noqa: ASYNC110  it is being started
                 await anyio.sleep(0.5)  # noqa: TID251
             self.kills_s.append(self._server.now_s)
 
@@ -113,14 +126,14 @@ class Soak:
             await anyio.sleep(1)  # noqa: TID251  there is no event to wait for
 
 
-def main(minutes: float, folder: Path, console: Console) -> int:
+def main(minutes: float, folder: Path, console: Console, replicas: int = 1) -> int:
     """Runs a soak run. Returns 1 if something leaked or an answer was wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("httpx", "openai", "anthropic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     load = machine.OthersLoad()
-    with soak_server(folder / "server.log") as server:
-        soak = Soak(server, minutes)
+    with soak_server(folder / "server.log", replicas) as server:
+        soak = Soak(server, minutes, replicas)
         checks = anyio.run(soak.run)
         lines = server.unexpected_lines()
     _show(console, soak, checks)
@@ -132,6 +145,7 @@ def main(minutes: float, folder: Path, console: Console) -> int:
         "commit": machine.commit(),
         "others_cores": round(load.cores(), 2),
         "minutes": minutes,
+        "replicas": replicas,
         "checks": [asdict(check) for check in checks],
         "outcomes": [[*key, count] for key, count in sorted(soak.outcomes.items())],
         "kills_s": soak.kills_s,

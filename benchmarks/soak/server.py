@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import IO
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ KV_TOKENS = 8_000
 RESUME_GRACE_S = 5.0
 END_S = 60.0
 SCRAPE_S = 8.0
+STEP_TIMEOUT_S = 15.0
 
 # The log lines that killed engines and invalid requests may cause. All others are unexpected.
 _EXPECTED = (
@@ -34,7 +36,8 @@ _EXPECTED = (
     r" INFO (GET|POST) /\S* \d+ [\d.]+s tenant=",
     r" INFO compiling the native kernels for \S+ \(once on this machine",
     r" INFO \S+: .* weights",
-    r"the engine was killed by SIGKILL with \d+ unfinished requests; restarting it",
+    r"replica \d+ hung: it was silent for \S+ s with unfinished requests with \d+ unfinished requests",
+    r"(the engine|replica \d+) was killed by SIGKILL with \d+ unfinished requests; restarting it",
     r"Invalid HTTP request received\.",
     r"Unsupported upgrade request\.",
     r"No supported WebSocket library detected",
@@ -62,24 +65,31 @@ class SoakServer:
         """Whether the process runs."""
         return bool(self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE)
 
-    def kill_engine(self) -> bool:
-        """Kills the engine with SIGKILL. Returns False if there is no engine process at the time."""
-        engine = self._child("agentflow.engine.process.worker")
-        if engine is None:
+    def kill_engine(self, random: Random) -> bool:
+        """Kills an engine with SIGKILL. Returns False if there is no engine process at the time."""
+        return self._signal(random, signal.SIGKILL)
+
+    def stop_engine(self, random: Random) -> bool:
+        """Stops an engine, which then hangs. Returns False if there is no engine process at the time."""
+        return self._signal(random, signal.SIGSTOP)
+
+    def _signal(self, random: Random, number: signal.Signals) -> bool:
+        engines = self._children("agentflow.engine.process.worker")
+        if not engines:
             return False
-        engine.send_signal(signal.SIGKILL)
+        random.choice(engines).send_signal(number)
         return True
 
     async def sample(self) -> Sample:
         """Takes a sample."""
-        engine = self._child("agentflow.engine.process.worker")
-        compiler = self._child("agentflow.engine.grammar.compiler.worker")
+        engines = self._children("agentflow.engine.process.worker")
+        compilers = self._children("agentflow.engine.grammar.compiler.worker")
         gauges = await self._gauges()
         return Sample(
             at_s=self.now_s,
             server_mb=_resident_mb(self._process),
-            engine_mb=_resident_mb(engine),
-            compiler_mb=_resident_mb(compiler),
+            engine_mb=sum(map(_resident_mb, engines)),
+            compiler_mb=sum(map(_resident_mb, compilers)),
             fds=self._process.num_fds(),
             threads=self._process.num_threads(),
             tasks=gauges.get("agentflow_tasks"),
@@ -106,22 +116,25 @@ class SoakServer:
             for sample in family.samples
         }
 
-    def _child(self, module: str) -> psutil.Process | None:
+    def _children(self, module: str) -> list[psutil.Process]:
+        found = []
         for child in self._process.children():
             try:
                 if module in child.cmdline():
-                    return child
+                    found.append(child)
             except psutil.Error:
                 continue
-        return None
+        return found
 
 
 @contextmanager
-def soak_server(log: Path) -> Iterator[SoakServer]:
+def soak_server(log: Path, replicas: int = 1) -> Iterator[SoakServer]:
     """Runs a server with a cache that is always full, on a free port. Its output goes to ``log``."""
     options = ["--model", MODEL, "--port", "0", "--kv-tokens", f"{KV_TOKENS}", "--max-running", "16"]
     options += ["--dtype", "bfloat16"]
     options += ["--resume-grace", f"{RESUME_GRACE_S}"]
+    if replicas > 1:  # a stopped one is found soon
+        options += ["--replicas", f"{replicas}", "--step-timeout", f"{STEP_TIMEOUT_S}"]
     command = [sys.executable, "-m", "agentflow", "serve", *options]
     with (
         log.open("w", encoding="utf-8") as output,
@@ -158,8 +171,8 @@ def _url_when_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     raise SystemExit(f"the server ended before it was ready:\n{log.read_text(encoding='utf-8')}")
 
 
-def _resident_mb(process: psutil.Process | None) -> float:
+def _resident_mb(process: psutil.Process) -> float:
     try:
-        return 0.0 if process is None else float(process.memory_info().rss) / 1e6
+        return float(process.memory_info().rss) / 1e6
     except psutil.Error:
         return 0.0
