@@ -1,2 +1,2 @@
-"""Several replicas behind a router, simulated, and a model on two processes: ``python -m benchmarks
+"""Replicas behind a router, simulated and real, gateways, and models on two processes: ``python -m benchmarks
 cluster``."""

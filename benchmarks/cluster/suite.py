@@ -24,6 +24,7 @@ from agentflow.cluster.published import PUBLISHED_ROUTERS
 from benchmarks.cluster import tensor_parallel
 from benchmarks.cluster.decisions import NUM_REPLICAS, decide
 from benchmarks.cluster.gateway import measure_gateway
+from benchmarks.cluster.overhead import overhead
 from benchmarks.cluster.workloads import CASES, LARGE, LOAD, OURS, Case, Steady, goodput
 from benchmarks.report import Report, Result, median_of
 
@@ -51,6 +52,8 @@ def run(report: Report, console: Console, only: str) -> None:
         _summarise(report, measured)
     if only in "cluster.simulated_s":
         _many(report, console)
+    if any(only in f"cluster.{figure}" for figure in ("router_overhead_ms", "router_throughput_share")):
+        overhead(report)
     measure_gateway(report, console, only)
     tensor_parallel.run(report, console, only)
     report.results = [result for result in report.results if only in result.id]
