@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from support.commands import engines_of
 from support.faults import has_param
@@ -165,10 +166,10 @@ def test_models_on_the_gpu_share_its_memory_and_others_share_main_memory(folder:
 
     sized = open_models_module._sized(models, folders, EngineConfig().memory_share, free)
     expected = shares("ad", free.host_bytes) | shares("bc", free.cuda_bytes or 0)
-    assert {name: each.kv_tokens for name, each in sized.items()} == expected
-    assert [each.own_process for each in sized.values()] == [True] * 4
+    assert {name: each.kv_tokens for name, [each] in sized.items()} == expected
+    assert [each.own_process for [each] in sized.values()] == [True] * 4
     nowhere = open_models_module._sized(models, folders, EngineConfig().memory_share, FreeMemory(10**11))
-    assert [nowhere[name].kv_tokens for name in "abcd"] == [*[WANTED_KV_TOKENS] * 3, 7000]
+    assert [nowhere[name][0].kv_tokens for name in "abcd"] == [*[WANTED_KV_TOKENS] * 3, 7000]
 
 
 def test_each_gpu_is_divided_among_its_models(folder: Path) -> None:
@@ -178,7 +179,7 @@ def test_each_gpu_is_divided_among_its_models(folder: Path) -> None:
     sized = open_models_module._sized(models, dict.fromkeys(models, folder), 0.8, free)
     needs = [memory_need(name, folder, "auto", None, on_gpu=True) for name in models]
     expected = divide_memory(needs[:3], int(3.2e9)) | divide_memory(needs[3:], int(1.6e9))
-    assert {name: each.kv_tokens for name, each in sized.items()} == expected
+    assert {name: each.kv_tokens for name, [each] in sized.items()} == expected
     assert min(expected.values()) > WANTED_KV_TOKENS
 
 
@@ -192,8 +193,45 @@ def test_a_divided_model_takes_a_part_of_each_gpu(folder: Path) -> None:
         for name, n in zip("ab", (2, 1), strict=True)
     )
     shared = divide_memory([part, whole], int(3.2e9))
-    assert {name: each.kv_tokens for name, each in sized.items()} == shared
+    assert {name: each[0].kv_tokens for name, each in sized.items()} == shared
     assert shared["a"] < divide_memory([part], int(3.2e9))["a"]
+
+
+def test_replicas_have_a_gpu_each_and_pools_of_one_size(folder: Path) -> None:
+    models = {"a": replace(options(folder, "cuda:1"), replicas=2), "b": options(folder, "cuda:2")}
+    folders = dict.fromkeys(models, folder)
+    free = FreeMemory(10**12, 4 * 10**9, {1: 4 * 10**9, 2: 3 * 10**9})
+    sized = open_models_module._sized(models, folders, 0.8, free)
+    assert [(each.device, each.replicas) for each in sized["a"]] == [("cuda:1", 1), ("cuda:2", 1)]
+    [size] = {each.kv_tokens for each in sized["a"]}
+    assert size == pytest.approx(sized["b"][0].kv_tokens, abs=1)  # the second replica shares its GPU with it
+    with pytest.raises(BadArgument, check=has_param("replicas")):
+        open_models_module._sized(models, folders, 0.8, FreeMemory(10**12, 10**9, {1: 10**9}))
+
+
+def test_replicas_on_the_cpu_divide_threads_and_memory(folder: Path) -> None:
+    need = memory_need("", folder, "bfloat16", None)
+    free = FreeMemory(3 * (need.weight_bytes + PROCESS_BYTES) + 9000 * need.kv_bytes_per_token)
+    model = replace(options(folder), replicas=3, threads=7)
+    sized = open_models_module._sized({"a": model}, {"a": folder}, 1.0, free)["a"]
+    assert [each.threads for each in sized] == [3, 2, 2]
+    assert {each.kv_tokens for each in sized} == {3000}
+    few = open_models_module._sized({"a": replace(model, threads=1)}, {"a": folder}, 1.0, free)["a"]
+    assert [each.threads for each in few] == [1, 1, 1]
+
+
+@pytest.mark.anyio
+async def test_a_model_with_replicas_has_a_process_for_each(folder: Path) -> None:
+    model = replace(options(folder, kv_tokens=2000), replicas=2)
+    async with open_models({"many": model}) as models:
+        assert len(engines_of()) == 2
+        [many] = models
+        assert isinstance(many, EngineModel)
+        assert [one.state for one in many.client.engine.replicas] == ["serving"] * 2
+        assert (await many.client.stats()).total_slots == 4000
+        end = await many.client.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
+        assert end.output_tokens == 3
+    assert engines_of() == []
 
 
 @pytest.mark.parametrize(("device", "size"), [("cuda:3", 1), ("cuda:1", 2)])

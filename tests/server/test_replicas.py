@@ -1,0 +1,72 @@
+"""Replicas over HTTP: who may see and drain them, and what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from support.fake_engine import TEMPLATE
+from support.fake_replicas import Replicas
+from support.plain_model import plain_model_engine
+
+from agentflow.server.app import Access, create_app
+from agentflow.server.models.models import EngineModel, Models
+from agentflow.server.tenants.keys import Tenants, new_key
+
+pytestmark = pytest.mark.anyio
+
+RIGHTS = {
+    "operator": "sees_metrics = true\nmanages_adapters = true",
+    "watcher": "sees_metrics = true",
+    "user": "",
+}
+
+
+@asynccontextmanager
+async def serving(replicas: Replicas, access: Access | None = None) -> AsyncIterator[httpx2.AsyncClient]:
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        async with replicas.open() as client, plain_model_engine() as single:
+            yield Models([EngineModel("many", client, TEMPLATE), EngineModel("one", single, TEMPLATE)])
+
+    app = create_app(open_models, access=access)
+    async with app.router.lifespan_context(app):
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            yield http
+
+
+async def test_replicas_are_listed_and_drained() -> None:
+    replicas = Replicas(2)
+    async with serving(replicas) as http:
+        listed = (await http.get("/v1/replicas")).json()["data"]
+        assert [(one["model"], one["number"], one["state"]) for one in listed] == [
+            ("many", 0, "serving"),
+            ("many", 1, "serving"),
+        ]
+        answer = await http.post("/v1/replicas/1/drain?model=many&patience_s=0")
+        assert answer.status_code == 202
+        await replicas.until(lambda: replicas.num_started == 3)
+        await replicas.settle()
+        listed = (await http.get("/v1/replicas")).json()["data"]
+        assert [one["restarts"] for one in listed] == [0, 1]
+        for path in ("7", "-1", "x", "1" * 30):
+            assert (await http.post(f"/v1/replicas/{path}/drain")).status_code == 400
+        for query, status in (("model=one", 400), ("model=none", 404), ("patience_s=x", 400)):
+            assert (await http.post(f"/v1/replicas/0/drain?{query}")).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("key", "sees", "drains"), [("operator", 200, 202), ("watcher", 200, 403), ("user", 403, 403)]
+)
+async def test_only_some_tenants_may_see_and_drain(tmp_path: Path, key: str, sees: int, drains: int) -> None:
+    file = tmp_path / "keys.toml"
+    secret, hashed = new_key()
+    file.write_text(f'[tenants.{key}]\nkeys = ["{hashed}"]\n{RIGHTS[key]}\n')
+    async with serving(Replicas(2), Access(Tenants(file=file))) as http:
+        headers = {"authorization": f"Bearer {secret}"}
+        assert (await http.get("/v1/replicas", headers=headers)).status_code == sees
+        assert (await http.post("/v1/replicas/0/drain", headers=headers)).status_code == drains
