@@ -389,8 +389,8 @@ class ApiCall:
             self.record.asked = LoggedBody(self._body)
 
     def _charge(self, num_bytes: int) -> None:
-        """Charges the tenant for a body of at least ``num_bytes`` bytes, unless it is small, or another server
-        has charged it."""
+        """Charges the tenant for a body of at least ``num_bytes`` bytes, unless it is small, or another
+        server has charged it."""
         more = num_bytes // BYTES_PER_TOKEN - self._num_charged_tokens
         if num_bytes <= SMALL_BODY_BYTES or more <= 0 or self.forwarded_for is not None:
             return
