@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -169,13 +170,18 @@ def _connect(address: str | None) -> bool:
             f"cluster ray needs the package {error.name!r}: pip install 'agentflow-lm[cluster]'",
             param="cluster",
         ) from None
+    from ray._private.services import canonicalize_bootstrap_address
+
     if ray.is_initialized():
         return False
-    if address is not None:
-        _check_reachable(address)
+    address = address or os.environ.get("RAY_ADDRESS") or None
     try:
+        if address is None:  # the file that a cluster leaves behind when it is killed has an address, too
+            address = canonicalize_bootstrap_address("auto")
+        if address is not None:
+            _check_reachable(address)
         ray.init(
-            address="auto" if address is None else address,
+            address=address or "auto",
             log_to_driver=False,
             logging_level=logging.ERROR,
             namespace="agentflow",

@@ -166,12 +166,15 @@ async def test_another_version_of_ray_is_refused(ray_nodes, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:99999", "127.0.0.1:1"])
-async def test_an_address_without_a_cluster_is_refused(address):
+async def test_an_address_without_a_cluster_is_refused(address, monkeypatch):
+    """Also in RAY_ADDRESS: Ray itself would retry for minutes."""
     pytest.importorskip("ray")
     error = BadArgument if address in ("ray://127.0.0.1:10001", "127.0.0.1") else ServerUnreachable
-    with pytest.raises(error, match=address):
-        async with connected_to_ray(address):
-            raise AssertionError
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for given in (address, None):
+        with pytest.raises(error, match=address):
+            async with connected_to_ray(given):
+                raise AssertionError
 
 
 async def test_ray_is_missing(monkeypatch):
