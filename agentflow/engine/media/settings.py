@@ -74,8 +74,9 @@ def read_settings(folder: Path) -> MediaSettings:
     damaged."""
     if (gguf := find_gguf(folder)) is not None:
         file = open_gguf(gguf)
-        image = {} if file.vision is None else file.vision.images
-        return MediaSettings(model=_of_media(file.config), image=image, video={}, prompt={})
+        if file.vision is None:
+            return MediaSettings(model={}, image={}, video={}, prompt={})
+        return MediaSettings(model=_of_media(file.config), image=file.vision.images, video={}, prompt={})
     prompt = _read(folder / "processor_config.json")
     model = _read(folder / "config.json")
     return MediaSettings(

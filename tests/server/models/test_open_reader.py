@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 
 from agentflow.errors import BadModelFolder
-from agentflow.protocol.images import Image, image_file
+from agentflow.protocol.images import Image, MediumKind, image_file
 from agentflow.server.models.open_models import _open_reader
 from tests.support.media_files import encoded, noise
 
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 SQUARE = {"size": {"height": 28, "width": 28}}
 
 
-async def _fetch(url: str) -> Image:
-    assert url == "https://a.example/x.png"
+async def _fetch(url: str, kind: MediumKind) -> Image:
+    assert (url, kind) == ("https://a.example/x.png", "image")
     return image_file(encoded(noise(9, 9)))
 
 
@@ -46,7 +47,10 @@ async def test_other_models_read_no_images(tmp_path: Path, model_type: str, prep
     async with AsyncExitStack() as stack:
         assert await _open_reader(stack, _folder(tmp_path, model_type, preprocessor), _fetch) is None
         gguf = tmp_path / "model.gguf"
-        gguf.touch()
+        writer = GGUFWriter(gguf, "llama")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
         assert await _open_reader(stack, gguf, _fetch) is None
 
 
