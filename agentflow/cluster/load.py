@@ -59,7 +59,7 @@ FULL = 0.95
 _NOBODY = (0, 0.0)
 KEPT_S = 10.0
 """After this time without a request for throughput, no more are expected."""
-FIRST_OUTPUT = 512
+FIRST_OUTPUT = 400
 """The expected length of an output before any has ended. If it is too short, the first requests share few
 replicas, where each other's steps seem to cost little."""
 LEARNED_PART = 0.02
