@@ -70,3 +70,26 @@ async def test_only_some_tenants_may_see_and_drain(tmp_path: Path, key: str, see
         headers = {"authorization": f"Bearer {secret}"}
         assert (await http.get("/v1/replicas", headers=headers)).status_code == sees
         assert (await http.post("/v1/replicas/0/drain", headers=headers)).status_code == drains
+
+
+async def test_counters_of_a_model_count_each_process_once() -> None:
+    """A replaced process begins at 0, and the other one does not."""
+    replicas = Replicas(2)
+
+    async def generated(http: httpx2.AsyncClient) -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        assert 'agentflow_replica_up{model="many",replica="1"} 1.0' in lines
+        [line] = [one for one in lines if one.startswith('agentflow_generated_tokens_total{model="many"}')]
+        return float(line.split()[-1])
+
+    async with serving(replicas) as http:
+        before = await generated(http)
+        assert before > 0  # the measurement of the first replica
+        await http.post("/v1/replicas/1/drain?patience_s=0")
+        await replicas.until(lambda: replicas.num_started == 3)
+        await replicas.settle()
+        assert await generated(http) == before
+        await http.post("/v1/replicas/0/drain?patience_s=0")
+        await replicas.until(lambda: replicas.num_started == 4)
+        await replicas.settle()
+        assert await generated(http) == before

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from agentflow.cluster.replica_set import ReplicaSet, ReplicaStatus
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
 from agentflow.engine.messages import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
@@ -29,7 +30,7 @@ from agentflow.runtime.generator import Generator
 from agentflow.server.metrics.api_calls import ApiCalls
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
 from agentflow.server.models.api_model import ApiModel
-from agentflow.server.models.models import Models
+from agentflow.server.models.models import EngineModel, Model, Models
 from agentflow.server.programs.programs import Programs
 from agentflow.server.websocket.sessions import Sessions
 
@@ -110,6 +111,15 @@ class MetricFamilies(Collector):
         yield slots
         resident = {name: stats.peak_resident_bytes or 0 for name, stats in last.items()}
         yield self._gauge("engine_peak_resident_bytes", "Largest memory of the engine's process.", resident)
+
+        up = GaugeMetricFamily(
+            "agentflow_replica_up", "1 if the replica serves.", labels=["model", "replica"]
+        )
+        for name, of in self._engines.items():
+            states = {one.number: int(one.state == "serving") for one in of.replicas}
+            for number, is_up in (states or {0: int(of.is_engine_up)}).items():
+                up.add_metric([name, str(number)], is_up)
+        yield up
 
         features = {name: getattr(stats, "media_feature_bytes", 0) for name, stats in last.items()}
         yield self._gauge("media_feature_bytes", "Memory of the features of images.", features)
@@ -343,13 +353,50 @@ class EngineTotals:
         self._phases_before = [*self.phases()]
 
 
+class ReplicaTotals:
+    """The sums of the counters of all engines of a model, each of which may be replaced."""
+
+    def __init__(self) -> None:
+        self.last: Stats | EngineStats = Stats(model="")
+        self._each: dict[int, EngineTotals] = {}
+
+    def update(self, stats: Stats | EngineStats, parts: Mapping[int, EngineStats] | None = None) -> None:
+        """Records an answer of the model. ``parts``: those of its replicas; None: there is one engine."""
+        for number, part in ({0: stats} if parts is None else parts).items():
+            self._each.setdefault(number, EngineTotals()).update(part)
+        self.last = self._each[0].last if parts is None else stats
+
+    def next_engine(self) -> None:
+        """As of ``EngineTotals``, for each engine."""
+        for totals in self._each.values():
+            totals.next_engine()
+        self.last = Stats(model=self.last.model)
+
+    @property
+    def restarts(self) -> int:
+        """How often a process was replaced."""
+        return sum(totals.restarts for totals in self._each.values())
+
+    def count(self, name: str) -> int:
+        """One of ``COUNTERS``."""
+        return sum(totals.count(name) for totals in self._each.values())
+
+    def phases(self) -> Sequence[BucketCounts]:
+        """The times of each of ``PHASES``."""
+        summed = [BucketCounts.empty(STEP_BOUNDS_S) for _ in PHASES]
+        for totals in self._each.values():
+            summed = [one + other for one, other in zip(summed, totals.phases(), strict=True)]
+        return summed
+
+
 class ModelMetrics:
     """The metrics of one model."""
 
     def __init__(self) -> None:
         self.requests = RequestTimes()
         self.calls: ApiCalls | None = None  # to an API, for a model without an engine
-        self.totals = EngineTotals()
+        self.totals = ReplicaTotals()
+        self.replicas: Sequence[ReplicaStatus] = ()
         self.is_engine_up = False
         self._has_been_watched = False
 
@@ -369,17 +416,24 @@ class ModelMetrics:
         if isinstance(generator, MeasuredGenerator):
             generator.observe(self.requests)
 
-    async def query(self, generator: Generator[Any]) -> None:
+    async def query(self, generator: Generator[Any], model: Model) -> None:
         """Queries the engine, for at most ``SCRAPE_TIMEOUT_S``."""
         self.is_engine_up = False
+        engine = model.client.engine if isinstance(model, EngineModel) else None
+        replicas = engine if isinstance(engine, ReplicaSet) else None
         try:
             with anyio.move_on_after(SCRAPE_TIMEOUT_S):
-                self.totals.update(await _stats_of(generator))
+                stats = await _stats_of(generator)
+                parts: dict[int, EngineStats] | None = None
+                if replicas is not None:
+                    parts = {one.number: one.stats for one in replicas.replicas if one.stats is not None}
+                self.totals.update(stats, parts)
                 self.is_engine_up = True
         except AgentflowError as error:
             logger.debug("the engine returned no stats: %s", error)
         except Exception:  # one model's fault must not end the scrape
             logger.exception("the stats of an engine could not be read")
+        self.replicas = () if replicas is None else replicas.replicas
 
 
 class ServerMetrics:
@@ -440,7 +494,7 @@ class ServerMetrics:
         async with anyio.create_task_group() as group:
             for model in models or ():
                 if not isinstance(model, ApiModel):
-                    group.start_soon(self.of(model.name).query, model.generator(ANONYMOUS))
+                    group.start_soon(self.of(model.name).query, model.generator(ANONYMOUS), model)
         return self.text()
 
     def text(self) -> bytes:
