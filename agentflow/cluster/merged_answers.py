@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import astuple, fields, replace
 
 from agentflow.engine.messages import EngineSnapshot, EngineStats, TreeRow
-from agentflow.engine.watching.snapshot import MAX_STEPS
+from agentflow.engine.watching.snapshot import MAX_REQUESTS, MAX_STEPS
 from agentflow.protocol.events import StepRecord
 
 _EPOCHS = 2**53
@@ -74,7 +74,10 @@ class MergedSnapshots:
             epoch=sum(answer.epoch for answer in answers.values()) % _EPOCHS,
             time_s=now_s,
             steps=steps,
-            requests=[row for answer in answers.values() for row in answer.requests],
+            # Running ones first, as in each answer.
+            requests=sorted(
+                [row for answer in answers.values() for row in answer.requests], key=lambda row: not row[3]
+            )[:MAX_REQUESTS],
             nodes=nodes,
             tenants=[*tenants],
             num_nodes=sum(answer.num_nodes for answer in answers.values()),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from agentflow.cluster.replica_set import DRAIN_S, ReplicaSet, ReplicaStatus, State
 from agentflow.engine.process.supervisor import EngineSupervisor
@@ -44,7 +45,7 @@ class DrainQuery(msgspec.Struct, forbid_unknown_fields=True):
     """``model``: default: the first that the key may use. ``patience_s``: how long requests may finish."""
 
     model: str | None = None
-    patience_s: float = DRAIN_S
+    patience_s: Annotated[float, Meta(ge=0, le=3600)] = DRAIN_S
 
 
 async def list_replicas(call: ApiCall) -> None:

@@ -55,7 +55,12 @@ async def test_replicas_are_listed_and_drained() -> None:
         assert [one["restarts"] for one in listed] == [0, 1]
         for path in ("7", "-1", "x", "1" * 30):
             assert (await http.post(f"/v1/replicas/{path}/drain")).status_code == 400
-        for query, status in (("model=one", 400), ("model=none", 404), ("patience_s=x", 400)):
+        for query, status in (
+            ("model=one", 400),
+            ("model=none", 404),
+            ("patience_s=x", 400),
+            ("patience_s=inf", 400),
+        ):
             assert (await http.post(f"/v1/replicas/0/drain?{query}")).status_code == status
 
 
