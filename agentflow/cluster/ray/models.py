@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -83,8 +84,8 @@ def _bundle(name: str, model: EngineOptions, options: RayOptions, *, has_gpus: b
     if model.device == "cpu":
         gpus = 0.0
     elif gpus is None:
-        gpus = 1.0 if has_gpus or model.device == "cuda" else 0.0
-    cpus = options.cpus or float(model.threads or 1)
+        gpus = float(model.tensor_parallel) if has_gpus or model.device == "cuda" else 0.0
+    cpus = options.cpus or float(model.threads or model.tensor_parallel)
     return Bundle(cpus, gpus, int((options.memory_gib or 0.0) * GIB))
 
 
@@ -120,6 +121,7 @@ def _kv_tokens(
             task=options.task,
             on_gpu=is_on_gpu,
             adapters=adapter_folders(options).values(),
+            ranks=options.tensor_parallel,
         )
         for number, report in enumerate(reports[name]):
             device = (report.node, *report.gpus) if is_on_gpu else (report.node,)
@@ -127,16 +129,10 @@ def _kv_tokens(
                 raise BadArgument(
                     f"torch finds no GPU on the Ray node {report.address}: install CUDA's torch"
                 )
-            own = MemoryNeed(
-                f"{name}/{number}",
-                need.weight_bytes,
-                need.kv_bytes_per_token,
-                need.kv_tokens,
-                need.vocabulary,
-                need.wanted_kv_tokens,
-            )
+            own = dataclasses.replace(need, name=f"{name}/{number}")
             on_device.setdefault(device, []).append(own)
-            free_bytes[device] = report.free.bytes_of(0) if is_on_gpu else report.free.host_bytes
+            gpus = range(options.tensor_parallel if is_on_gpu else 0)
+            free_bytes[device] = min(map(report.free.bytes_of, gpus), default=report.free.host_bytes)
     least: dict[str, float] = dict.fromkeys(models, math.inf)
     for device, needs in on_device.items():
         for label, size in divide_memory(needs, int(free_bytes[device] * memory_share)).items():
