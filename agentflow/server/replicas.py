@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from agentflow.cluster.replica_set import DRAIN_S, ReplicaSet, ReplicaStatus, State
+from agentflow.cluster.replicas.replica_set import DRAIN_S, ReplicaSet, ReplicaStatus, State
 from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument

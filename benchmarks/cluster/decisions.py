@@ -7,9 +7,9 @@ from collections import deque
 
 import numpy as np
 
-from agentflow.cluster.feed import Update
-from agentflow.cluster.load import Call, EngineShape
-from agentflow.cluster.router import Router
+from agentflow.cluster.routing.feed import Update
+from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.router import Router
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
 from benchmarks.engine.programs import GPU
 

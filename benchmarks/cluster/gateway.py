@@ -22,11 +22,11 @@ import psutil
 from rich.console import Console
 
 from agentflow.backends.apis.http.connections import Connections
-from agentflow.cluster.feed import Update
-from agentflow.cluster.load import Call
-from agentflow.cluster.prefix_tree import Replica
-from agentflow.cluster.published import RoundRobin
-from agentflow.cluster.text_router import TextRouter
+from agentflow.cluster.routing.feed import Update
+from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.text_router import TextRouter
+from agentflow.cluster.simulated.published import RoundRobin
 from benchmarks.apis.server_process import chat_server
 from benchmarks.cluster.workloads import CASES, LOAD
 from benchmarks.report import Report, Result, median_of

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from agentflow.cluster.open_replicas import replicated_engine
+from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import deadlines_of, engine_start, open_engine, read_tokenizer
 from agentflow.engine.options import EngineOptions

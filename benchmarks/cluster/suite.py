@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from rich.console import Console
 
-from agentflow.cluster.published import PUBLISHED_ROUTERS
+from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS
 from benchmarks.cluster import tensor_parallel
 from benchmarks.cluster.decisions import NUM_REPLICAS, decide
 from benchmarks.cluster.gateway import measure_gateway

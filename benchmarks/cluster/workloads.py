@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from agentflow.cluster.load import EngineShape
-from agentflow.cluster.published import PUBLISHED_ROUTERS, RoundRobin
-from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, SimulatedCluster
+from agentflow.cluster.routing.load import EngineShape
+from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, RoundRobin
+from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.simulation import Served, Simulated
 from agentflow.engine.simulator.workload import (

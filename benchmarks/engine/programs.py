@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.console import Console
 
-from agentflow.cluster.load import EngineShape
-from agentflow.cluster.published import LeastTokens
-from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, simulate_cluster
+from agentflow.cluster.routing.load import EngineShape
+from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.simulated.published import LeastTokens
+from agentflow.cluster.simulated.simulation import MODEL, simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Served, Simulated, simulate

@@ -15,7 +15,7 @@ from support.fake_engine import TOKENIZER
 from support.plain_model import runner
 from support.process_engine import Ticks
 
-from agentflow.cluster.open_replicas import replicated_engine
+from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
 from agentflow.engine.engine import Engine
 from agentflow.engine.fake_runner import FakeRunner

@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from agentflow.cluster.load import LEARNED_PART, Call, EngineShape
-from agentflow.cluster.prefix_tree import Replica
-from agentflow.cluster.router import Router
-from agentflow.cluster.sent_cache import SentCache
-from agentflow.cluster.text_router import MAX_RUN_BYTES, text_run
+from agentflow.cluster.routing.load import LEARNED_PART, Call, EngineShape
+from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.router import Router
+from agentflow.cluster.routing.sent_cache import SentCache
+from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, token_run
 from agentflow.engine.simulator.cost_model import CostModel
 

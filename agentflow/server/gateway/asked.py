@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from agentflow.cluster.text_router import MAX_RUN_BYTES, text_run
+from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.submit import Objective
 from agentflow.protocol.json_bounds import BODY_BOUNDS, PIECE_BYTES, JsonScan, TooMuchJson

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agentflow.cluster.load import Call
-from agentflow.cluster.text_router import TextRouter
+from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES
 from agentflow.runtime.circuit import Attempt
 from agentflow.server.errors import ApiError

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from agentflow.cluster.replica_set import ReplicaSet, ReplicaStatus
+from agentflow.cluster.replicas.replica_set import ReplicaSet, ReplicaStatus
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
 from agentflow.engine.messages import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats

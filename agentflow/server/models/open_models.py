@@ -11,10 +11,10 @@ from pathlib import Path
 import anyio.to_thread
 from msgspec.structs import replace
 
-from agentflow.cluster.open_replicas import open_replicas
 from agentflow.cluster.ray.models import placed_models
 from agentflow.cluster.ray.options import RayOptions
-from agentflow.cluster.shares import divided
+from agentflow.cluster.replicas.open_replicas import open_replicas
+from agentflow.cluster.replicas.shares import divided
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits

@@ -20,9 +20,9 @@ from support.process_engine import PLAIN, generate
 from support.server.http_clients import only_asyncio
 
 import agentflow.cluster.ray.placement as placement_module
-from agentflow.cluster.open_replicas import replicated_engine
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, Placement, connected_to_ray, placed
+from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.errors import BadArgument, BadModelFolder, ServerUnreachable
@@ -93,7 +93,7 @@ import sys, anyio
 from support.engine.random_model import write_random_model
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
-from agentflow.cluster.open_replicas import replicated_engine
+from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, connected_to_ray, placed
 from agentflow.engine.options import EngineOptions

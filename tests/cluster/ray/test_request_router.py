@@ -27,7 +27,7 @@ from agentflow.cluster.ray.request_router import (
     program,
     prompt_run,
 )
-from agentflow.cluster.text_router import MAX_RUN_BYTES
+from agentflow.cluster.routing.text_router import MAX_RUN_BYTES
 
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.text_router import MAX_RUN_BYTES
+from agentflow.cluster.routing.text_router import MAX_RUN_BYTES
 from agentflow.server.gateway.asked import Asked, read_asked
 
 CHAT = "/v1/chat/completions"

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.feed import Feed, Follower, Update
-from agentflow.cluster.prefix_tree import PrefixTree
+from agentflow.cluster.routing.feed import Feed, Follower, Update
+from agentflow.cluster.routing.prefix_tree import PrefixTree
 from agentflow.engine.cache.radix_cache import RadixCache
 
 STEMS = st.sampled_from([10, 64, 100, 200])

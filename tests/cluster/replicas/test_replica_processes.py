@@ -15,7 +15,7 @@ from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.process_engine import PLAIN, PROMPT, Ticks, generate
 
-from agentflow.cluster.open_replicas import replicated_engine
+from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
 
 pytestmark = pytest.mark.anyio

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from agentflow.cluster.load import EngineShape
-from agentflow.cluster.published import PUBLISHED_ROUTERS, LeastTokens
-from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, SimulatedCluster, simulate_cluster
+from agentflow.cluster.routing.load import EngineShape
+from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, LeastTokens
+from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster, simulate_cluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate

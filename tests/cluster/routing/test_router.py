@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentflow.cluster.feed import Update
-from agentflow.cluster.load import Call, EngineShape, Loads
-from agentflow.cluster.router import Router
+from agentflow.cluster.routing.feed import Update
+from agentflow.cluster.routing.load import Call, EngineShape, Loads
+from agentflow.cluster.routing.router import Router
 from agentflow.engine.cache.blocks import BlocksStored, chain, root_digest
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.errors import Overloaded

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.load import Call
-from agentflow.cluster.published import (
+from agentflow.cluster.routing.load import Call
+from agentflow.cluster.simulated.published import (
     ConsistentHashing,
     LeastLoaded,
     RayPrefixAware,

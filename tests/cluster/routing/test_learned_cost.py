@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from agentflow.cluster.learned_cost import LearnedCost, mean_cost
+from agentflow.cluster.routing.learned_cost import LearnedCost, mean_cost
 
 
 def observed(fixed_s: float, unit_s: float, output_s: float, count: int, noise: float = 0.0) -> LearnedCost:

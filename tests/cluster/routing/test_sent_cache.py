@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.feed import Follower
-from agentflow.cluster.prefix_tree import PrefixTree
-from agentflow.cluster.sent_cache import SentCache
+from agentflow.cluster.routing.feed import Follower
+from agentflow.cluster.routing.prefix_tree import PrefixTree
+from agentflow.cluster.routing.sent_cache import SentCache
 from agentflow.engine.cache.blocks import BLOCK_TOKENS
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=5), max_size=30)

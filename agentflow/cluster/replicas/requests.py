@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from agentflow.cluster.load import Call
+from agentflow.cluster.routing.load import Call
 from agentflow.engine.cache.radix_cache import TokenRun, token_run
 from agentflow.engine.media_run import MediaRun, pseudo_tokens
 from agentflow.engine.request import CacheIdentity

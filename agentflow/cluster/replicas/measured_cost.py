@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from agentflow.cluster.load import EngineShape
+from agentflow.cluster.routing.load import EngineShape
 from agentflow.engine.client import EngineClient
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.submit import Origin

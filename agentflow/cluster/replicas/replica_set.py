@@ -29,12 +29,12 @@ from typing import Literal
 import anyio
 import anyio.lowlevel
 
-from agentflow.cluster.charge_exchange import ChargeExchange
-from agentflow.cluster.feed import Update
-from agentflow.cluster.load import Call
-from agentflow.cluster.replica_queries import ReplicaQueries
-from agentflow.cluster.requests import router_call
-from agentflow.cluster.router import Policy
+from agentflow.cluster.replicas.charge_exchange import ChargeExchange
+from agentflow.cluster.replicas.replica_queries import ReplicaQueries
+from agentflow.cluster.replicas.requests import router_call
+from agentflow.cluster.routing.feed import Update
+from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.router import Policy
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import (
     Abort,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from agentflow.cluster.prefix_tree import PrefixTree, Replica
+from agentflow.cluster.routing.prefix_tree import PrefixTree, Replica
 from agentflow.engine.cache.block_feed import BlockFeed, BlocksReport
 from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored
 

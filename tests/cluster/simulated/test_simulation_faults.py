@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentflow.cluster.load import EngineShape
-from agentflow.cluster.published import PUBLISHED_ROUTERS
-from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, Loss, MakePrompt, Network, SimulatedCluster
+from agentflow.cluster.routing.load import EngineShape
+from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS
+from agentflow.cluster.simulated.simulation import MODEL, Loss, MakePrompt, Network, SimulatedCluster
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel

@@ -12,9 +12,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentflow.cluster.feed import Update
-from agentflow.cluster.load import Call
-from agentflow.cluster.prefix_tree import Replica
+from agentflow.cluster.routing.feed import Update
+from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
 
 

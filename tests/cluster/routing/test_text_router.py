@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.feed import Update
-from agentflow.cluster.load import Call, EngineShape
-from agentflow.cluster.published import RoundRobin
-from agentflow.cluster.router import Policy, Router
-from agentflow.cluster.simulation import MODEL, SimulatedCluster
-from agentflow.cluster.text_router import MAX_RUN_BYTES, TextRouter, text_run
+from agentflow.cluster.routing.feed import Update
+from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, TextRouter, text_run
+from agentflow.cluster.simulated.published import RoundRobin
+from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.workload import Workload, chat

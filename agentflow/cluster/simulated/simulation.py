@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agentflow.cluster.feed import Feed, Update
-from agentflow.cluster.load import Call
-from agentflow.cluster.prefix_tree import Replica
-from agentflow.cluster.router import Policy
+from agentflow.cluster.routing.feed import Feed, Update
+from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.router import Policy
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.radix_cache import TokenArray, token_run
 from agentflow.engine.fake_runner import FakeRunner

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentflow.cluster.load import Call, EngineShape
-from agentflow.cluster.router import Router
+from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.router import Router
 from agentflow.engine.simulator.cost_model import CostModel
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from agentflow.cluster.feed import Feed, Update
-from agentflow.cluster.prefix_tree import Replica
+from agentflow.cluster.routing.feed import Feed, Update
+from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 

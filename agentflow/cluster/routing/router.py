@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from agentflow.cluster.feed import Follower, Update
-from agentflow.cluster.load import Call, EngineShape, Loads
-from agentflow.cluster.prefix_tree import PrefixTree, Replica
+from agentflow.cluster.routing.feed import Follower, Update
+from agentflow.cluster.routing.load import Call, EngineShape, Loads
+from agentflow.cluster.routing.prefix_tree import PrefixTree, Replica
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
 from agentflow.engine.cache.radix_cache import common_prefix_len
 from agentflow.errors import Overloaded

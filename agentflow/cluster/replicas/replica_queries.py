@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from agentflow.cluster.merged_answers import MergedSnapshots, merged_stats
+from agentflow.cluster.replicas.merged_answers import MergedSnapshots, merged_stats
 from agentflow.engine.messages import (
     AdapterLoaded,
     Answer,

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import anyio.to_thread
 
-from agentflow.cluster.load import EngineShape
-from agentflow.cluster.measured_cost import measured_shape
-from agentflow.cluster.replica_set import ReplicaSet
-from agentflow.cluster.router import Policy, Router
+from agentflow.cluster.replicas.measured_cost import measured_shape
+from agentflow.cluster.replicas.replica_set import ReplicaSet
+from agentflow.cluster.routing.load import EngineShape
+from agentflow.cluster.routing.router import Policy, Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import (
     adapter_folders,

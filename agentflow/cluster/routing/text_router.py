@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentflow.cluster.learned_cost import LearnedCost, mean_cost
-from agentflow.cluster.load import Call, EngineShape
-from agentflow.cluster.prefix_tree import Replica
-from agentflow.cluster.router import Router
-from agentflow.cluster.sent_cache import SentCache
+from agentflow.cluster.routing.learned_cost import LearnedCost, mean_cost
+from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.router import Router
+from agentflow.cluster.routing.sent_cache import SentCache
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 
 MAX_RUN_BYTES = 512 * 1024

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentflow.cluster.prefix_tree import PrefixTree
+from agentflow.cluster.routing.prefix_tree import PrefixTree
 from agentflow.engine.cache.blocks import (
     BLOCK_TOKENS,
     BlocksRemoved,
