@@ -60,6 +60,7 @@ async def open_engine(
     folder = resolve_model(options.model)
     if options.task == "generate":
         check_generates(folder)
+    check_divided(options)
     adapters = adapter_folders(options)
     if options.own_process:
         opening = supervised_engine(
@@ -72,7 +73,6 @@ async def open_engine(
             start_child=start_child,
         )
     else:
-        _check_divided(options)
         chosen = replace(options, model=str(folder))
         opening = running_engine(lambda: load_engine(**asdict(chosen)), max_unfinished=options.max_unfinished)
     async with opening as client:
@@ -89,7 +89,7 @@ def rank_devices(options: EngineOptions) -> list[str | None]:
     return [options.device, *(f"cuda:{first + i}" for i in range(1, options.tensor_parallel))]
 
 
-def _check_divided(options: EngineOptions) -> None:
+def check_divided(options: EngineOptions) -> None:
     """Refuses what a divided model cannot have. ``BadArgument``."""
     if options.tensor_parallel == 1:
         return
@@ -105,7 +105,6 @@ def _check_divided(options: EngineOptions) -> None:
 
 def engine_start(options: EngineOptions, folder: Path, *, reports: bool = False) -> Start:
     """How to load the model in ``folder`` in a process. ``reports``: for a router."""
-    _check_divided(options)
     # Sized once, here: after a restart the pool must have the same size.
     kv_tokens = options.kv_tokens or _kv_tokens(options, folder, "cpu")
     chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)

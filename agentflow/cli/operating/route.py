@@ -109,7 +109,7 @@ use the gateway's address like that of one server, with the same paths and keys.
     examples="""\
 agentflow route --to http://127.0.0.1:8000 --to http://127.0.0.1:8001
 agentflow route --to http://gpu-1:8000/v1 --to http://gpu-2:8000/v1 --port 9000
-agentflow route --to http://gpu-1:8000 --to http://gpu-2:8000 --cache-tokens 400000
+agentflow route --to http://a:8000 --to http://b:8000 --cache-tokens 400000
 """,
     add_options=_add_options,
     run=_run,

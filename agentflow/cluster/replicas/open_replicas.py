@@ -15,6 +15,7 @@ from agentflow.cluster.routing.router import Policy, Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import (
     adapter_folders,
+    check_divided,
     deadlines_of,
     engine_start,
     open_engine,
@@ -60,6 +61,7 @@ async def open_replicas(
     folder = resolve_model(options.model)
     if options.task == "generate":
         check_generates(folder)
+    check_divided(options)
     adapters = adapter_folders(options)
     opening = replicated_engine(
         [engine_start(one, folder, reports=True) for one in replicas],
