@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from agentflow.engine.adapters import AdapterRead, Adapters
 from agentflow.engine.batch import Batch
-from agentflow.engine.cache.block_feed import BlockFeed
+from agentflow.engine.cache.block_feed import BlockFeed, BlocksReport
 from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.constrained.grammar_cache import GrammarCache
@@ -142,6 +142,7 @@ class Engine:
         info = runner.info
         self._media = MediaWork(runner, FEATURE_BYTES) if isinstance(runner, MediaRunner) else None
         self._blocks = BlockFeed(MAX_REPORTED_BLOCKS)
+        self._wants_all_blocks = False  # the next report is a snapshot
         self.scheduler = Scheduler(
             num_slots=info.num_slots,
             max_context=info.max_context,
@@ -337,8 +338,7 @@ class Engine:
                 case Placed():
                     self._place(message)
                 case BlocksRequest():
-                    report = self._blocks.snapshot(self.scheduler.memory.cache.stored_blocks())
-                    self._outbox.append(BlocksUpdate.of(report))
+                    self._wants_all_blocks = True
                 case Charges():
                     self._charge(message)
                 case StatsRequest():
@@ -386,8 +386,13 @@ class Engine:
             self.scheduler.waiting.program_elsewhere(tenant, program, num_tokens)
 
     def _add_reports(self) -> None:
-        """Adds the reports for a router, if they were asked for. First, because ``StepBegins`` is last."""
-        report = self._blocks.flush()
+        """Adds the reports for a router, if they were asked for. First, because ``StepBegins`` is last. One
+        report of blocks at most, so that they leave in the order of their numbers."""
+        if self._wants_all_blocks:
+            report: BlocksReport | None = self._blocks.snapshot(self.scheduler.memory.cache.stored_blocks())
+            self._wants_all_blocks = False
+        else:
+            report = self._blocks.flush()
         if report is not None:
             self._outbox.insert(0, BlocksUpdate.of(report))
         charged = self.scheduler.waiting.charged

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.fake_replicas import Died, Replicas
 from support.plain_model import alone, plain_token, runner
 
+from agentflow.cluster.routing.router import Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.submit import Origin
@@ -139,6 +140,30 @@ async def test_siblings_that_come_together_share_a_replica_and_its_cache(two) ->
     assert sum(job.end.cached_tokens > 100 for job in jobs) >= 4
     await run_all(client, later := Job([*[10] * 130, 90]))
     assert later.end.cached_tokens > 100  # the router knows where the prefix is
+
+
+async def test_the_router_knows_all_blocks_again_after_it_missed_a_report(monkeypatch) -> None:
+    monkeypatch.setattr("agentflow.engine.engine.MAX_REPORTED_BLOCKS", 2)
+    replicas = Replicas(1)
+    routers: list[Router] = []
+
+    def new_router(shape, loaded) -> Router:
+        routers.append(Router(shape, loaded.info.identity))
+        return routers[0]
+
+    async with replicas.open(router=new_router) as client:
+        await run_all(client, Job([10] * 320))
+        lost = [True, False]
+        replicas.loses = lambda: lost.pop(0) if lost else False
+        for number in range(3):  # the cache changes while the router asks
+            await run_all(client, Job([20 + number] * 70))
+        await replicas.settle()
+        [follower] = routers[0]._followers.values()
+        assert not follower.is_behind
+        stored = replicas.children[0].engine.scheduler.memory.cache.stored_blocks()
+        digests = {digest for run in stored for digest in run.digests}
+        assert len(digests) > 6
+        assert routers[0].tree._blocks.keys() == digests
 
 
 async def test_a_poisonous_request_takes_two_replicas_with_it_and_no_other_request() -> None:
