@@ -16,6 +16,7 @@ import contextlib
 import hmac
 import logging
 import os
+import selectors
 import socket
 import struct
 import subprocess
@@ -37,6 +38,8 @@ CONNECT_S = 30.0
 LINGER_S = 2.0
 """A server that ends its engine kills the actor by Ray, which reports actors that exit as failures."""
 TOKEN_BYTES = 32
+MAX_HEADS = 64
+"""Connections whose token has not arrived. With one more, the oldest is closed."""
 ENGINE, WATCH = b"E", b"W"
 """Which connection it is: follows the token."""
 PID = struct.Struct("!I")
@@ -88,25 +91,61 @@ class EngineHost:
             os._exit(0)
 
     def _accept(self, listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-        """The connections for the engine and for the beats. Raises ``TimeoutError``."""
+        """Returns the connections for the engine and for the beats. Anybody may connect, so all connections
+        are read at the same time. Raises ``TimeoutError``."""
         ends_at = time.monotonic() + CONNECT_S
+        heads: dict[socket.socket, bytes] = {}  # of connections without a whole head, oldest first
         found: dict[bytes, socket.socket] = {}
-        while len(found) < 2:
-            listener.settimeout(max(0.001, ends_at - time.monotonic()))
-            connection, _ = listener.accept()
-            connection.settimeout(1.0)
-            head = b""
-            with contextlib.suppress(OSError):
-                head = connection.recv(TOKEN_BYTES + 1, socket.MSG_WAITALL)
-            kind = head[TOKEN_BYTES:]
-            is_missing = kind in (ENGINE, WATCH) and kind not in found
-            if hmac.compare_digest(head[:TOKEN_BYTES], self._token) and is_missing:
-                connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                found[kind] = connection
-            else:
-                connection.close()
+        listener.setblocking(False)
+        with contextlib.ExitStack() as strangers, contextlib.ExitStack() as opened:
+            strangers.callback(lambda: [*map(socket.socket.close, heads)])
+            selector = strangers.enter_context(selectors.DefaultSelector())
+            selector.register(listener, selectors.EVENT_READ)
+            while len(found) < 2:
+                if (left_s := ends_at - time.monotonic()) <= 0:
+                    raise TimeoutError("the server has not connected")
+                for key, _ in selector.select(left_s):
+                    ready = key.fileobj
+                    assert isinstance(ready, socket.socket)
+                    if ready is listener:
+                        with contextlib.suppress(OSError):  # it is closed already
+                            connection, _ = listener.accept()
+                            connection.setblocking(False)
+                            selector.register(connection, selectors.EVENT_READ)
+                            heads[connection] = b""
+                    elif ready in heads and self._read_head(ready, heads):
+                        selector.unregister(ready)
+                        kind = self._kind(heads.pop(ready))
+                        if kind and kind not in found:
+                            found[kind] = opened.enter_context(ready)
+                        else:
+                            ready.close()
+                    if len(heads) > MAX_HEADS:
+                        oldest = next(iter(heads))
+                        selector.unregister(oldest)
+                        del heads[oldest]
+                        oldest.close()
+            opened.pop_all()
+        for connection in found.values():
+            connection.setblocking(True)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return found[ENGINE], found[WATCH]
+
+    def _kind(self, head: bytes) -> bytes:
+        """Returns which connection it is; empty without the token."""
+        is_ours = hmac.compare_digest(head[:TOKEN_BYTES], self._token)
+        return head[TOKEN_BYTES:] if is_ours and head[TOKEN_BYTES:] in (ENGINE, WATCH) else b""
+
+    def _read_head(self, connection: socket.socket, heads: dict[socket.socket, bytes]) -> bool:
+        """Reads from a connection. Returns whether its head is whole, or will never be."""
+        try:
+            piece = connection.recv(TOKEN_BYTES + 1 - len(heads[connection]))
+        except BlockingIOError:
+            return False
+        except OSError:
+            piece = b""
+        heads[connection] += piece
+        return not piece or len(heads[connection]) > TOKEN_BYTES
 
     def _start(self, engine: socket.socket) -> int:
         """Starts the process. Returns the actor's end of the lifeline."""

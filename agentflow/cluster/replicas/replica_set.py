@@ -19,6 +19,7 @@ no replica serves, and fail when all are down.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ from agentflow.engine.messages import (
     Stop,
     ToEngine,
 )
-from agentflow.engine.process.request_journal import Unfinished, aborted
+from agentflow.engine.process.request_journal import StateIndex, Unfinished, aborted
 from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.submit import Submit
 from agentflow.errors import BadArgument, BadModelFolder, EngineDown, EngineFailed, Overloaded
@@ -69,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PLACED = 64
 """Requests that are placed in one turn of the event loop."""
+MAX_PLACED_TOKENS = 131_072
+"""Tokens of these requests, of which 10,000 take about 2 ms."""
 CHARGES_EVERY_S = 0.1
 DRAIN_S = 30.0
 """How long a replica that is drained may finish its requests. Those that are left continue on others."""
@@ -147,6 +150,7 @@ class ReplicaSet:
         self._queries = ReplicaQueries(dict(enumerate(supervisors)), anyio.current_time)
         self._charges = ChargeExchange()
         self._waiting: dict[int, Unfinished] = {}  # requests without a replica
+        self._waiting_of_state = StateIndex()
         self._of_request: dict[int, Replica] = {}
         self._has_work = anyio.Event()  # requests to place
         self._has_charges = anyio.Event()
@@ -215,13 +219,13 @@ class ReplicaSet:
                 pass  # the scope ends the processes
             case _:
                 if isinstance(message, Placed):
-                    for waiting in self._waiting.values():
-                        waiting.place(message)
+                    self._waiting_of_state.place(message)
                 for replica in self._replicas:
                     replica.supervisor.send(message)
 
     def _abort(self, message: Abort) -> None:
-        if self._waiting.pop(message.request_id, None) is not None:
+        if (waiting := self._waiting.pop(message.request_id, None)) is not None:
+            self._waiting_of_state.remove(waiting)
             self._hand_over([aborted(message.request_id)])
         elif (replica := self._of_request.get(message.request_id)) is not None:
             replica.supervisor.send(message)
@@ -230,6 +234,7 @@ class ReplicaSet:
 
     def _wait(self, request: Unfinished) -> None:
         self._waiting[request.submit.request_id] = request
+        self._waiting_of_state.add(request)
         self._has_work.set()
 
     async def _place_forever(self) -> None:
@@ -237,32 +242,50 @@ class ReplicaSet:
             await self._has_work.wait()
             self._has_work = anyio.Event()
             while self._waiting and any(replica.is_in_router for replica in self._replicas):
-                self._place([*self._waiting.values()][:MAX_PLACED])
+                self._place(self._take_waiting())
                 await anyio.lowlevel.checkpoint()
+
+    def _take_waiting(self) -> list[Unfinished]:
+        """Returns as many requests as one turn of the event loop may place, at least one."""
+        taken: list[Unfinished] = []
+        num_tokens = 0
+        for request in itertools.islice(self._waiting.values(), MAX_PLACED):
+            num_tokens += len(request.submit.token_ids) + len(request.ids)
+            if taken and num_tokens > MAX_PLACED_TOKENS:
+                break
+            taken.append(request)
+        for request in taken:
+            del self._waiting[request.submit.request_id]
+            self._waiting_of_state.remove(request)
+        return taken
 
     def _place(self, requests: Sequence[Unfinished]) -> None:
         """Places requests. One that cannot be placed or sent fails alone."""
         assert self._router is not None
         calls: list[tuple[Unfinished, Call]] = []
         for request in requests:
-            del self._waiting[request.submit.request_id]
             try:
                 calls.append((request, router_call(request.as_submitted(time.monotonic()))))
             except Exception:
-                self._fail(request, "cannot read the request")
+                logger.exception("cannot read a request")
+                why = "cannot read the request: see the server's log"
+                self._hand_over([Failed(request.submit.request_id, EngineFailed.code, why)])
         try:
             self._router.place([call for _, call in calls], anyio.current_time())
         except Exception:  # a fault of one request, or of the router, must not affect others
             logger.exception("cannot place %d requests by their costs", len(calls))
+        parts: dict[int, list[Unfinished]] = {}
         for request, call in calls:
             is_placed = self._is_in_router(call.replica)
             replica = self._replicas[call.replica] if is_placed else self._least_busy()
             replica.requests[call.id] = call if is_placed else None
             self._of_request[call.id] = replica
-            try:
-                replica.supervisor.adopt(request)
-            except Exception:
-                self._fail(request, "cannot send the request")
+            parts.setdefault(replica.number, []).append(request)
+        for number, part in parts.items():
+            replica = self._replicas[number]
+            replica.supervisor.adopt(part)
+            if replica.supervisor.has_suspects:  # of a replica that is down
+                self._leave(replica)
 
     def _is_in_router(self, number: int) -> bool:
         return 0 <= number < len(self._replicas) and self._replicas[number].is_in_router
@@ -271,40 +294,42 @@ class ReplicaSet:
         serving = [replica for replica in self._replicas if replica.is_in_router]
         return min(serving, key=lambda replica: len(replica.requests))
 
-    def _fail(self, request: Unfinished, what: str) -> None:
-        logger.exception("%s", what)
-        number = request.submit.request_id
-        self._ended(self._of_request.get(number), number, 0)
-        self._hand_over([Failed(number, EngineFailed.code, f"{what}: see the server's log")])
-
     # Messages of a replica.
 
     def received(self, replica: Replica, messages: Sequence[FromEngine]) -> None:
         """Reads the messages of one step of a replica, and hands them to the client."""
         handed: list[FromEngine] = []
         for message in messages:
-            answer: FromEngine | None = message
-            match message:
-                case Progress():
-                    self._progressed(replica, message.request_id)
-                case Finished():
-                    self._ended(replica, message.request_id, message.output_tokens)
-                case Failed() if message.request_id in replica.requests:
-                    self._ended(replica, message.request_id, 0)
-                case Failed() | EngineStats() | EngineSnapshot() | NodeTokens() | AdapterLoaded():
-                    answer = self._queries.received(replica.number, message)
-                case BlocksUpdate():
-                    self._read_blocks(replica, message)
-                    continue
-                case Charges():
-                    if len(self._replicas) > 1:
-                        self._charges.received(replica.number, message)
-                        self._has_charges.set()
-                    continue
+            try:
+                answer = self._read(replica, message)
+            except Exception:  # a fault of the router must not cost an answer
+                logger.exception("cannot read a message of replica %d", replica.number)
+                answer = None if isinstance(message, BlocksUpdate | Charges) else message
             if answer is not None:
                 handed.append(answer)
         self._hand_over(handed)
         self._join(replica)  # a trial may be over
+
+    def _read(self, replica: Replica, message: FromEngine) -> FromEngine | None:
+        """Returns what the client gets of a message."""
+        match message:
+            case Progress():
+                self._progressed(replica, message.request_id)
+            case Finished():
+                self._ended(replica, message.request_id, message.output_tokens)
+            case Failed() if message.request_id in replica.requests:
+                self._ended(replica, message.request_id, 0)
+            case Failed() | EngineStats() | EngineSnapshot() | NodeTokens() | AdapterLoaded():
+                return self._queries.received(replica.number, message)
+            case BlocksUpdate():
+                self._read_blocks(replica, message)
+                return None
+            case Charges():
+                if len(self._replicas) > 1:
+                    self._charges.received(replica.number, message)
+                    self._has_charges.set()
+                return None
+        return message
 
     def _progressed(self, replica: Replica, request_id: int) -> None:
         call = replica.requests.get(request_id)
@@ -317,11 +342,11 @@ class ReplicaSet:
         if replica is None:
             return
         call = replica.requests.pop(request_id, None)
+        if not replica.requests:
+            replica.notify()
         if call is not None:
             assert self._router is not None
             self._router.ended(call, num_output, anyio.current_time())
-        if not replica.requests:
-            replica.notify()
 
     def _read_blocks(self, replica: Replica, message: BlocksUpdate) -> None:
         if not replica.is_in_router:
@@ -373,8 +398,11 @@ class ReplicaSet:
         now_s = anyio.current_time()
         for request_id, call in replica.requests.items():
             if call is not None:
-                self._router.ended(call, 0, now_s)
                 replica.requests[request_id] = None
+                try:
+                    self._router.ended(call, 0, now_s)
+                except Exception:
+                    logger.exception("the router cannot end a request")
         if replica.is_in_router:
             replica.is_in_router = False
             self._router.lose(replica.number)
@@ -389,6 +417,7 @@ class ReplicaSet:
         assert why is not None
         failed = [Failed(number, EngineDown.code, why) for number in self._waiting]
         self._waiting.clear()
+        self._waiting_of_state = StateIndex()
         self._hand_over(failed)
         if self._exits_when_down:
             self._all_down.set()

@@ -9,7 +9,6 @@ crashes the process is blamed, and only it is failed.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -56,13 +55,11 @@ class Unfinished:
         self.num_redrawn += 1
 
     def place(self, placed: Placed) -> None:
-        """Gives the request its new place, if its state is the one that was placed."""
-        origin = self.submit.origin
-        if origin.state == placed.state:
-            origin = origin.at(
-                placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
-            )
-            self.submit = msgspec.structs.replace(self.submit, origin=origin)
+        """Gives the request the new place of its state."""
+        origin = self.submit.origin.at(
+            placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
+        )
+        self.submit = msgspec.structs.replace(self.submit, origin=origin)
 
     def as_submitted(self, now_s: float) -> Submit:
         """Returns the request that continues this one in a new engine, with the time that it has left."""
@@ -81,6 +78,30 @@ class Unfinished:
         )
 
 
+class StateIndex:
+    """Unfinished requests by their states. A session has thousands, and a change of place concerns few."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, dict[int, Unfinished]] = {}
+
+    def add(self, entry: Unfinished) -> None:
+        """Adds a request."""
+        submit = entry.submit
+        self._entries.setdefault(submit.origin.state, {})[submit.request_id] = entry
+
+    def remove(self, entry: Unfinished) -> None:
+        """Removes a request that was added."""
+        entries = self._entries[entry.submit.origin.state]
+        del entries[entry.submit.request_id]
+        if not entries:
+            del self._entries[entry.submit.origin.state]
+
+    def place(self, placed: Placed) -> None:
+        """Gives the requests of a state their new place."""
+        for entry in self._entries.get(placed.state, {}).values():
+            entry.place(placed)
+
+
 class RequestJournal:
     """Tracks unfinished requests; does no input or output. A request is *queued* until ``release`` returns
     it, and then *sent* until it ends or the process dies. ``clock``: in seconds."""
@@ -89,6 +110,7 @@ class RequestJournal:
         self._clock = clock
         self._queued: dict[int, Unfinished] = {}
         self._sent: dict[int, Unfinished] = {}
+        self._of_state = StateIndex()  # of both
         self._num_suspects = 0
         self._missing: set[str] = set()  # adapters that the process does not have yet
         self.media: set[str] = set()
@@ -109,6 +131,7 @@ class RequestJournal:
     def adopt(self, entry: Unfinished) -> None:
         """Queues a request, which may have run in another process."""
         self._queued[entry.submit.request_id] = entry
+        self._of_state.add(entry)
         self._num_suspects += entry.is_suspect
 
     def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
@@ -174,8 +197,11 @@ class RequestJournal:
     def place(self, placed: Placed) -> None:
         """Gives the unfinished requests of a state their new place, which they have in another process
         too."""
-        for entry in itertools.chain(self._queued.values(), self._sent.values()):
-            entry.place(placed)
+        self._of_state.place(placed)
+
+    def drop(self, request_id: int) -> None:
+        """Forgets a request that cannot be sent."""
+        self._remove(self._sent, request_id)
 
     def resubmit(self, request_id: int) -> Submit | None:
         """Returns a request to send to the process again; None if it was aborted, and then drops it."""
@@ -248,20 +274,21 @@ class RequestJournal:
         exhausted = [entry for entry in running if entry.deaths >= MAX_DEATHS and entry not in blamed]
         blamed_ends = [_blame(entry) for entry in blamed + exhausted]
         for failed in blamed_ends:
-            del self._queued[failed.request_id]
+            self._remove(self._queued, failed.request_id)
         self._num_suspects = sum(entry.is_suspect for entry in self._queued.values())
         return ended + blamed_ends, bool(blamed)
 
     def fail_all(self, why: str) -> list[Failed]:
         """Fails and drops all requests."""
         ended = [Failed(request_id, EngineDown.code, why) for request_id in sorted(self._queued | self._sent)]
-        self._queued, self._sent, self._num_suspects = {}, {}, 0
+        self._queued, self._sent, self._of_state, self._num_suspects = {}, {}, StateIndex(), 0
         return ended
 
     def _remove(self, entries: dict[int, Unfinished], request_id: int) -> None:
         entry = entries.pop(request_id, None)
-        if entry is not None and entry.is_suspect:
-            self._num_suspects -= 1
+        if entry is not None:
+            self._of_state.remove(entry)
+            self._num_suspects -= entry.is_suspect
 
 
 def _later(submit: Submit, elapsed_s: float) -> Submit:

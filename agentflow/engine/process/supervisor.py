@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -294,9 +294,10 @@ class EngineSupervisor:
         """Requests that have not ended."""
         return len(self._journal)
 
-    def adopt(self, request: Unfinished) -> None:
-        """Accepts a request, which another engine may have begun."""
-        self._journal.adopt(request)
+    def adopt(self, requests: Iterable[Unfinished]) -> None:
+        """Accepts requests, which another engine may have begun. Those that cannot be sent fail."""
+        for request in requests:
+            self._journal.adopt(request)
         self._forward()
 
     def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
@@ -318,13 +319,14 @@ class EngineSupervisor:
 
     def send(self, message: ToEngine | KeepMedium) -> None:
         """Accepts a message whether or not a process is running. Raises ``EngineDown`` for a ``Query``
-        without a process, and for a ``Submit`` while the engine is down."""
+        without a process, and for a ``Submit`` while the engine is down; ``ValueError`` or ``OverflowError``
+        for text or numbers that no message can have."""
         match message:
             case Submit() if self.down_because is not None:
                 raise EngineDown(self.down_because)
             case Submit():
                 self._journal.add(message)
-                self._forward()
+                self._forward(message.request_id)
             case Abort():
                 if self._journal.abort(message.request_id) and self._outgoing is not None:
                     self._post(message)
@@ -630,13 +632,31 @@ class EngineSupervisor:
         if self.on_change is not None:
             self.on_change()
 
-    def _forward(self) -> None:
+    def _forward(self, new: int | None = None) -> None:
+        """Sends the requests that the process may have now. One that cannot be sent fails alone; for ``new``,
+        which the client does not wait for yet, this raises the error instead."""
+        fault: Exception | None = None
         if self._unneeded:
             self._unload_adapters()
         if self._outgoing is not None:
             self._send_media()
+            failed: list[Failed] = []
             for submit in self._journal.release():
-                self._post(self._without_known_payload(submit))
+                try:
+                    self._post(self._without_known_payload(submit))
+                except Exception as error:
+                    # No message can have its numbers or its text.
+                    self._journal.drop(submit.request_id)
+                    if submit.request_id == new:
+                        fault = error
+                        continue
+                    logger.exception("cannot send a request")
+                    why = "cannot send the request: see the server's log"
+                    failed.append(Failed(submit.request_id, EngineFailed.code, why))
+            if failed:
+                self._hand_over(failed)
+            if fault is not None:
+                raise fault
 
     def _send_media(self) -> None:
         """Begins to send the images for which requests wait."""

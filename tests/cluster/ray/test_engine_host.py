@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,23 @@ def test_only_connections_with_the_token_are_accepted():
             with one:
                 assert one.recv(1) == b""
         for one in (kept, watch, engine_end, watch_end):
+            one.close()
+
+
+def test_strangers_that_send_nothing_do_not_delay_the_server(monkeypatch):
+    monkeypatch.setattr(host_module, "CONNECT_S", 10.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        strangers = [connected(listener, b"t" * (number % 2)) for number in range(100)]
+        accepted = pool.submit(EngineHost(TOKEN)._accept, listener)
+        ours = [connected(listener, TOKEN + kind) for kind in (WATCH, ENGINE)]
+        theirs = accepted.result(30)
+        assert [one.getpeername() for one in theirs] == [one.getsockname() for one in reversed(ours)]
+        theirs[0].sendall(b".")
+        assert ours[1].recv(1) == b"."
+        for one in strangers:
+            with one, contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        for one in (*ours, *theirs):
             one.close()
 
 

@@ -166,6 +166,70 @@ async def test_the_router_knows_all_blocks_again_after_it_missed_a_report(monkey
         assert routers[0].tree._blocks.keys() == digests
 
 
+async def test_one_turn_places_few_tokens(monkeypatch) -> None:
+    monkeypatch.setattr("agentflow.cluster.replicas.replica_set.MAX_PLACED_TOKENS", 100)
+    replicas = Replicas(2)
+    placed: list[list[int]] = []
+
+    class Recorder(Router):
+        def place(self, calls, now_s) -> None:
+            placed.append([call.num_tokens for call in calls])
+            super().place(calls, now_s)
+
+    async with replicas.open(router=lambda shape, loaded: Recorder(shape, loaded.info.identity)) as client:
+        jobs = [Job([20 + number] * length) for number, length in enumerate([40, 40, 40, 150, 10, 10])]
+        await run_all(client, *jobs)
+    assert sum(map(len, placed)) == 6
+    assert max(map(len, placed)) > 1
+    assert all(sum(turn) <= 100 or len(turn) == 1 for turn in placed)
+    for job in jobs:
+        job.check()
+
+
+async def test_a_fault_of_the_router_costs_no_answer() -> None:
+    replicas = Replicas(2)
+
+    class Faulty(Router):
+        def started(self, call, now_s) -> None:
+            super().started(call, now_s)
+            raise ValueError
+
+        def ended(self, call, num_output, now_s) -> None:
+            super().ended(call, num_output, now_s)
+            raise ValueError
+
+        def receive(self, update) -> bool:
+            raise ValueError
+
+    async with replicas.open(router=lambda shape, loaded: Faulty(shape, loaded.info.identity)) as client:
+        jobs = [Job([20 + number] * 70) for number in range(6)]
+        async with anyio.create_task_group() as group:
+            for job in jobs:
+                group.start_soon(job.run, client)
+            await replicas.until(lambda: any(job.ids for job in jobs))
+            replicas.children[0].die()
+        await replicas.until(lambda: replica(client, 0).state == "serving")
+    for job in jobs:
+        job.check()
+
+
+async def test_a_request_that_no_message_can_have_fails_alone(two) -> None:
+    replicas, client = two
+    replicas.is_automatic = False
+    other, unsendable = Job([10, 20]), Job([10, 21], origin=Origin(label="\ud800"))
+    async with anyio.create_task_group() as group:
+        group.start_soon(other.run, client)
+        group.start_soon(unsendable.run, client)
+        await replicas.until(lambda: unsendable.error is not None)
+        for child in [*replicas.children.values()]:
+            child.die()
+        replicas.become_automatic()
+    assert unsendable.error.code == "engine_failed"
+    other.check()
+    assert [one.requests for one in client.engine.replicas] == [0, 0]
+    assert [one.supervisor.num_unfinished for one in client.engine._replicas] == [0, 0]
+
+
 async def test_a_poisonous_request_takes_two_replicas_with_it_and_no_other_request() -> None:
     replicas = Replicas(3)
 

@@ -21,7 +21,7 @@ from agentflow.engine import child_process as child_module
 from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.messages import Finished, from_engine_decoder
 from agentflow.engine.process.child import EngineChild
-from agentflow.engine.submit import Submit
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
 
@@ -71,6 +71,13 @@ async def test_killed_at_each_load_the_server_does_not_start():
 
 
 # Deadly requests
+
+
+async def test_a_request_that_no_message_can_have_is_left_nowhere():
+    async with process_engine() as client:  # checks at its end that the engine owes nothing
+        with pytest.raises(UnicodeEncodeError):
+            await client.generate([5], SamplingParams(), seed=0, origin=Origin(label="\ud800"))
+        assert (await generate(client))[0].text == PLAIN.text
 
 
 @pytest.mark.parametrize(
