@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +71,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PLACED = 64
 """Requests that are placed in one turn of the event loop."""
+MAX_LEFT = 512
+"""Requests of a lost replica that the router forgets in one turn."""
 MAX_PLACED_TOKENS = 131_072
 """Tokens of these requests, of which 10,000 take about 2 ms."""
 CHARGES_EVERY_S = 0.1
@@ -151,6 +154,7 @@ class ReplicaSet:
         self._charges = ChargeExchange()
         self._waiting: dict[int, Unfinished] = {}  # requests without a replica
         self._waiting_of_state = StateIndex()
+        self._left: deque[Call] = deque()  # that the router still counts on replicas which it has lost
         self._of_request: dict[int, Replica] = {}
         self._has_work = anyio.Event()  # requests to place
         self._has_charges = anyio.Event()
@@ -241,9 +245,25 @@ class ReplicaSet:
         while True:
             await self._has_work.wait()
             self._has_work = anyio.Event()
-            while self._waiting and any(replica.is_in_router for replica in self._replicas):
-                self._place(self._take_waiting())
+            while self._left or self._can_place():
+                self._end_left()
+                if self._can_place():
+                    self._place(self._take_waiting())
                 await anyio.lowlevel.checkpoint()
+
+    def _can_place(self) -> bool:
+        return bool(self._waiting) and any(replica.is_in_router for replica in self._replicas)
+
+    def _end_left(self) -> None:
+        """Tells the router of requests that left their replica with its process, as many as one turn of the
+        event loop may end."""
+        assert self._router is not None
+        now_s = anyio.current_time()
+        for _ in range(min(len(self._left), MAX_LEFT)):
+            try:
+                self._router.ended(self._left.popleft(), 0, now_s)
+            except Exception:
+                logger.exception("the router cannot end a request")
 
     def _take_waiting(self) -> list[Unfinished]:
         """Returns as many requests as one turn of the event loop may place, at least one."""
@@ -395,14 +415,9 @@ class ReplicaSet:
     def _leave(self, replica: Replica) -> None:
         """Places no more requests on a replica."""
         assert self._router is not None
-        now_s = anyio.current_time()
-        for request_id, call in replica.requests.items():
-            if call is not None:
-                replica.requests[request_id] = None
-                try:
-                    self._router.ended(call, 0, now_s)
-                except Exception:
-                    logger.exception("the router cannot end a request")
+        self._left += [call for call in replica.requests.values() if call is not None]
+        replica.requests = dict.fromkeys(replica.requests)
+        self._has_work.set()
         if replica.is_in_router:
             replica.is_in_router = False
             self._router.lose(replica.number)

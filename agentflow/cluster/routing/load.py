@@ -104,6 +104,7 @@ class Call:
     prompt_s: float = 0.0  # the time of the others
     expected_tokens: int = 0  # of output
     has_started: bool = False  # it has its first token
+    load: _Load | None = None  # of the replica, which may have been lost and have joined again since
 
     @property
     def num_tokens(self) -> int:
@@ -191,7 +192,7 @@ class Loads:
         self._refresh(replica)
 
     def remove(self, replica: Replica) -> None:
-        """A replica is gone. Its requests are removed by ``ended`` before."""
+        """A replica is gone. Its requests are removed by ``ended``, before or later."""
         self._present.remove(replica)
         self._sum_others -= self._others[replica]
         self._ready[replica], self._others[replica] = math.inf, 0.0
@@ -305,7 +306,7 @@ class Loads:
         """The request is sent to the replica, which is expected to hold this many of its tokens."""
         load, cost = self._loads[replica], self._shape.cost
         missing = call.num_tokens - num_hit
-        call.replica, call.num_hit = replica, num_hit
+        call.replica, call.num_hit, call.load = replica, num_hit, load
         call.expected_tokens, call.has_started = self.expected_output(call), False
         call.prompt_s = cost.row_s * missing + cost.pair_s * missing * (num_hit + missing / 2)
         if not load.num_waiting:
@@ -326,7 +327,8 @@ class Loads:
 
     def started(self, call: Call, now_s: float) -> None:
         """The request has its first token."""
-        load = self._loads[call.replica]
+        load = call.load
+        assert load is not None
         call.has_started = True
         self._left_queue(load, call, now_s)
         load.num_running += 1
@@ -336,7 +338,8 @@ class Loads:
     def ended(self, call: Call, num_output: int, now_s: float) -> None:
         """The request left its replica. ``num_output``: the tokens that it generated; 0: it did not end by
         itself, and nothing is learned."""
-        load = self._loads[call.replica]
+        load = call.load
+        assert load is not None
         if call.has_started:
             load.num_running -= 1
             load.read_tokens -= call.num_tokens + call.expected_tokens / 2

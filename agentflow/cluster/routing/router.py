@@ -43,7 +43,7 @@ class Policy(Protocol):
         """A replica joins."""
 
     def lose(self, replica: Replica) -> None:
-        """A replica is gone. Its requests ended before."""
+        """A replica is gone. Its requests end before or later."""
 
     def receive(self, update: Update) -> bool:
         """Reads a report. Returns False if a snapshot is needed."""
@@ -78,7 +78,8 @@ class Router:
         self._last_replica: dict[tuple[str, Hashable], Replica] = {}  # of programs and task groups
 
     def add(self, replica: Replica) -> None:
-        """A replica joins, without requests. It may have been lost before."""
+        """A replica joins, without requests. It may have been lost before, and requests of that time may
+        not have ended."""
         if replica not in self._followers:
             self._followers[replica] = Follower(self.tree, replica)
         self._num_cached[replica] = 0

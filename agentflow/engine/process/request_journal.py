@@ -137,8 +137,11 @@ class RequestJournal:
     def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
         """Returns and drops the queued requests; suspects only if asked for."""
         given = [entry for entry in self._queued.values() if suspects or not entry.is_suspect]
-        for entry in given:
-            self._remove(self._queued, entry.submit.request_id)
+        if len(given) == len(self):
+            self._queued, self._of_state, self._num_suspects = {}, StateIndex(), 0
+        else:
+            for entry in given:
+                self._remove(self._queued, entry.submit.request_id)
         return given
 
     @property

@@ -255,6 +255,23 @@ def test_a_lost_replica_gets_nothing_and_its_late_reports_change_nothing() -> No
     assert place(router, call(10, tokens(1, 640))) == [0]
 
 
+def test_requests_of_a_lost_replica_may_end_after_it_has_joined_again() -> None:
+    router, fresh = router_of(2), router_of(2)
+    early = [*run_on(router, 0, 5), call(7, tokens(7, 500), tenant="waits")]
+    router.loads.placed(early[-1], 0, 0, 0.0)
+    router.tree.begin(0, "key", early[-1].run)
+    router.lose(0)
+    router.add(0)
+    for one in early:
+        router.ended(one, 0, 1.0)
+    probe = call(8, tokens(8, 100))
+    for found, expected in zip(
+        router.loads.terms(probe, {}, 1.0), fresh.loads.terms(probe, {}, 1.0), strict=True
+    ):
+        assert found.tolist() == pytest.approx(expected.tolist())
+    assert not list(router.tree.edges())
+
+
 def test_any_number_of_replicas_may_join() -> None:
     router = router_of(40)
     assert sorted(place(router, *[call(i, tokens(i, 300)) for i in range(40)])) == list(range(40))
