@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 import anyio
 import pytest
+import torch
+from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine.adapters import write_plain_adapter
 from support.fake_replicas import Died, Replicas
 from support.plain_model import alone, plain_token, runner
 
@@ -343,6 +346,44 @@ async def test_replicas_of_different_models_are_rejected_and_none_is_left() -> N
         async with replicas.open():
             pass
     assert all(child.is_dead for child in replicas.children.values())
+
+
+async def test_an_adapter_is_loaded_by_replicas_that_are_restarting_too(two, tmp_path) -> None:
+    replicas, client = two
+    folder = write_plain_adapter(tmp_path / "one", {"q_proj.lora_A": torch.ones(4, 8)})
+
+    async def until(is_so) -> None:
+        while not is_so():
+            replicas.become_automatic()  # the thread that reads adapters does not wake a fake engine
+            await checkpoint()
+
+    async def lose(number: int) -> None:
+        replicas.fails_to_start = {number}
+        replicas.children[number].die()
+        await until(lambda: replica(client, number).state == "down")
+
+    async def text() -> str:
+        job = Job([10, 20], origin=Origin(adapter="one"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(job.run, client)
+            await until(lambda: job.end or job.error)
+        assert job.end is not None
+        return job.end.text
+
+    await lose(1)
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.load_adapter, "one", folder)
+        await until(lambda: client.adapters)
+    identity = client.adapters["one"].identity
+    before = await text()
+    replicas.fails_to_start = set()
+    await until(lambda: replica(client, 1).state == "serving")
+    await lose(0)
+    assert await text() == before
+    replicas.fails_to_start = set()
+    await until(lambda: all(identity in one.engine._runner.adapters for one in replicas.children.values()))
+    client.unload_adapter("one")
+    await until(lambda: not any(one.engine._runner.adapters for one in replicas.children.values()))
 
 
 async def test_stats_add_up_and_each_replica_keeps_its_own(two) -> None:
