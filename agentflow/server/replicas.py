@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
+import anyio
 import msgspec
 from msgspec import Meta
 
-from agentflow.cluster.replicas.replica_set import DRAIN_S, ReplicaSet, ReplicaStatus, State
+from agentflow.cluster.replicas.replica_set import DRAIN_S, STATS_S, ReplicaSet, ReplicaStatus, State
+from agentflow.engine.messages import EngineStats
 from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.tenant import ANONYMOUS
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, EngineDown
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
@@ -27,7 +31,9 @@ class ReplicaCard(msgspec.Struct):
     device: str
     pid: int | None
     requests: int  # that it has not ended
-    running: int | None  # of these, in the batch; this and the next: when the engine was last asked
+    # Of these, in the batch. This and the next two are None without a process. Those of an engine that does
+    # not answer within half a second are older.
+    running: int | None
     cached_tokens: int | None
     total_tokens: int | None  # of its KV pool
     restarts: int  # how often its process was replaced
@@ -53,7 +59,15 @@ async def list_replicas(call: ApiCall) -> None:
     if not call.tenant.sees_metrics:
         raise ApiError(403, "replicas_forbidden", "only tenants with sees_metrics may see the replicas")
     models = [model for model in call.service.models if isinstance(model, EngineModel)]
-    await call.reply(ReplicaList([card for model in models for card in replica_cards(model)]))
+    found: dict[str, list[ReplicaCard]] = {model.name: [] for model in models}
+
+    async def look(model: EngineModel) -> None:
+        found[model.name] = await replica_cards(model)
+
+    async with open_task_group() as group:
+        for model in models:
+            group.start_soon(look, model)
+    await call.reply(ReplicaList([card for cards in found.values() for card in cards]))
 
 
 async def drain_replica(call: ApiCall) -> None:
@@ -68,20 +82,34 @@ async def drain_replica(call: ApiCall) -> None:
         raise BadArgument(f"{model.name} has no replicas: serve it with --replicas", param="model")
     engine.drain(int(number) if number.isdecimal() and len(number) < 7 else -1, query.patience_s)
     assert isinstance(model, EngineModel)
-    await call.reply(ReplicaList(replica_cards(model)), status=202)
+    await call.reply(ReplicaList(await replica_cards(model)), status=202)
 
 
-def replica_cards(model: EngineModel) -> list[ReplicaCard]:
-    """Returns the replicas of a model. An engine without a router counts as one."""
+async def replica_cards(model: EngineModel) -> list[ReplicaCard]:
+    """Returns the replicas of a model, with present counters if they answer within ``STATS_S``. An engine
+    without a router counts as one."""
     engine = model.client.engine
     if isinstance(engine, ReplicaSet):
-        return [_card(model.name, replica) for replica in engine.replicas]
+        return [_card(model.name, replica) for replica in await engine.refreshed()]
     if not isinstance(engine, EngineSupervisor):
         return []
     why = engine.down_because
     state: State = "down" if why is not None else "serving" if engine.is_ready else "loading"
-    one = ReplicaStatus(0, state, "", engine.pid, engine.num_unfinished, engine.restarts, None, why or "")
-    return [_card(model.name, one)]
+    stats: EngineStats | None = None
+    with anyio.move_on_after(STATS_S), suppress(EngineDown):
+        stats = await model.client.stats()
+    status = ReplicaStatus(
+        0,
+        state,
+        "",
+        engine.pid,
+        engine.num_unfinished,
+        engine.restarts,
+        stats,
+        is_silent=stats is None,
+        problem=why or "",
+    )
+    return [_card(model.name, status)]
 
 
 def _card(model: str, replica: ReplicaStatus) -> ReplicaCard:

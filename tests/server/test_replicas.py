@@ -43,6 +43,7 @@ async def test_replicas_are_listed_and_drained() -> None:
     replicas = Replicas(2)
     async with serving(replicas) as http:
         listed = (await http.get("/v1/replicas")).json()["data"]
+        assert [one["total_tokens"] for one in listed] == [600, 600]
         assert [(one["model"], one["number"], one["state"]) for one in listed] == [
             ("many", 0, "serving"),
             ("many", 1, "serving"),
@@ -53,6 +54,7 @@ async def test_replicas_are_listed_and_drained() -> None:
         await replicas.settle()
         listed = (await http.get("/v1/replicas")).json()["data"]
         assert [one["restarts"] for one in listed] == [0, 1]
+        assert [one["cached_tokens"] > 0 for one in listed] == [True, False]  # 0 was measured
         for path in ("7", "-1", "x", "1" * 30):
             assert (await http.post(f"/v1/replicas/{path}/drain")).status_code == 400
         for query, status in (

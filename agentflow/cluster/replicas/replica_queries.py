@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import anyio
 from msgspec.structs import replace
 
 from agentflow.cluster.replicas.merged_answers import MergedSnapshots, merged_stats
@@ -31,6 +32,10 @@ from agentflow.errors import BadModelFolder, EngineDown
 
 AnswerT = TypeVar("AnswerT", EngineStats, EngineSnapshot, AdapterLoaded)
 
+_FIRST_REFRESH = -2_000_000_000
+"""The ticket of replica 0 in ``refresh``; others count down. Supervisors use negative tickets as well, from
+-1,000,000 up."""
+
 
 @dataclass(slots=True, eq=False)
 class _Open:
@@ -50,7 +55,26 @@ class ReplicaQueries:
         self._open: dict[int, _Open] = {}
         self._snapshots = MergedSnapshots(len(replicas), clock)
         self.stats: dict[int, EngineStats] = {}
-        """The last known stats of each replica."""
+        """The last known stats of each replica that has a process."""
+        self._refreshing: dict[int, anyio.Event] = {}  # replicas that owe stats to ``refresh``
+
+    async def refresh(self) -> None:
+        """Reads the stats of all replicas that have a process. A replica that owes an answer to an earlier
+        call is not asked again."""
+        for number, supervisor in self._replicas.items():
+            if supervisor.is_ready and number not in self._refreshing:
+                supervisor.send(StatsRequest(_FIRST_REFRESH - number))
+                self._refreshing[number] = anyio.Event()
+        for answered in [*self._refreshing.values()]:
+            await answered.wait()
+
+    def is_silent(self, number: int) -> bool:
+        """Whether a replica has not answered the last ``refresh``."""
+        return number in self._refreshing
+
+    def lost(self, number: int) -> None:
+        """A replica has lost its process, whose stats say nothing about the next one."""
+        self.stats.pop(number, None)
 
     def send(self, query: Query) -> None:
         """Sends a query to the replicas that have a process. Raises ``EngineDown`` if none has."""
@@ -81,6 +105,10 @@ class ReplicaQueries:
             self.stats[number] = answer
         elif isinstance(answer, EngineSnapshot):
             self.stats[number] = answer.stats
+        if ticket <= _FIRST_REFRESH:
+            if (answered := self._refreshing.pop(number, None)) is not None:
+                answered.set()
+            return None
         asked = self._open.get(ticket)
         if asked is None:
             return answer

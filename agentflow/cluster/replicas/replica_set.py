@@ -78,6 +78,8 @@ MAX_PLACED_TOKENS = 131_072
 CHARGES_EVERY_S = 0.1
 DRAIN_S = 30.0
 """How long a replica that is drained may finish its requests. Those that are left continue on others."""
+STATS_S = 0.5
+"""How long ``ReplicaSet.refreshed`` waits. An engine answers between two steps."""
 
 State = Literal["loading", "serving", "trial", "draining", "down"]
 
@@ -93,6 +95,7 @@ class ReplicaStatus:
     requests: int  # that it has not ended
     restarts: int  # how often its process was replaced
     stats: EngineStats | None  # the last known ones of its process
+    is_silent: bool  # it has not answered the last ``refreshed``
     problem: str  # why it is down
 
 
@@ -389,14 +392,18 @@ class ReplicaSet:
             replica.has_asked = False
             self._join(replica)
             return
+        self._queries.lost(replica.number)
         self._leave(replica)
         replica.is_draining = False
         is_down = supervisor.down_because is not None
         if self._down_because() is None:
             # A request that waits for its trial goes elsewhere only if there will be none here.
-            for request in supervisor.give_up(suspects=is_down):
+            moved = supervisor.give_up(suspects=is_down)
+            for request in moved:
                 self._ended(replica, request.submit.request_id, 0)
                 self._wait(request)
+            if moved:
+                logger.info("%d requests of replica %d continue on others", len(moved), replica.number)
         else:
             self._fail_waiting()
         replica.notify()
@@ -451,10 +458,17 @@ class ReplicaSet:
                 len(replica.requests),
                 replica.supervisor.restarts,
                 self._queries.stats.get(replica.number),
+                self._queries.is_silent(replica.number),
                 replica.supervisor.down_because or "",
             )
             for replica in self._replicas
         ]
+
+    async def refreshed(self) -> list[ReplicaStatus]:
+        """All replicas, with the stats that they have sent within ``STATS_S``."""
+        with anyio.move_on_after(STATS_S):
+            await self._queries.refresh()
+        return self.replicas
 
     def drain(self, number: int, patience_s: float = DRAIN_S) -> None:
         """Replaces the process of a replica without losing its requests: they end there within

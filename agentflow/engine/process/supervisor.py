@@ -271,6 +271,7 @@ class EngineSupervisor:
         self._loaded_at = math.inf
         self._pace = StepPace(deadlines)
         self._num_frames = 0  # received from this process
+        self._num_interrupted = 0  # unfinished requests when the last process ended
         self._has_sent = anyio.Event()
         self.restarts = 0
 
@@ -383,7 +384,7 @@ class EngineSupervisor:
                     "%s %s with %d unfinished requests; restarting it in %g s",
                     self._name,
                     how,
-                    len(self._journal),
+                    self._num_interrupted,
                     delay_s,
                 )
                 self._is_replacing = False
@@ -626,7 +627,8 @@ class EngineSupervisor:
         self._queries.clear()
         self._loads.clear()
         self._hand_over(ended)
-        self._changed()
+        self._num_interrupted = len(self._journal)
+        self._changed()  # others may take requests
 
     def _changed(self) -> None:
         if self.on_change is not None:

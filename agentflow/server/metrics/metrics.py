@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from agentflow.cluster.replicas.merged_answers import merged_stats
 from agentflow.cluster.replicas.replica_set import ReplicaSet, ReplicaStatus
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
@@ -421,19 +422,22 @@ class ModelMetrics:
         self.is_engine_up = False
         engine = model.client.engine if isinstance(model, EngineModel) else None
         replicas = engine if isinstance(engine, ReplicaSet) else None
+        if replicas is not None:  # one that does not answer must not hide the others
+            self.replicas = await replicas.refreshed()
+            parts = {one.number: one.stats for one in self.replicas if one.stats is not None}
+            if parts:
+                self.totals.update(merged_stats(0, parts), parts)
+            self.is_engine_up = any(one.stats is not None and not one.is_silent for one in self.replicas)
+            return
         try:
             with anyio.move_on_after(SCRAPE_TIMEOUT_S):
-                stats = await _stats_of(generator)
-                parts: dict[int, EngineStats] | None = None
-                if replicas is not None:
-                    parts = {one.number: one.stats for one in replicas.replicas if one.stats is not None}
-                self.totals.update(stats, parts)
+                self.totals.update(await _stats_of(generator))
                 self.is_engine_up = True
         except AgentflowError as error:
             logger.debug("the engine returned no stats: %s", error)
         except Exception:  # one model's fault must not end the scrape
             logger.exception("the stats of an engine could not be read")
-        self.replicas = () if replicas is None else replicas.replicas
+        self.replicas = ()
 
 
 class ServerMetrics:

@@ -15,6 +15,7 @@ from support.engine.adapters import write_plain_adapter
 from support.fake_replicas import Died, Replicas
 from support.plain_model import alone, plain_token, runner
 
+from agentflow.cluster.replicas.replica_set import ReplicaStatus
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished, Progress
@@ -408,3 +409,51 @@ async def test_stats_add_up_and_each_replica_keeps_its_own(two) -> None:
     leaf = next(row for row in snapshot.nodes if row[2] > 40)
     found = await client.watches.peek(snapshot.tenants[leaf[7]], leaf[0])
     assert found.token_ids[:40] == [int(snapshot.tenants[leaf[7]]) + 20] * 40
+
+
+async def test_refreshed_stats_are_present_ones_and_a_lost_process_has_none(
+    two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agentflow.cluster.replicas.replica_set.STATS_S", 0.01)
+    replicas, client = two
+    caplog.set_level("INFO")
+    replicas.is_automatic = False
+    job = Job([10, 20])
+    async with anyio.create_task_group() as group:
+        group.start_soon(job.run, client)
+        await replicas.settle()
+        await replicas.step_all()
+        found: list[ReplicaStatus] = []
+
+        async def refresh() -> None:
+            found[:] = await client.engine.refreshed()
+
+        group.start_soon(refresh)
+        await replicas.settle()
+        await replicas.step_all()
+        await replicas.until(lambda: bool(found))
+        assert sorted(one.stats.running for one in found) == [0, 1]
+        number = next(one.number for one in found if one.stats.running)
+        hung = replicas.children[number]
+        hung.hangs = True
+        for _ in range(2):
+            group.start_soon(refresh)
+            await replicas.settle()
+            await replicas.step_all()
+            found = []
+            await replicas.until(lambda: bool(found))
+            assert [one.is_silent for one in found] == [one.number == number for one in found]
+            assert found[number].stats.running == 1  # the last known ones
+        assert hung.engine._inbox.qsize() == 1  # a silent one is asked once
+        caplog.clear()
+        hung.die()
+        await replicas.until(lambda: replica(client, number).restarts == 1)
+        assert replica(client, number).stats is None
+        replicas.become_automatic()
+        await replicas.until(lambda: job.end is not None)
+    job.check()
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(f"replica {number}" in line and "with 1 unfinished request" in line for line in lines)
+    assert any(line.startswith("1 requests of") for line in lines)
+    [one] = [one for one in await client.engine.refreshed() if one.number == number]
+    assert one.stats is not None and not one.is_silent
