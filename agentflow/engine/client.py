@@ -82,6 +82,8 @@ class EngineLink(Protocol):
 
     def send(self, message: ToEngine | KeepMedium) -> None: ...
 
+    # ``def replica_of(self, request_id: int) -> int | None`` is for links to several engines.
+
 
 class RequestObserver(Protocol):
     """Observes all messages of an ``EngineClient``, in the event loop's thread. Must not raise."""
@@ -142,7 +144,8 @@ class EngineClient:
         self._calls: dict[int, _Call] = {}
         self._one_ended = anyio.Event()
         self._max_unfinished = max_unfinished
-        self._unfinished: dict[int, str] = {}  # tenant of each
+        self._unfinished: dict[int, tuple[str, int]] = {}  # tenant and state of each
+        self._request_of: dict[int, int] = {}  # of each state its last request, while it is unfinished
         self._num_unfinished_of: Counter[str] = Counter()
         self._media = KnownMedia()
         self._media_of: dict[int, list[PreparedMedium]] = {}  # of unfinished requests
@@ -269,6 +272,13 @@ class EngineClient:
         """Cancels a ``compute_ahead``."""
         self.engine.send(Abort(request_id))
 
+    def replica_of(self, state: int) -> int | None:
+        """The number of the replica on which the state's last request runs; None if it has ended, or if there
+        is one engine."""
+        find: Callable[[int], int | None] | None = getattr(self.engine, "replica_of", None)
+        request_id = self._request_of.get(state)
+        return None if find is None or request_id is None else find(request_id)
+
     def new_number(self) -> int:
         """A new number of a state or task group, for an ``Origin``."""
         return next(self._ids)
@@ -394,8 +404,11 @@ class EngineClient:
         except BaseException:
             self._media_of.pop(message.request_id, None)
             raise
-        self._unfinished[message.request_id] = message.origin.tenant
-        self._num_unfinished_of[message.origin.tenant] += 1
+        tenant, state = message.origin.tenant, message.origin.state
+        self._unfinished[message.request_id] = tenant, state
+        if state:
+            self._request_of[state] = message.request_id
+        self._num_unfinished_of[tenant] += 1
         for observer in self._observers:
             observer.sent(message)
 
@@ -433,8 +446,11 @@ class EngineClient:
 
     def _has_ended(self, request_id: int) -> None:
         self._media_of.pop(request_id, None)
-        tenant = self._unfinished.pop(request_id, None)
-        if tenant is not None:
+        known = self._unfinished.pop(request_id, None)
+        if known is not None:
+            tenant, state = known
+            if self._request_of.get(state) == request_id:
+                del self._request_of[state]
             self._num_unfinished_of[tenant] -= 1
             if not self._num_unfinished_of[tenant]:
                 del self._num_unfinished_of[tenant]

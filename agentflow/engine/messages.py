@@ -282,9 +282,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
 TreeRow = tuple[int, int, int, int, int, int, float, int]
 """A node: its number, the number of its parent (0: none), its tokens, how many of them were generated, its
 locks and keeps, the time of its last use, and its tenant (an index)."""
-RequestRow = tuple[int, str, str, bool, int, int, int, int, float]
+RequestRow = tuple[int, str, str, bool, int, int, int, int, float, int | None]
 """A request: its id, tenant and label, whether it runs, its numbers of prompt tokens, cached prompt tokens,
-computed tokens and generated tokens, and its age in seconds."""
+computed tokens and generated tokens, its age in seconds, and its replica, which the engine does not know."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -474,6 +474,7 @@ class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
     # The first images and videos that were appended since the request before it, and the number of all.
     media: tuple[LiveMedium, ...] = ()
     num_media: int = 0
+    replica: int | None = None  # where the request runs, if its model has several
 
 
 def _outline_of_media(node: LiveNode) -> str:
@@ -558,6 +559,7 @@ class WatchedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     computed_tokens: int  # of the prompt and the output
     output_tokens: int
     age_s: float  # since the engine received it
+    replica: int | None = None  # where it is, if its model has several
 
 
 class TreeNode(msgspec.Struct, frozen=True, array_like=True):

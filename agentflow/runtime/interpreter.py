@@ -163,7 +163,7 @@ class Interpreter(Generic[ContextT]):
         )
         self._variables: dict[int, VariableRecord] = {}
         self._images = ImageStore(self._memory)
-        self._graph = ProgramGraph(program=program)
+        self._graph = ProgramGraph(program=program, replica_of=self._replica_of)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
         self._tenant_graphs[self._graph] = None
         self._reports_places = False  # in a later turn of the event loop
@@ -424,6 +424,13 @@ class Interpreter(Generic[ContextT]):
         if place is not None and state.context is not None and state.generator is not None:
             with suppress(AgentflowError):  # advice: the ops of the state report a fault themselves
                 state.generator.hint(state.context, StateHint(place=place))
+
+    def _replica_of(self, number: int) -> int | None:
+        state = self._states.get(number)
+        if state is None or state.context is None:
+            return None
+        find: Callable[[ContextT], int | None] | None = getattr(state.generator, "replica_of", None)
+        return None if find is None else find(state.context)
 
     def _kick(self, state: StateRecord[ContextT]) -> None:
         if state.error is not None and self._states.get(state.id) is state:

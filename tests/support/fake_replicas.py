@@ -49,6 +49,8 @@ class FakeChild:
         self.engine.send(to_engine_decoder.decode(frame[_LENGTH_BYTES:]))
         if self._world.is_automatic:
             self.wake()
+        elif self._world.steps_on_message:
+            self.step()
 
     async def receive(self) -> list[bytes]:
         while not self._frames and not self.is_dead:
@@ -118,6 +120,7 @@ class Replicas:
         self.children: dict[int, FakeChild] = {}
         self.config = config or SchedulerConfig(max_running=4, token_budget=16)
         self.is_automatic = True
+        self.steps_on_message = False  # one step, while not automatic
         self.loses: Callable[[], bool] = lambda: False
         self.make_runner: Callable[[int], FakeRunner] = lambda number: runner(num_slots=600)
         self.fails_to_start: set[int] = set()

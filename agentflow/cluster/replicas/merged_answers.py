@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import astuple, fields, replace
 
-from agentflow.engine.messages import EngineSnapshot, EngineStats, TreeRow
+from agentflow.engine.messages import EngineSnapshot, EngineStats, RequestRow, TreeRow
 from agentflow.engine.watching.snapshot import MAX_REQUESTS, MAX_STEPS
 from agentflow.protocol.events import StepRecord
 
@@ -76,7 +76,8 @@ class MergedSnapshots:
             steps=steps,
             # Running ones first, as in each answer.
             requests=sorted(
-                [row for answer in answers.values() for row in answer.requests], key=lambda row: not row[3]
+                [self._placed(row, number) for number, answer in answers.items() for row in answer.requests],
+                key=lambda row: not row[3],
             )[:MAX_REQUESTS],
             nodes=nodes,
             tenants=[*tenants],
@@ -84,6 +85,9 @@ class MergedSnapshots:
             stats=merged_stats(ticket, {number: answer.stats for number, answer in answers.items()}),
             took_s=max(answer.took_s for answer in answers.values()),
         )
+
+    def _placed(self, row: RequestRow, number: int) -> RequestRow:
+        return (*row[:-1], number if self._size > 1 else None)
 
     def _add_steps(self, number: int, answer: EngineSnapshot) -> None:
         epoch, last = self._last.get(number, (0, 0))

@@ -464,6 +464,12 @@ class ReplicaSet:
             for replica in self._replicas
         ]
 
+    def replica_of(self, request_id: int) -> int | None:
+        """The number of the replica of an unfinished request; None while it waits for one, or if there is
+        only one."""
+        replica = self._of_request.get(request_id)
+        return None if replica is None or len(self._replicas) == 1 else replica.number
+
     async def refreshed(self) -> list[ReplicaStatus]:
         """All replicas, with the stats that they have sent within ``STATS_S``."""
         with anyio.move_on_after(STATS_S):

@@ -816,6 +816,10 @@ class EngineGenerator:
         shown = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
         return Stats(**shown, rerendered_tokens=self._num_rerendered)
 
+    def replica_of(self, context: EngineContext) -> int | None:
+        """Returns the number of the replica on which the context's request runs, if there are several."""
+        return self._client.replica_of(context.origin.state)
+
     @contextmanager
     def watching(self) -> Iterator[EngineView]:
         """The scope of a watch of the tenant's data. Raises ``Overloaded``."""

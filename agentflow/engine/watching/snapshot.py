@@ -170,6 +170,7 @@ class EngineWatch:
                 one.num_computed,
                 one.num_generated,
                 now_s - one.received_s,
+                None,
             )
             for one in islice(visible, MAX_REQUESTS)
         ]

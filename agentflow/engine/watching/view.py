@@ -52,6 +52,7 @@ class EngineView:
                     computed_tokens,
                     output_tokens,
                     age_s,
+                    replica,
                 )
                 for (
                     request_id,
@@ -63,6 +64,7 @@ class EngineView:
                     computed_tokens,
                     output_tokens,
                     age_s,
+                    replica,
                 ) in found.requests
             ],
             stats=self._stats(found.stats),

@@ -136,6 +136,7 @@ class ProgramGraph:
     Args:
         numbers: Makes the numbers of programs and task groups; by default unique in the process.
         program: The program of the states that name none; empty: each of their trees is a program.
+        replica_of: Where the running request of a state is, as in ``LiveNode``.
         max_visits: About how many nodes and edges one op updates at most.
     """
 
@@ -144,10 +145,12 @@ class ProgramGraph:
         numbers: Callable[[], int] | None = None,
         *,
         program: str = "",
+        replica_of: Callable[[int], int | None] = lambda state: None,
         max_visits: int = MAX_VISITS,
     ) -> None:
         self._max_visits = max_visits
         self._program = program
+        self.replica_of = replica_of
         self._next_number = _numbers.__next__ if numbers is None else numbers
         self._node_numbers = itertools.count(1)
         self._states: dict[int, StateInGraph] = {}

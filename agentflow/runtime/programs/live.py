@@ -58,7 +58,9 @@ def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
         if room.num_nodes > 0 and len(node.preds) <= room.num_edges:
             room.num_nodes -= 1
             room.num_edges -= len(node.preds)
-            nodes.append(_live_node(node, group, groups))
+            runs = node.is_request and node.is_running and not node.has_ended
+            replica = graph.replica_of(node.state) if runs else None
+            nodes.append(_live_node(node, group, groups, replica))
 
     for state in islice(graph.states(), room.num_states):
         place = graph.place_of(state)
@@ -91,9 +93,9 @@ def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
     return LiveGraph(tuple(states), tuple(nodes), graph.num_states - len(states), num_nodes - len(nodes))
 
 
-def _live_node(node: Node, group: int, groups: dict[int, int]) -> LiveNode:
+def _live_node(node: Node, group: int, groups: dict[int, int], replica: int | None) -> LiveNode:
     """The node as clients see it. ``group``: the group of its state. ``groups``: maps groups to their numbers
-    in the answer."""
+    in the answer. ``replica``: where it runs."""
     if node.stage is not None and len(node.stage.members) > 1:
         group = node.stage.number
     if not node.is_request:
@@ -111,4 +113,5 @@ def _live_node(node: Node, group: int, groups: dict[int, int]) -> LiveNode:
         node.want or "",
         node.media,
         node.num_media,
+        replica,
     )

@@ -593,7 +593,7 @@ export interface EmbedOp {
   texts: string[];
   /** One of `capabilities.embedding_models`; empty: the first; by default `""`. */
   model?: string;
-  /** Only so many, the first ones, for models that are trained for it; null: all. */
+  /** The number of dimensions to keep, the first ones, for models that are trained for it; null: all. */
   dimensions?: number | null;
   /** Put before each text. */
   prompt?: string | null;
@@ -625,7 +625,7 @@ export interface ExpectOp {
 }
 
 /**
- * The value of an expected variable, or the error in its place. Takes effect at once; ignored if the
+ * The value of an expected variable, or the error in its place. Takes effect immediately; ignored if the
  * variable or its state has ended. `protocol_error` for a variable that no `expect` declared.
  */
 export interface ProvideOp {
@@ -688,7 +688,7 @@ export interface HintOp {
 
 /**
  * From now on, the state and its forks share a limit. Work beyond it fails with `deadline_exceeded` or
- * `budget_exceeded`. Several limits apply together. Takes effect at once. `protocol_error` for a
+ * `budget_exceeded`. Several limits apply together. Takes effect immediately. `protocol_error` for a
  * negative limit.
  */
 export interface LimitOp {
@@ -717,7 +717,7 @@ export interface ForkOp {
 
 /**
  * Makes a task group of forked states: when one fails, the others are cancelled and `state` fails. Takes
- * effect at once.
+ * effect immediately.
  */
 export interface TaskGroupOp {
   op: "taskgroup";
@@ -747,7 +747,7 @@ export interface AwaitOp {
 
 /**
  * Aborts running and waiting ops of the state and its forks: unfinished variables end with `varfailed`,
- * the states with `statefailed` (`cancelled`). Takes effect at once.
+ * the states with `statefailed` (`cancelled`). Takes effect immediately.
  */
 export interface CancelOp {
   op: "cancel";
@@ -1104,6 +1104,8 @@ export interface LiveNode {
   media?: LiveMedium[];
   /** The number of all of these; by default `0`. */
   num_media?: number;
+  /** The replica on which the request runs or waits, if its model has several. */
+  replica?: number | null;
 }
 
 /** Part of a LiveNode: an image or a video. */
@@ -1169,6 +1171,8 @@ export interface WatchedRequest {
   output_tokens: number;
   /** Seconds since the engine received it. */
   age_s: number;
+  /** The replica that has it, if its model has several. */
+  replica?: number | null;
 }
 
 /**
@@ -1244,7 +1248,7 @@ export interface OpsFrame {
   ops: Op[];
 }
 
-/** Client, last frame: the session ends at once, without a grace period, and its work is cancelled. */
+/** Client, last frame: the session ends immediately, without a grace period, and its work is cancelled. */
 export interface ByeFrame {
   frame: "bye";
 }

@@ -414,7 +414,7 @@ async def test_stats_add_up_and_each_replica_keeps_its_own(two) -> None:
 async def test_refreshed_stats_are_present_ones_and_a_lost_process_has_none(
     two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentflow.cluster.replicas.replica_set.STATS_S", 0.01)
+    monkeypatch.setattr("agentflow.cluster.replicas.replica_set.STATS_S", 60.0)
     replicas, client = two
     caplog.set_level("INFO")
     replicas.is_automatic = False
@@ -428,20 +428,20 @@ async def test_refreshed_stats_are_present_ones_and_a_lost_process_has_none(
         async def refresh() -> None:
             found[:] = await client.engine.refreshed()
 
-        group.start_soon(refresh)
-        await replicas.settle()
-        await replicas.step_all()
-        await replicas.until(lambda: bool(found))
+        replicas.is_automatic = True
+        await refresh()
+        replicas.is_automatic = False
         assert sorted(one.stats.running for one in found) == [0, 1]
         number = next(one.number for one in found if one.stats.running)
         hung = replicas.children[number]
         hung.hangs = True
+        monkeypatch.setattr("agentflow.cluster.replicas.replica_set.STATS_S", 0.3)
         for _ in range(2):
+            found.clear()
             group.start_soon(refresh)
             await replicas.settle()
             await replicas.step_all()
-            found = []
-            await replicas.until(lambda: bool(found))
+            await replicas.until(lambda: len(found) == 2)
             assert [one.is_silent for one in found] == [one.number == number for one in found]
             assert found[number].stats.running == 1  # the last known ones
         assert hung.engine._inbox.qsize() == 1  # a silent one is asked once
@@ -456,4 +456,5 @@ async def test_refreshed_stats_are_present_ones_and_a_lost_process_has_none(
     assert any(f"replica {number}" in line and "with 1 unfinished request" in line for line in lines)
     assert any(line.startswith("1 requests of") for line in lines)
     [one] = [one for one in await client.engine.refreshed() if one.number == number]
-    assert one.stats is not None and not one.is_silent
+    assert one.stats is not None
+    assert not one.is_silent

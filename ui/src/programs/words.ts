@@ -1,6 +1,6 @@
 // Nodes and states of a live graph in words.
-import type { LiveGraph, LiveNode, LiveState } from "agentflow-client";
-import { count, counted } from "../charts/numbers";
+import type { LiveGraph, LiveMedium, LiveNode, LiveState } from "agentflow-client";
+import { compact, count, counted } from "../charts/numbers";
 
 const KINDS: Readonly<Record<string, string>> = {
   gen: "gen",
@@ -51,6 +51,8 @@ export function lineOf(node: LiveNode): string {
     parts.push(node.objective ?? "latency");
     if (node.awaited) parts.push(node.awaited === "stream" ? "streamed" : "awaited");
   }
+  if (node.replica != null) parts.push(`replica ${node.replica}`);
+  if (node.num_media) parts.push(mediaOf(node));
   return parts.join(" · ");
 }
 
@@ -60,6 +62,26 @@ export function statusOf(node: LiveNode): string {
 
 function isUnfinished(node: LiveNode): boolean {
   return statusOf(node) === "waiting" || statusOf(node) === "running";
+}
+
+/** `3 images`, `1 video`. */
+export function mediaOf(node: LiveNode): string {
+  const kinds = new Set((node.media ?? []).map(({ kind }) => kind ?? "image"));
+  const noun = kinds.size > 1 ? "image or video" : kinds.has("video") ? "video" : "image";
+  return counted(node.num_media ?? 0, noun, kinds.size > 1 ? "images and videos" : `${noun}s`);
+}
+
+/** `image, image/png, 12.3 kB`, or the address of one that the server fetches. */
+export function mediumLine({ source, kind, media_type: type, num_bytes: size }: LiveMedium): string {
+  const parts: string[] = [kind ?? "image"];
+  if (type) parts.push(type);
+  if (size) parts.push(bytes(size));
+  if (!source.startsWith("sha256:")) parts.push(source);
+  return parts.join(", ");
+}
+
+function bytes(size: number): string {
+  return size < 1000 ? counted(size, "byte") : `${compact(size / 1000)} kB`;
 }
 
 /** The facts about a node, as pairs of a name and a value. */
@@ -72,8 +94,14 @@ export function factsOf(node: LiveNode, graph: LiveGraph): [name: string, value:
     ["Status", statusOf(node)],
   ];
   if (isUnfinished(node)) facts.push(["Objective", node.objective ?? "latency"]);
+  if (node.replica != null) facts.push(["Replica", String(node.replica)]);
   if (node.group) facts.push(["Task group", String(node.group)]);
   if (node.awaited) facts.push(["Awaited", node.awaited === "stream" ? "as it grows" : "as a whole"]);
+  if (node.num_media) {
+    const shown = (node.media ?? []).map(mediumLine);
+    const more = node.num_media - shown.length;
+    facts.push(["Images and videos", [...shown, ...(more > 0 ? [`${count(more)} more`] : [])].join("; ")]);
+  }
   facts.push(["Needs", namesOf(nodes.filter(({ id }) => node.needs?.includes(id)))]);
   facts.push(["Needed by", namesOf(nodes.filter(({ needs }) => needs?.includes(node.id)))]);
   return facts;

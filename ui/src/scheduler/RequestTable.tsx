@@ -68,7 +68,8 @@ function RequestRow({ request }: { request: Request }) {
   return (
     <tr class="request">
       <th scope="row">
-        Request {request.id}{" "}
+        Request {request.id}
+        {request.replica != null && <span class="figure-note"> on replica {request.replica}</span>}{" "}
         <span
           class="prompt-bar"
           role="img"

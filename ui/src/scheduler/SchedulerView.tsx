@@ -8,6 +8,8 @@ import { compact, count, percent } from "../charts/numbers";
 import { Ring } from "../charts/ring";
 import { headline, kvUse, latencies, modelsOf, rate, totals, type Figure, type KvUse } from "./figures";
 import type { Scrape } from "./prometheus";
+import { ReplicaTable } from "./ReplicaTable";
+import { hasSeveral } from "./replicas";
 import { RequestTable } from "./RequestTable";
 import { grouped, type Request } from "./requests";
 import { scrapeOfStats, useScrapes, type StatsLike } from "./scrapes";
@@ -66,6 +68,7 @@ export default function SchedulerView() {
     >
       {(scrapes.problem ?? problem) && <p class="view-note">{scrapes.problem ?? problem}</p>}
       {now !== undefined && <Numbers all={all} now={now} model={model} isOwn={scrapes.isForbidden} />}
+      {!scrapes.isForbidden && now !== undefined && hasSeveral(now) && <ReplicaTable isPaused={isPaused} />}
       {!scrapes.isForbidden && (
         <section class="scheduler-part" aria-labelledby="batches">
           <h2 id="batches">Batches</h2>

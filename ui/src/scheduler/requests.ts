@@ -11,6 +11,8 @@ export interface Request {
   readonly computed_tokens: number;
   readonly output_tokens: number;
   readonly age_s: number;
+  /** Where it is, if its model has several. */
+  readonly replica?: number | null;
 }
 
 export interface Group {

@@ -1,0 +1,76 @@
+// The replicas of models that have several.
+import { count, NONE, percent } from "../charts/numbers";
+import { ofSeveral, useReplicas, type Replica } from "./replicas";
+
+const STATES: Readonly<Record<Replica["state"], string>> = {
+  loading: "It has no process that runs requests",
+  serving: "It gets requests",
+  trial: "It runs a request alone that may have crashed others",
+  draining: "It gets no requests, and is replaced when those that it has have ended",
+  down: "Its process died several times in a row, and is started again at growing intervals",
+};
+const COLUMNS = ["State", "Device", "Requests", "Running", "Cached", "Restarts"];
+
+export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
+  const shown = ofSeveral(useReplicas(isPaused));
+  if (shown.length === 0) return null;
+  const hasModels = new Set(shown.map(({ model }) => model)).size > 1;
+  return (
+    <section class="scheduler-part" aria-labelledby="replicas">
+      <h2 id="replicas">Replicas</h2>
+      <div class="table-frame panel" tabIndex={0} role="region" aria-label="Replicas of models">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Replica</th>
+              {COLUMNS.map((name) => (
+                <th key={name} scope="col">
+                  {name}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {shown.map((replica) => (
+              <tr key={`${replica.number} ${replica.model}`}>
+                <th scope="row">
+                  {replica.number}
+                  {hasModels && (
+                    <span class="figure-note">
+                      {" "}
+                      of <bdi>{replica.model}</bdi>
+                    </span>
+                  )}
+                </th>
+                <td>
+                  <span class={`replica-state is-${replica.state}`} title={replica.problem || STATES[replica.state]}>
+                    {replica.state}
+                  </span>
+                </td>
+                <td>
+                  <bdi>{replica.device || NONE}</bdi>
+                </td>
+                <td>{count(replica.requests)}</td>
+                <td>{replica.running === null ? NONE : count(replica.running)}</td>
+                <td>
+                  <Cached replica={replica} />
+                </td>
+                <td>{count(replica.restarts)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
+function Cached({ replica: { cached_tokens: cached, total_tokens: total } }: { replica: Replica }) {
+  if (cached === null || total === null) return <>{NONE}</>;
+  return (
+    <>
+      {count(cached)} of {count(total)}{" "}
+      <span class="figure-note">{percent(total === 0 ? null : cached / total)}</span>
+    </>
+  );
+}
