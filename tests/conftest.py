@@ -56,10 +56,31 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
 
 
+ASYNCIO_FIRST = tuple(
+    os.sep.join((os.path.dirname(__file__), *name.split("/"), ""))
+    for name in (
+        "backends",
+        "cli",
+        "engine/constrained",
+        "engine/generator",
+        "engine/media",
+        "engine/models",
+        "engine/simulator",
+        "examples",
+        "language",
+        "protocol",
+        "recording",
+        "server",
+    )
+)
+"""Folders whose tests run on trio in ``make test-full`` only: nearly all show values and messages, and the
+server runs on asyncio. Those of connections, cancellation, races and task groups are marked ``on_trio``."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests with ``trio_in_full`` as ``full`` on trio, and those of the default model as
-    ``model``. Those of its server have time for its start, minutes on a busy machine: if the start
+    """Marks as ``full`` the tests on trio that ``make test`` leaves out, and as ``model`` those of the
+    default model. Those of its server have time for its start, minutes on a busy machine: if the start
     failed in one, it would fail in all."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -67,8 +88,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.model)
         if "model_url" in fixtures and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
-        on_trio = getattr(item, "callspec", None) is not None and "trio" in item.callspec.params.values()  # type: ignore[attr-defined]
-        if on_trio and item.get_closest_marker("trio_in_full"):
+        params = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
+        if not params or "trio" not in params.values():
+            continue
+        is_in_full = params.get("anyio_backend") == "trio" and str(item.path).startswith(ASYNCIO_FIRST)
+        if item.get_closest_marker("trio_in_full") or (is_in_full and not item.get_closest_marker("on_trio")):
             item.add_marker(pytest.mark.full)
 
 

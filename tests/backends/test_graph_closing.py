@@ -12,7 +12,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import VarFailed
 from agentflow.protocol.ops import Op
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 # In all of these, the graph's state 2 waits in an op with variable 3, and its variable 4 comes later.
 WAITS: dict[str, tuple[Op, ...]] = {

@@ -26,7 +26,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol.backend import Connection, Deliver, Lost
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.on_trio, pytest.mark.timeout(60)]
 TESTS = Path(__file__).parent.parent
 
 

@@ -19,7 +19,7 @@ from agentflow.backends.remote import Remote
 from agentflow.language.batch import retries
 from agentflow.server.config.limits import ServerLimits
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, GraphReply, LiveGraph
 from agentflow.server.config.limits import ServerLimits
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 Encoding = Literal["msgpack", "json"]
 

@@ -49,7 +49,7 @@ from agentflow.protocol.wire import (
     op_reader,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 CERTIFICATE = Path(__file__).parents[1] / "support" / "localhost_for_tests.pem"
 MODELS = {"canned": Capabilities("canned")}

@@ -23,6 +23,8 @@ from agentflow.language.observing.blocking import (
     threshold_s,
 )
 
+pytestmark = pytest.mark.on_trio
+
 FILE = "test_blocking.py"
 
 

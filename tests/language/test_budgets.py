@@ -10,7 +10,7 @@ from support.programs import words
 
 import agentflow as af
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 async def test_a_gen_that_exceeds_the_budget_is_truncated_and_has_no_value():

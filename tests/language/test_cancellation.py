@@ -8,7 +8,7 @@ from support.fake_engine import FakeEngine
 
 import agentflow as af
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 LONG = "the answer to the question is " * 20
 

@@ -16,7 +16,7 @@ from support.programs import by_end, echo
 import agentflow as af
 from agentflow.language.states.contest import Poll
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 SCRIPT = by_end({"short": "one", "medium": "one two", "long": "one two three", "never": "word " * 500})
 

@@ -133,7 +133,6 @@ def test_any_text_is_escaped(text: str):
     assert tags.texts.get("af-text", "") == text
 
 
-@pytest.mark.trio_in_full
 async def test_a_long_state_is_shortened_in_the_middle():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "first" + "x" * 3_000_000 + "last"
@@ -152,7 +151,6 @@ async def test_a_long_state_is_shortened_in_the_middle():
             assert "branch 50" not in shown
 
 
-@pytest.mark.trio_in_full
 async def test_a_deep_chain_of_copies_is_shown():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         states: list[af.State] = [s]

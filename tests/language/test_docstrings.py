@@ -92,7 +92,6 @@ def _is_shown_nearby(public: Any) -> bool:
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in SYNCHRONOUS])
 async def test_examples_run(name: str):
     with anyio.fail_after(20):

@@ -10,7 +10,7 @@ from support.programs import echo
 import agentflow as af
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 @pytest.mark.parametrize("count", [0, -1, True, False, 1.0, "2", None])

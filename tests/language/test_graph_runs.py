@@ -13,7 +13,7 @@ import agentflow as af
 from agentflow.engine.submit import Submit
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 @af.program

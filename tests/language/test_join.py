@@ -11,7 +11,7 @@ from support.programs import echo
 import agentflow as af
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 async def test_values_come_in_the_order_of_the_branches():

@@ -37,7 +37,6 @@ def test_a_schema_raises_the_defaults_and_never_lowers_them():
     assert af.gen("x", type=int).value_type.constraint.string_chars is None
 
 
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_model_that_does_not_stop_ends_with_a_value(monkeypatch, seed):
     monkeypatch.setattr(values, "DEFAULT_STRING_CHARS", 20)

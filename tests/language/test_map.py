@@ -18,7 +18,7 @@ import agentflow as af
 from agentflow.language.batch.map import READ_AHEAD
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 class Crowd:

@@ -13,7 +13,7 @@ from support.programs import ask, echo
 
 import agentflow as af
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 async def test_the_first_failure_is_raised_and_cancels_the_rest():

@@ -17,7 +17,7 @@ from support.programs import agen, ask, echo
 
 import agentflow as af
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 class Leaving:

@@ -20,7 +20,7 @@ from agentflow.language.batch.map import READ_AHEAD
 from agentflow.language.markers import MARKERS
 from agentflow.runtime.interpreter import Interpreter
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 
 @af.program

@@ -12,7 +12,7 @@ import agentflow as af
 from agentflow.language.states.variable import Variable
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 @pytest.mark.parametrize("unbatched", [False, True])

@@ -111,7 +111,6 @@ async def test_a_server_over_stdio():
     check(await shop_with(af.mcp(COMMAND)))
 
 
-@pytest.mark.trio_in_full
 async def test_a_server_over_http():
     with http_server() as url:
         check(await shop_with(af.mcp(url, headers=KEY)))
@@ -119,7 +118,6 @@ async def test_a_server_over_http():
             await shop_with(af.mcp(url))
 
 
-@pytest.mark.trio_in_full
 async def test_two_servers_and_a_function_serve_one_loop():
     def weather(city: str) -> str:
         return f"rain in {city}"
@@ -148,7 +146,6 @@ async def results_of(s: af.State) -> list[str]:
 
 
 @of_a_cut_stream
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("options", [(), ("legacy",)], ids=["without sessions", "with sessions"])
 async def test_f15a_a_lost_connection_fails_its_calls_and_is_opened_again(options):
     left = af.ToolCall("left", {})
@@ -169,7 +166,6 @@ async def test_f15a_a_lost_connection_fails_its_calls_and_is_opened_again(option
 
 
 @of_a_cut_stream
-@pytest.mark.trio_in_full
 async def test_f15b_a_restarted_server_that_forgot_its_sessions():
     left = af.ToolCall("left", {})
     script = {"answer": [left, left, "done"]}
@@ -238,7 +234,6 @@ async def test_f15e_structured_content_is_told_once():
     assert json.loads(left) == {"nail": 3}
 
 
-@pytest.mark.trio_in_full
 async def test_f15f_resources_and_prompts():
     async with (
         af.mcp(COMMAND) as shop,
@@ -311,7 +306,6 @@ async def test_the_tools_are_those_of_an_open_server():
         shop.tools  # noqa: B018
 
 
-@pytest.mark.trio_in_full
 async def test_an_error_in_the_block_leaves_as_itself():
     with pytest.raises(KeyError):
         async with af.mcp(COMMAND):

@@ -14,6 +14,8 @@ from support.programs import ask, echo
 
 import agentflow as af
 
+pytestmark = pytest.mark.on_trio
+
 Cell = Callable[[dict[str, Any]], Awaitable[None]]
 
 

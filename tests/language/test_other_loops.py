@@ -16,6 +16,8 @@ from support.programs import ask, by_end, echo
 
 import agentflow as af
 
+pytestmark = pytest.mark.on_trio
+
 USES: dict[str, Callable[[af.Session, af.State], Awaitable[Any]]] = {}
 
 

@@ -9,7 +9,7 @@ import agentflow as af
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 @af.program

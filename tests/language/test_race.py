@@ -9,7 +9,7 @@ from support.programs import ask, by_end, echo
 
 import agentflow as af
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 SCRIPT = by_end({"never": "word " * 500, "short": "one two"})
 

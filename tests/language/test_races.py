@@ -11,7 +11,7 @@ from support.session_peer import HANG
 
 import agentflow as af
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 async def value(branch: af.State) -> None:

@@ -11,7 +11,7 @@ from support.session_peer import HangingGenerator
 import agentflow as af
 from agentflow.backends.remote import Remote
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 async def test_two_sessions_at_once():

@@ -14,7 +14,7 @@ import agentflow as af
 from agentflow.language import op_log
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 @pytest.fixture

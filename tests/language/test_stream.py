@@ -14,7 +14,7 @@ from support.observed_backends import Observed, Stepped, assert_idle, settle
 import agentflow as af
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 def echo(prompt: str) -> str | Exception:

@@ -16,7 +16,7 @@ from support.observed_backends import Observed, Stepped, Unbatched
 import agentflow as af
 from agentflow.protocol import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 ROLES = ("system", "user", "assistant", "tool")
 

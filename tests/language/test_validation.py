@@ -127,7 +127,6 @@ async def test_the_gens_after_it_keep_their_seeds():
     assert seeds[0] == seeds[1]
 
 
-@pytest.mark.trio_in_full
 async def test_on_the_engine():
     engine = ConstrainedEngine()
     async with af.session(backend=engine) as flow, flow.state() as s:
@@ -337,7 +336,6 @@ async def test_f19j_reask_fails_with_the_last_error():
         assert failure.value.text == "3"
 
 
-@pytest.mark.trio_in_full
 async def test_f19k_reask_on_the_engine():
     engine = ConstrainedEngine()
     async with af.session(backend=engine) as flow, flow.state() as s:

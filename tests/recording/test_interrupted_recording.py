@@ -15,7 +15,7 @@ import pytest
 import agentflow as af
 from agentflow.recording.file import read_recording
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 CHILD = """
 import os, sys

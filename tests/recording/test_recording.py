@@ -312,7 +312,6 @@ async def failing(s: af.State) -> None:
     await s["x"]
 
 
-@pytest.mark.trio_in_full
 async def test_the_command_shows_a_chain_of_forks_deeper_than_the_stack(path):
     async with af.session(backend=af.Scripted(answer), record=path) as flow, flow.state() as s:
         for _ in range(1050):

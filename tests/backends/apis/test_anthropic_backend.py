@@ -47,7 +47,7 @@ from agentflow.errors import (
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol.sampling import GenParams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 KEY = "sk-ant-very-secret"
 OLD = "claude-opus-4-5"  # it continues text, and takes a temperature

@@ -38,7 +38,7 @@ from agentflow.errors import (
     ServerLost,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 STREAM = "text/event-stream"
 EVENTS = [b"data: 1\n\n", b"data: 2\n\n", b"data: end\n\n"]

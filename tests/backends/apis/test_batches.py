@@ -37,7 +37,7 @@ from agentflow.language.batch.map import ProgramMap, Tally
 from agentflow.language.batch.progress import MapProgress
 from agentflow.protocol.batches import BatchCounts
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ from agentflow.errors import (
     UnknownModel,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 KEY = "sk-very-secret"
 HELLO = answers.text_stream("He", "llo")

@@ -45,7 +45,7 @@ from agentflow.errors import (
 from agentflow.runtime import circuit
 from agentflow.runtime.circuit import Circuit
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 def said(text: str) -> AnyAnswer:

@@ -23,7 +23,7 @@ from support.apis.fake_server import (
 import agentflow as af
 from agentflow.errors import BadArgument, RequestRefused, ServerLost
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 NOW = 0.0
 NEVER = 1e6

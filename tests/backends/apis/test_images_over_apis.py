@@ -33,7 +33,7 @@ from agentflow.backends.apis.http.file_slots import (
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.protocol.images import Image, image_file
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 DATA = b"\x89PNG\r\n\x1a\n rest"
 ENCODED = base64.b64encode(DATA).decode()

@@ -11,7 +11,7 @@ import pytest
 
 from agentflow.backends.apis.http.pacing import Pace, reset_s
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 class Provider:

@@ -16,7 +16,7 @@ import agentflow as af
 from agentflow.backends.apis import prefix_gate
 from agentflow.backends.apis.prefix_gate import PrefixGate
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 class Requests:

@@ -28,7 +28,7 @@ from agentflow.errors import AgentflowError, NotSupported, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
 
 ROUTES = ("embedded", "websocket", "openai", "anthropic")

@@ -30,7 +30,7 @@ from agentflow.errors import (
     ServerLost,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 REQUESTS = TypeAdapter(ResponseCreateParamsStreaming)
 HELLO = answers.text_stream("He", "llo")

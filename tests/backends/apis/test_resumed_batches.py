@@ -24,7 +24,7 @@ from agentflow.backends.apis.batches import collector
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.language import link
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 QUESTIONS = ["a", "b", "c"]
 

@@ -15,7 +15,7 @@ from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Receiv
 import agentflow as af
 from agentflow.errors import NotSupported
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 PERSON = "Name: Ada\nJob: engineer\nAge: 36\nEnd"
 

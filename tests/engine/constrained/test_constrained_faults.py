@@ -36,7 +36,6 @@ ALL_ASKED = [
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("max_running", [64, 3], ids=["all run", "most wait"])
 @pytest.mark.parametrize("step", [1, 2, *[pytest.param(n, marks=pytest.mark.full) for n in (3, 7)]])
 async def test_constrained_requests_survive_a_kill_unchanged(tmp_path, step: int, max_running: int) -> None:
@@ -115,7 +114,6 @@ def test_constraints_combine_with_all_other_parameters(cases) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> None:
     forced = CompiledConstraint("forced", "dfa", build_dfa(parse_regex("a{400}")).to_bytes())
     async with plain_model_engine() as client:

@@ -47,7 +47,6 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_a_payload_is_sent_once(payloads: list[tuple[str, bool]]) -> None:
     async with process_engine() as client:
         assert [await text(client, "yes"), await text(client, "no"), await text(client, "yes")] == [
@@ -59,7 +58,6 @@ async def test_a_payload_is_sent_once(payloads: list[tuple[str, bool]]) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_an_engine_that_has_dropped_a_constraint_requests_it_again(
     payloads: list[tuple[str, bool]],
 ) -> None:
@@ -73,7 +71,6 @@ async def test_an_engine_that_has_dropped_a_constraint_requests_it_again(
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_a_request_aborted_while_its_payload_is_requested_is_over() -> None:
     async with process_engine() as client:
         client.engine._sent_keys.add("never sent")
@@ -86,7 +83,6 @@ async def test_a_request_aborted_while_its_payload_is_requested_is_over() -> Non
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_a_new_process_is_sent_payloads_again(payloads: list[tuple[str, bool]]) -> None:
     async with process_engine() as client:
         assert await text(client, "yes") == "yes"

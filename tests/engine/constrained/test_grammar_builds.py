@@ -70,7 +70,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_f9a_other_requests_run_while_a_grammar_is_built(held: Held) -> None:
     ends: list[str] = []
 
@@ -93,7 +92,6 @@ async def test_f9a_other_requests_run_while_a_grammar_is_built(held: Held) -> No
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_f9b_a_request_that_waits_for_its_grammar_can_be_aborted(held: Held) -> None:
     async with plain_model_engine() as client:
         async with anyio.create_task_group() as group:
@@ -106,7 +104,6 @@ async def test_f9b_a_request_that_waits_for_its_grammar_can_be_aborted(held: Hel
 
 
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_f9c_a_grammar_that_cannot_be_built_fails_its_requests_only() -> None:
     async def fail(client: EngineClient) -> None:
         with pytest.raises(RequestRefused, check=has_param("constraint")):

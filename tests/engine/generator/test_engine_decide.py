@@ -101,7 +101,6 @@ questions = st.lists(
 )
 
 
-@pytest.mark.trio_in_full
 @given(
     turns=turns,
     questions=questions,

@@ -33,7 +33,7 @@ from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import StateHint
 from agentflow.runtime.programs.place import Place
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 SPECIAL_IDS = {TOKENIZER.encode_markup(text)[0] for text in ("<|im_start|>", "<|im_end|>")}
 CHOICES = ("yes, an", "no, an", "the question an")

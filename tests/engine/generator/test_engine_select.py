@@ -139,7 +139,6 @@ async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(capacity):
         assert end.choice_logprobs == expected_logprobs(PROMPT, choices)
 
 
-@pytest.mark.trio_in_full
 async def test_a_select_is_run_again_when_its_process_dies(tmp_path):
     hold = Hold(tmp_path / "hold")
     ends: list[Finished] = []
@@ -172,7 +171,6 @@ def opened(client: EngineClient, text: str, *, with_role: bool) -> tuple[EngineG
     return generator, context
 
 
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("method", METHODS)
 @given(text=words, choices=st.lists(words, min_size=1, max_size=6, unique=True), with_role=st.booleans())
 async def test_every_method_scores_what_is_appended(method, text, choices, with_role):
@@ -207,7 +205,6 @@ async def test_a_likelihood_counts_the_end_where_another_choice_goes_on(text, ch
         assert context.tokens.ids() == encoded.prefix + encoded.ends[end.index]
 
 
-@pytest.mark.trio_in_full
 @pytest.mark.parametrize("method", [*METHODS, "likelihood"])
 @given(text=words, choices=st.lists(words, min_size=1, max_size=8, unique=True))
 async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, choices):
@@ -328,7 +325,6 @@ async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
         assert end.match.num_tokens == len(context.tokens.ids()) - 1
 
 
-@pytest.mark.trio_in_full
 async def test_a_select_over_a_thousand_choices_after_a_long_text():
     """Encoded in a thread, scored in two passes, and the text's ids are computed once."""
     text, choices = "the answer to the question is " * 60, [f"{number}" for number in range(1000)]

@@ -32,7 +32,7 @@ from agentflow.server.completion.request import (
     answers_of,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+pytestmark = pytest.mark.anyio
 
 REASONING, ANSWER = "It is a greeting. I stop.", "Hello. I stop."
 SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"

@@ -198,7 +198,6 @@ async def test_counters_go_on_when_the_application_starts_again():
     assert told["agentflow_generated_tokens_total",] == 40
 
 
-@pytest.mark.trio_in_full
 async def test_counts_of_compilers_add_up():
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
@@ -252,7 +251,6 @@ async def test_a_generator_without_an_engine_has_the_metrics_of_the_server():
 # An engine that does not answer
 
 
-@pytest.mark.trio_in_full
 async def test_no_counter_goes_back_when_the_engine_process_is_started_again(tmp_path):
     hold = Hold(tmp_path / "hold")  # the first request takes twenty steps
     async with process_engine(hold_at={"22": hold.path}) as client, serving(client) as app:

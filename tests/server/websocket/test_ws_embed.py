@@ -23,7 +23,7 @@ from agentflow.engine.tenant import Tenant
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.rate_limit import TenantGate
 
-pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 SIZE = 24
 FOLDER = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})
 

@@ -31,7 +31,6 @@ MAX_BLOCKS = 1000
 MAX_BYTES = 48_000_000
 
 
-@pytest.mark.trio_in_full
 @pytest.mark.timeout(120 + NUM_FRAMES // 10)
 async def test_fuzzed_frames_affect_no_other_session(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -64,7 +64,6 @@ STEPS = pytest.mark.parametrize(
 )  # of the graph and of the fork, each of which has more
 
 
-@pytest.mark.trio_in_full
 @STEPS
 async def test_an_op_that_was_being_taken_runs_once_and_the_next_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, number: int, step: int
@@ -91,7 +90,6 @@ async def test_an_op_that_was_being_taken_runs_once_and_the_next_is_not_lost(
         assert server.sessions.num_bytes == 0
 
 
-@pytest.mark.trio_in_full
 @STEPS
 async def test_a_session_that_ends_while_it_takes_an_op_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, number: int, step: int
