@@ -67,14 +67,14 @@ def test_the_line_has_the_progress_the_rate_the_hit_rate_and_the_time_left() -> 
     assert finished.line() == "128/128  2/s  in 1:04"
 
 
-@pytest.mark.parametrize("width", range(1, 130))
-def test_the_line_fits_every_terminal(width: int) -> None:
-    [line] = drawn(progress_at(20, FULL), width)
-    assert cell_len(line) <= width
-    if width >= len("1,234/100,000"):
-        assert "1,234/100,000" in line
-    if width >= 90:
-        assert progress_at(20, FULL).line() in line
+def test_the_line_fits_every_terminal() -> None:
+    for width in range(1, 130):
+        [line] = drawn(progress_at(20, FULL), width)
+        assert cell_len(line) <= width
+        if width >= len("1,234/100,000"):
+            assert "1,234/100,000" in line
+        if width >= 90:
+            assert progress_at(20, FULL).line() in line
 
 
 def test_a_narrow_line_omits_the_least_important_parts() -> None:

@@ -87,18 +87,14 @@ CONTAINED = {
 
 
 @pytest.mark.parametrize("contained", CONTAINED)
-@pytest.mark.parametrize(
-    "shown",
-    ["{0!r}".format, "{0!a}".format, lambda item: f"{[item]}", lambda item: f"{ {'a': (item,)} }"],
-    ids=["repr", "ascii", "list", "dict"],
-)
-async def test_f20d_a_repr_in_a_prompt_is_rejected(contained, shown):
+async def test_f20d_a_repr_in_a_prompt_is_rejected(contained):
     async with af.session(backend=af.Scripted(["8"])) as flow, flow.state() as s:
         s += af.user("?") + af.assistant(af.gen("x"))
-        text = shown(CONTAINED[contained](s))
-        for item in (text, af.user(text), af.user(text.upper()), af.gen("z", stop=text)):
-            with pytest.raises(af.errors.BadArgument):
-                s += item
+        shown = CONTAINED[contained](s)
+        for text in (f"{shown!r}", f"{shown!a}", f"{[shown]}", f"{ {'a': (shown,)} }"):
+            for item in (text, af.user(text), af.user(text.upper()), af.gen("z", stop=text)):
+                with pytest.raises(af.errors.BadArgument):
+                    s += item
         assert await s["x"] == "8"
 
 

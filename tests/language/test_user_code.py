@@ -22,7 +22,7 @@ import agentflow as af
 from agentflow.language.failures.user_code import UserCode
 from agentflow.runtime.task_group import open_task_group
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 class Unshowable(Exception):
@@ -220,21 +220,24 @@ PLACES: list[Callable[..., Awaitable[None]]] = [
     in_tool, in_approve, in_contender, in_run, in_stream, in_map, in_mapped_variable, in_key, in_validator,
     in_inputs, in_close_of_inputs, in_key_of_inputs, in_kept_result,
 ]  # fmt: skip
+ASYNCHRONOUS = [in_tool, in_approve, in_key, in_validator, in_inputs]
+"""Places that differ between the two kinds of functions."""
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("make", ENDINGS)
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, make, is_async, anyio_backend_name):
-    if place is in_approve and make in (Unshowable, UnshowableValue) and anyio_backend_name == "trio":
-        pytest.skip("trio shows the exceptions of its nurseries")
-    script = {"calls": [[af.ToolCall("odd", {})], "done"], "answer": "done", "number": ["1"] * 9}
-    async with af.session(backend=af.Scripted(script), seed=1) as flow:
-        with nullcontext() if place is in_tool else pytest.raises(DEFINED), anyio.fail_after(10):
-            await place(flow, make, is_async=is_async)
-        async with flow.state() as s:
-            s += af.gen("answer")
-            assert await s["answer"] == "done"
+@pytest.mark.parametrize(
+    ("place", "is_async"), [*((one, False) for one in PLACES), *((one, True) for one in ASYNCHRONOUS)]
+)
+async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, is_async, anyio_backend_name):
+    for make in ENDINGS:
+        if place is in_approve and make in (Unshowable, UnshowableValue) and anyio_backend_name == "trio":
+            continue  # trio shows the exceptions of its nurseries
+        script = {"calls": [[af.ToolCall("odd", {})], "done"], "answer": "done", "number": ["1"] * 9}
+        async with af.session(backend=af.Scripted(script), seed=1) as flow:
+            with nullcontext() if place is in_tool else pytest.raises(DEFINED), anyio.fail_after(10):
+                await place(flow, make, is_async=is_async)
+            async with flow.state() as s:
+                s += af.gen("answer")
+                assert await s["answer"] == "done", make
 
 
 async def test_f12b_a_cancellation_of_the_own_task_passes():

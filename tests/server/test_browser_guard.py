@@ -67,7 +67,6 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-@pytest.mark.parametrize("kind", ["http", "websocket"])
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -90,8 +89,9 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         ({}, 200),
     ],
 )
-async def test_a_server_on_loopback(kind, headers, status):
-    assert await status_of(BrowserGuard(app, knows_host=LOOPBACK), headers, kind) == status
+async def test_a_server_on_loopback(headers, status):
+    for kind in ("http", "websocket"):
+        assert await status_of(BrowserGuard(app, knows_host=LOOPBACK), headers, kind) == status
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,6 @@ async def test_origins_that_are_allowed(origins, origin, status):
     assert await status_of(guard, {"host": "models.example", "origin": origin}) == status
 
 
-@pytest.mark.parametrize("kind", ["http", "websocket"])
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -124,7 +123,7 @@ async def test_origins_that_are_allowed(origins, origin, status):
         ("evillocal.example", 403),
     ],
 )
-@pytest.mark.parametrize("has_origin", [False, True])
-async def test_a_rebound_name_does_not_pass_on_a_server_without_keys(kind, host, status, has_origin):
-    headers = {"host": host, "origin": f"http://{host}"} if has_origin else {"host": host}
-    assert await status_of(BrowserGuard(app, knows_host=private_host), headers, kind) == status
+async def test_a_rebound_name_does_not_pass_on_a_server_without_keys(host, status):
+    for headers in ({"host": host}, {"host": host, "origin": f"http://{host}"}):
+        for kind in ("http", "websocket"):
+            assert await status_of(BrowserGuard(app, knows_host=private_host), headers, kind) == status
