@@ -67,6 +67,7 @@ async def converse(flow: af.Session) -> None:
         assert usage.cached_tokens >= used.prompt_tokens
 
 
+@pytest.mark.full  # test_embedded_and_server compares the engine's two places
 async def test_a_conversation_with_tools_embedded(model_folder):
     async with af.session(model=str(model_folder), seed=1) as flow:
         await converse(flow)

@@ -53,19 +53,23 @@ def write_family(name: str, folder: Path) -> None:
     write_folder(folder, byte_level(("<s>", "</s>"), vocab_size=300), {"eos_token": "</s>"}, CHATML)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("the default model", marks=pytest.mark.full), "llama", "gemma3"]
+)
 async def test_f36d_neither_company_nor_cache_nor_chunks_change_an_answer(
-    family: str, model_folder: Path, tmp_path: Path
+    family: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    if family != "llama":
-        write_family(family, model_folder := tmp_path)
-    async with open_engine(options(model_folder)) as client:
+    if family == "the default model":
+        folder = request.getfixturevalue("model_folder")
+    else:
+        write_family(family, folder := tmp_path)
+    async with open_engine(options(folder)) as client:
         cold = [
             (await client.generate(prompt, PARAMS, seed=index)).token_ids
             for index, prompt in enumerate(PROMPTS)
         ]
         assert await answers(client) == cold
-    async with open_engine(options(model_folder, cache=False, token_budget=50, threads=1)) as client:
+    async with open_engine(options(folder, cache=False, token_budget=50, threads=1)) as client:
         assert await answers(client) == cold
 
 

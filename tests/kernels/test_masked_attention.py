@@ -120,8 +120,7 @@ def test_each_row_sees_its_window_on_a_gpu(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("head_dim", [8, 96, 264])
-@pytest.mark.parametrize("window", [0, 70, 130])
+@pytest.mark.parametrize(("head_dim", "window"), [(8, 70), (96, 0), (96, 130), (264, 70), (264, 0)])
 def test_windows_over_long_contexts(
     implementation: str | NativeAt, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

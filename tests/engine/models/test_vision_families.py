@@ -219,7 +219,7 @@ def features(case: Case, medium: PreparedMedium, cuts: Sequence[int], slice_flop
     return torch.cat([found.rows, *([] if found.deep is None else found.deep)])
 
 
-@examples(40)
+@examples(20)
 @given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5), slice_flops=st.sampled_from([2e4, 3e5, 1e7]))
 def test_slices_give_what_the_whole_gives(case: Case, cuts: list[int], slice_flops: float) -> None:
     (reading,) = case.prompt([(130, 70)]).readings
