@@ -108,7 +108,7 @@ cached, unless waiting there would take longer than computing it again. Clients
 use the gateway's address like that of one server, with the same paths and keys.""",
     examples="""\
 agentflow route --to http://127.0.0.1:8000 --to http://127.0.0.1:8001
-agentflow route --to http://gpu-1:8000/v1 --to http://gpu-2:8000/v1 --port 9000
+agentflow route --to http://a:8000/v1 --to http://b:8000/v1 --port 9000
 agentflow route --to http://a:8000 --to http://b:8000 --cache-tokens 400000
 """,
     add_options=_add_options,
