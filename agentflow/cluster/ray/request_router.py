@@ -88,8 +88,9 @@ class PrefixTreeRouter(RequestRouter):
         self._num_sent: Counter[Replica] = Counter()
         self._prompts_end_at: dict[Replica, float] = {}
         self._slowness: dict[Replica, float] = {}
-        # When a call starts, or is given up: the time, a number, Ray's id and the call.
-        self._events: list[tuple[float, int, str, Call]] = []
+        # When a call starts, or is given up: the time, the call's number, and Ray's id. Not the call, because
+        # prompts are large and an event outlives its call by up to LOST_S.
+        self._events: list[tuple[float, int, str]] = []
 
     # Replicas.
 
@@ -228,12 +229,13 @@ class PrefixTreeRouter(RequestRouter):
     # Time.
 
     def _plan(self, at_s: float, request_id: str, call: Call) -> None:
-        heapq.heappush(self._events, (at_s, call.id, request_id, call))
+        heapq.heappush(self._events, (at_s, call.id, request_id))
 
     def _advance(self, now_s: float) -> None:
         while self._events and self._events[0][0] <= now_s:
-            _, _, request_id, call = heapq.heappop(self._events)
-            if call not in self._sent_at:
+            _, number, request_id = heapq.heappop(self._events)
+            call = next((one for one in self._sent.get(request_id, ()) if one.id == number), None)
+            if call is None:
                 continue
             if call.has_started:
                 self._end(request_id, call, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from agentflow.cluster.ray.request_router import (
     program,
     prompt_run,
 )
+from agentflow.cluster.routing.load import Call
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -173,6 +175,16 @@ async def test_a_request_without_an_end_is_given_up():
         bench.now_s += LOST_S + 10
         bench.end(await bench.send("another"))
     bench.check_empty()
+
+
+async def test_a_request_that_has_ended_keeps_no_prompt():
+    bench = Bench(Replica("a"))
+    for number in range(3):
+        bench.end(await bench.send(f"{number} {LONG}"))
+    bench.check_empty()
+    gc.collect()
+    calls = [one for one in gc.get_objects() if isinstance(one, Call)]
+    assert not calls
 
 
 EVENTS = st.lists(
