@@ -21,6 +21,8 @@ from agentflow.server.stores.entries import SharedEntries
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+FORGET_S = 2.0
+"""The longest time for which a program that was closed waits for the store, and the server's end with it."""
 
 
 class KeptUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -83,12 +85,14 @@ class SharedValues:
 
     async def forget(self, program: ServedProgram) -> None:
         """Drops the values of a program that was closed."""
-        with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(FORGET_S, shield=True) as scope:
             try:
                 for variable_id in ("", *program.variable_ids):
                     await self._entries.delete(program.tenant, _entry(program.id, variable_id))
             except Overloaded as error:
                 logger.warning("the values of the program %s expire later: %s", program.id, error)
+        if scope.cancelled_caught:
+            logger.warning("the values of the program %s expire later: the store is slow", program.id)
 
     async def close(self, tenant: str, program_id: str) -> None:
         """Closes a program whose front is gone. Its values expire."""

@@ -20,6 +20,7 @@ from agentflow.server.programs_api.types import (
     VariableQuery,
     VariableUsage,
 )
+from agentflow.server.stores.shared import FRONT_NAME
 
 
 async def answer_elsewhere(call: ApiCall) -> None:
@@ -27,10 +28,13 @@ async def answer_elsewhere(call: ApiCall) -> None:
     program_id, values = call.path_params["id"], call.service.programs.values
     if values is None or call.forwarded_for is not None:
         raise not_found(program_id)
-    front = await values.front_of(call.tenant.name, program_id)
+    kept = await values.front_of(call.tenant.name, program_id)
+    front = kept or front_in(program_id)  # a new program is in the store a moment after its first answer
     if front is None or (call.service.fronts is not None and front == call.service.fronts.own):
         raise not_found(program_id)
     runs = await call.service.runs_at(front)
+    if not runs and kept is None:
+        raise not_found(program_id)
     if not runs and call.record.method == "DELETE":
         await values.close(call.tenant.name, program_id)
         await call.reply(ClosedProgram(id=program_id))
@@ -40,6 +44,16 @@ async def answer_elsewhere(call: ApiCall) -> None:
         await call.forward(front)
     else:
         await _show(call, values, front if runs else None)
+
+
+def front_in(program_id: str) -> str | None:
+    """The server that the id of a program names, if it does.
+
+    >>> front_in("prog_a-3f9c01d2_5f"), front_in("prog_5f")
+    ('a-3f9c01d2', None)
+    """
+    parts = program_id.split("_")
+    return parts[1] if len(parts) == 3 and FRONT_NAME.fullmatch(parts[1]) else None
 
 
 async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:

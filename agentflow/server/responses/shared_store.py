@@ -149,7 +149,8 @@ class SharedResponses:
     async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
         """As in ``Responses``. Reads each response or conversation once."""
         items: dict[str, Item] = {}
-        for item_id in item_ids:
+        wanted = dict.fromkeys(item_ids)
+        for item_id in wanted:
             if item_id in items:
                 continue
             for container in await self._entries.with_item(tenant, item_id):
@@ -161,7 +162,7 @@ class SharedResponses:
                         if isinstance(kept, _Conversation)
                         else kept.input_items + kept.output_items
                     )
-                    items |= {part.id: _item(part) for part in parts}
+                    items |= {part.id: _item(part) for part in parts if part.id in wanted}
                     break
         return items
 

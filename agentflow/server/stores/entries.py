@@ -61,11 +61,14 @@ local function remove(t, id)
   return 1
 end
 local function sweep()
-  local tenants = redis.call('HKEYS', BYTES)
-  for _, t in ipairs(tenants) do
-    local expired = redis.call('ZRANGEBYSCORE', order(t), '-inf', now, 'LIMIT', 0, 500)
+  local left = 500
+  for _, t in ipairs(redis.call('HKEYS', BYTES)) do
+    local expired = redis.call('ZRANGEBYSCORE', order(t), '-inf', now, 'LIMIT', 0, left)
     for _, id in ipairs(expired) do remove(t, id) end
+    left = left - #expired
+    if left <= 0 then return 1 end
   end
+  return 0
 end
 """
 
@@ -140,7 +143,8 @@ return found
 """
 )
 _DELETE: Final = _COMMON + "sweep() return remove(ARGV[1], ARGV[2])"
-_SWEEP: Final = _COMMON + "sweep() return 0"
+# Returns whether more may have expired: Redis serves nobody else while a script runs.
+_SWEEP: Final = _COMMON + "return sweep()"
 
 
 class Chain(NamedTuple):
@@ -238,7 +242,8 @@ class SharedEntries:
 
     async def drop_expired(self) -> None:
         """Drops entries that have expired."""
-        await self._run(_SWEEP)
+        while await self._run(_SWEEP):
+            pass
 
     async def sweep(self) -> None:
         """Drops what has expired, from time to time, until it is cancelled."""

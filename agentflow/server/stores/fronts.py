@@ -145,10 +145,16 @@ class Fronts:
         while True:
             with suppress(Overloaded):
                 await self._store.call(lambda client: client.set(key, 1, px=LIFE_MS))
-                for running in [*self._running.values()]:
-                    if not await self.is_alive(running.sender):
-                        running.scope.cancel()
+                # Once for each front, so that many requests do not delay the next beat.
+                for sender in {running.sender for running in self._running.values()}:
+                    if not await self.is_alive(sender):
+                        self._cancel_for(sender)
             await anyio.sleep(BEAT_S)  # noqa: TID251 - the time is the purpose
+
+    def _cancel_for(self, sender: str) -> None:
+        for running in self._running.values():
+            if running.sender == sender:
+                running.scope.cancel()
 
     async def receive(self) -> None:
         """Receives messages, until it is cancelled."""
@@ -170,7 +176,7 @@ class Fronts:
 
     def _take(self, message: _Message) -> None:
         match message:
-            case _Ask() as ask:
+            case _Ask() as ask if ask.number not in self._running:
                 scope = anyio.CancelScope()
                 self._running[ask.number] = _Running(ask.sender, scope)
                 self._tasks.start_soon(self._run, ask, scope, len(self._running) > MAX_ASKED)

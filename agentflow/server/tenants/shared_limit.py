@@ -208,8 +208,13 @@ class SharedGate(TenantGate):
         return self._lease(now.name, account, wanted) if _lacks(account, wanted) else None
 
     async def _lease(self, name: str, account: SharedAccount, wanted: dict[str, int]) -> None:
+        has_waited = account.exchanging.locked()
         async with account.exchanging:
             if _lacks(account, wanted):
+                if (
+                    has_waited
+                ):  # otherwise each of many requests would wait for the timeouts of those before it
+                    self._store.check_answers()
                 await self._exchange(name, account, wanted)
 
     async def _settle_all(self) -> None:

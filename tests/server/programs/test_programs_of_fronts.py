@@ -128,6 +128,25 @@ def test_finished_values_survive_their_server(two: tuple[ApiServer, ApiServer]) 
     assert get(here, lost, "x").status_code == 404
 
 
+def test_a_program_is_found_before_it_is_in_the_store(two: tuple[ApiServer, ApiServer]) -> None:
+    here, there = two
+    program = program_of(here)
+    values = values_of(there)
+
+    async def is_kept() -> bool:
+        return await values.front_of("", program) is not None
+
+    while not there.call(is_kept):
+        pass
+    there.call(values.close, "", program)
+    assert submit(there, program, "x").status_code == 200
+    assert get(there, program, "x").json()["status"] == "ready"
+    assert here.service.fronts is not None
+    front = here.service.fronts.own
+    for unknown in (f"prog_{front}_00", "prog_gone-00_00", "prog_A_00"):
+        assert submit(there, unknown, "x").json()["error"]["code"] == "program_not_found"
+
+
 def test_a_foreign_value_is_no_program(two: tuple[ApiServer, ApiServer]) -> None:
     here, _ = two
     entries = values_of(here)._entries

@@ -106,7 +106,7 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
         assert [some async for some in again.events.since(1)] == [b"data: 2\n\n"]
         assert (again.body, again.items, again.is_background) == (b"{}", items, True)
         assert await reader.find_conversation("ann:x", "c1") == talk
-        assert await reader.find_items("ann:x", ["i1", "i4", "no"]) == {one.id: one for one in items}
+        assert await reader.find_items("ann:x", ["i1", "i4", "no"]) == {"i1": items[1], "i4": items[4]}
         for other in ("ann", "x", ""):
             assert await reader.find(other, "r2") is None
             assert not await reader.delete(other, "r2")
@@ -189,6 +189,29 @@ async def test_what_has_expired_is_neither_found_nor_kept(redis: RedisServer) ->
         assert await brief.find_items("ann", ["i"]) == {}
         await brief._entries.drop_expired()
         assert not await audit(store)
+
+
+async def test_one_script_drops_few_of_many_that_have_expired(redis: RedisServer) -> None:
+    async with shared_store(redis) as store:
+        entries = SharedEntries(store, "r", 10**9, 60)
+        for tenant in ("ann", "bob"):
+            for number in range(400):
+                await entries.add(tenant, str(number), b"")
+
+        async def expire(client: Any) -> None:
+            for tenant in ("ann", "bob"):
+                key = store.key("r:kept-order", tenant)
+                await client.zadd(key, {str(number): 0 for number in range(400)})
+
+        async def left(client: Any) -> int:
+            return sum([await client.zcard(store.key("r:kept-order", name)) for name in ("ann", "bob")])
+
+        await store.call(expire)
+        await entries.add("ann", "new", b"")
+        assert await store.call(left) == 301
+        await entries.drop_expired()
+        assert await store.call(left) == 1
+        assert (await audit(store)).keys() == {"ann"}
 
 
 async def test_changes_of_several_fronts_are_all_kept(redis: RedisServer) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 import pytest
+from support.holds import until
 from support.redis_server import RedisServer, shared_store
 
 from agentflow.errors import EngineDown, Overloaded
@@ -111,6 +112,39 @@ async def test_a_front_that_asked_and_disappeared_runs_nothing(redis: RedisServe
         message = fronts_module._Ask("1", "gone", asked("/never"))
         await here._send(there.own, message)
         await peer.was_cancelled.wait()
+
+
+async def test_a_message_that_comes_twice_runs_once(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+        message = fronts_module._Ask("1", here.own, asked("/never"))
+        for _ in range(2):
+            await here._send(there.own, message)
+        await peer.has_begun.wait()
+        assert (await here.ask(there.own, asked())).status == 201
+        await here._send(there.own, fronts_module._Drop("1"))
+        await peer.was_cancelled.wait()
+        assert (await here.ask(there.own, asked())).status == 201
+
+
+async def test_a_beat_asks_once_for_each_front(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fronts_module, "BEAT_S", 3_600)
+    async with two_fronts(redis) as (here, there, peer):
+        for number in range(20):
+            await here._send(there.own, fronts_module._Ask(str(number), here.own, asked("/never")))
+        with anyio.fail_after(10):
+            await until(lambda: len(there._running) == 20)
+        asked_for: list[str] = []
+
+        async def is_alive(front: str) -> bool:
+            asked_for.append(front)
+            return False
+
+        monkeypatch.setattr(there, "is_alive", is_alive)
+        async with anyio.create_task_group() as group:
+            group.start_soon(there.beat)
+            await peer.was_cancelled.wait()
+            group.cancel_scope.cancel()
+        assert asked_for == [here.own]
 
 
 async def test_foreign_messages_are_skipped(redis: RedisServer) -> None:

@@ -161,6 +161,36 @@ async def test_a_foreign_value_is_a_full_bucket(redis: RedisServer, value: str) 
         assert not await is_admitted(gate, tenant)
 
 
+async def test_requests_that_wait_for_a_lost_store_fail_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant, num_failed, num_asked = Tenant("ann", requests_per_minute=5), 0, 0
+
+    async def ask(gate: SharedGate) -> None:
+        nonlocal num_failed
+        with pytest.raises(Overloaded):
+            await is_admitted(gate, tenant)
+        num_failed += 1
+
+    with redis_server(tmp_path) as redis:
+        async with gates_of(redis, 1) as [gate]:
+            exchange = gate._exchange
+
+            async def counted(*arguments: Any) -> None:
+                nonlocal num_asked
+                num_asked += 1
+                await exchange(*arguments)
+
+            monkeypatch.setattr(gate, "_exchange", counted)
+            redis.stop()
+            async with anyio.create_task_group() as group:
+                for _ in range(10):
+                    group.start_soon(ask, gate)
+            assert (num_failed, num_asked) == (10, 1)
+            redis.start()
+            assert await is_admitted(gate, tenant)
+
+
 async def test_only_limited_tenants_need_the_store(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         async with gates_of(redis, 1) as [gate]:
