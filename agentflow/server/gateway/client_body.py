@@ -30,7 +30,9 @@ class ClientBody:
     def __init__(self, receive: Receive, budget: MemoryBudget, limits: Limits) -> None:
         self._receive = receive
         self._limits = limits
-        self._budget = MemoryBudget(limits.body_bytes, within=budget)
+        # Small bodies are kept even when large ones fill the budget: without its body, a request cannot go
+        # to the target that has its model, nor to another one.
+        self._budget = MemoryBudget(limits.body_bytes, within=budget, free_bytes=limits.small_body_bytes)
         self._is_read = anyio.Event()  # to its end
         self._is_passed_on = False
         self.data = bytearray()

@@ -18,7 +18,8 @@ class Limits:
     - ``stall_s``: the time between two parts of an answer.
     - ``body_timeout_s``: the time for a part of a client's body to arrive.
     - ``body_bytes``: a larger body is passed on while it arrives, and cannot be sent again.
-    - ``bodies_bytes``: bodies beyond this sum are treated in the same way.
+    - ``bodies_bytes``: bodies beyond this sum are treated in the same way, except those of at most
+      ``small_body_bytes``, which do not count.
     - ``check_s``: the interval of health checks.
     """
 
@@ -27,4 +28,5 @@ class Limits:
     body_timeout_s: float = 60.0
     body_bytes: int = 16_000_000
     bodies_bytes: int = 512_000_000
+    small_body_bytes: int = 32_768
     check_s: float = 5.0

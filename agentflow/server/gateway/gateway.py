@@ -28,7 +28,7 @@ from starlette.websockets import WebSocket
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.defaults import Limits
-from agentflow.server.gateway.http_proxy import HttpProxy
+from agentflow.server.gateway.http_proxy import HttpProxy, raw_path
 from agentflow.server.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from agentflow.server.gateway.model_lists import LISTS, ModelLists
 from agentflow.server.gateway.placement import Placement
@@ -151,6 +151,9 @@ class Gateway:
             await self._refuse(scope, receive, send, ApiError(508, "loop", text))
         elif "/../" in f"{path}/":  # would leave the path of a target's address
             await self._refuse(scope, receive, send, ApiError(400, "invalid_request", "the path has '..'"))
+        elif not self._has_address(scope):
+            text = "the path of the address is invalid: it begins with '/' and has only characters of ASCII"
+            await self._refuse(scope, receive, send, ApiError(400, "invalid_request", text))
         elif scope["type"] == "websocket":
             if self.is_draining:
                 await WebSocket(scope, receive, send).send_denial_response(Response(status_code=503))
@@ -171,6 +174,14 @@ class Gateway:
             await self._lists(scope, receive, send)
         else:
             await self.proxy(scope, receive, send)
+
+    def _has_address(self, scope: Scope) -> bool:
+        """Whether the path is one that a request to a target can have: not ``*``, for example."""
+        try:
+            self.targets[0].url(raw_path(scope), scope.get("query_string", b""))
+        except (httpx2.InvalidURL, UnicodeError):
+            return False
+        return True
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
         if scope["type"] == "websocket":

@@ -37,6 +37,7 @@ from agentflow.server.http.call import SMALL_BODY_BYTES, request_id_of
 from agentflow.server.routes import error_format_of, error_response
 
 MAX_ATTEMPTS = 3
+"""Attempts at a request, without those at targets that do not have the thing that it refers to."""
 MAX_LOST = 2
 """A request that loses its connection this often may be the cause."""
 MAX_PAUSE_S = 30.0
@@ -55,6 +56,8 @@ _SET_HERE = frozenset([b"host", b"content-length", b"expect", b"via", b"x-forwar
 _ID = re.compile(rb'"(?:id|ticket)"\s*:\s*"([!#-\[\]-~]{6,256})"')
 _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)"\s*:\s*(\d{1,9})')
 _HEAD_BYTES = _TAIL_BYTES = 4_096
+MAX_IDS = 8
+"""The ids that are read from one answer. Others may be a client's text, which the answer repeats."""
 _EVENTS = b"text/event-stream"
 
 
@@ -132,7 +135,7 @@ class HttpProxy:
     async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: Asked) -> None:
         """Asks one target after the other, until one answers."""
         tried: list[Target] = []
-        num_lost = 0
+        num_attempts = num_lost = 0
         owner = self._placement.owner(asked.names)
         refusal: Refusal | None = None
         while True:
@@ -140,19 +143,21 @@ class HttpProxy:
                 break
             place = await self._placement.place(asked, tried)
             tried.append(place.target)
-            has_other = len(tried) < MAX_ATTEMPTS and bool(self._placement.candidates(asked, tried))
+            num_attempts += 1
+            has_other = num_attempts < MAX_ATTEMPTS and bool(self._placement.candidates(asked, tried))
             may_refuse = (*REFUSALS, NOT_FOUND) if has_other and body.can_be_sent else ()
             if owner is not None and owner is not place.target:
                 may_refuse = (*may_refuse, NOT_FOUND)
             try:
                 request = self._request(scope, place.target, body)
-                refusal = await self._attempt(request, place, asked, answer, may_refuse)
+                refusal = await self._attempt(request, place, asked, body, answer, may_refuse)
             finally:
                 place.leave()
             if refusal is None:
                 return
             num_lost += refusal.is_lost
-            if not body.can_be_sent or num_lost >= MAX_LOST or len(tried) >= MAX_ATTEMPTS:
+            num_attempts -= refusal.status == NOT_FOUND
+            if not body.can_be_sent or num_lost >= MAX_LOST or num_attempts >= MAX_ATTEMPTS:
                 break
             self.retries["lost" if refusal.is_lost else str(refusal.status)] += 1
         if refusal.status == NOT_FOUND and owner is not None and owner not in tried:
@@ -191,6 +196,7 @@ class HttpProxy:
         request: httpx2.Request,
         place: Place,
         asked: Asked,
+        body: ClientBody,
         answer: _Answer,
         may_refuse: Collection[int],
     ) -> Refusal | None:
@@ -205,6 +211,9 @@ class HttpProxy:
             with anyio.move_on_after(self._limits.first_byte_s) as scope:
                 received = _Received(await self._transport.handle_async_request(request))
                 await received.next()
+            if (received is None or scope.cancelled_caught) and not body.is_read:
+                text = f"the body did not arrive within {self._limits.first_byte_s:g} s"
+                raise ApiError(408, "request_timeout", text)  # not the target's fault
             if received is None or scope.cancelled_caught:
                 self._placement.failed(target, attempt, "it does not answer in time")
                 text = f"the server did not answer within {self._limits.first_byte_s:g} s"
@@ -252,8 +261,8 @@ class HttpProxy:
         while True:
             if stores and len(head) < _HEAD_BYTES:
                 head += part[:_HEAD_BYTES]
-                for name in _ID.findall(head):
-                    self._placement.own(name.decode("latin-1"), place.target)
+                for name in _ID.findall(head)[:MAX_IDS]:
+                    self._placement.own(name.decode("latin-1"), place.target, is_sure=False)
             if is_stream:
                 num_events += part.count(b"data:")
                 if num_events:

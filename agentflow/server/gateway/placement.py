@@ -95,8 +95,11 @@ class Placement:
 
     # Stored things
 
-    def own(self, name: str, target: Target) -> None:
-        """The target has the stored thing of this name."""
+    def own(self, name: str, target: Target, *, is_sure: bool = True) -> None:
+        """The target has the stored thing of this name. ``is_sure``: False if a client may have written the
+        name. A known owner stays then, so that nobody leads others' requests to another target."""
+        if not is_sure and name in self._owners:
+            return
         self._owners[name] = target
         self._owners.move_to_end(name)
         if len(self._owners) > MAX_OWNED:
@@ -211,6 +214,8 @@ class Placement:
             except BaseException:
                 self._give_up(router, gathering, call)
                 raise
+            if call.replica < 0:
+                raise ApiError(503, "no_target", "this task group was not placed: try again in a moment")
             return
         gathering = self._gatherings[key] = _Gathering([call])
         try:
@@ -223,13 +228,15 @@ class Placement:
             barred = gathering.calls[0].barred if gathering.calls else ()
             for one in gathering.calls:
                 one.barred = barred
-            if gathering.calls:
-                router.place(gathering.calls, time.monotonic())
-            gathering.is_placed.set()
+            try:
+                if gathering.calls:
+                    router.place(gathering.calls, time.monotonic())
+            finally:
+                gathering.is_placed.set()
 
     def _give_up(self, router: TextRouter, gathering: _Gathering, call: Call) -> None:
         """The client of a waiting member is gone."""
-        if gathering.is_placed.is_set():
-            router.ended(call, None, time.monotonic())
-        else:
+        if not gathering.is_placed.is_set():
             gathering.calls.remove(call)
+        elif call.replica >= 0:
+            router.ended(call, None, time.monotonic())

@@ -114,9 +114,9 @@ class Target:
             self.models = _names(body)
             if self.models is None:
                 raise NotCompatible("its /v1/models is no list of models")
-        elif status in (401, 403, 429):
+        elif status in (401, 403):
             self.models = None
-        else:
+        elif status != 429:  # a busy server still has its models
             raise NotCompatible(f"its /v1/models answers with the status {status}")
 
     async def _fetch(

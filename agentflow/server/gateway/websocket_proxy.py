@@ -40,6 +40,8 @@ _UNSENDABLE = (1005, 1006, 1015)
 _HANDSHAKE = b"sec-websocket-"
 SESSION = "session"
 """The parameter of the address, and the part of a subprotocol, with the id of a session."""
+MAX_NAMES = 4
+"""The ids that are read from one handshake."""
 MAX_WELCOME_BYTES = 4_096
 _ID = rb"([A-Za-z0-9._-]{8,250})"
 _SESSION = re.compile(rb'"session":"' + _ID + rb'"|\xa7session(?:[\xa0-\xbf]|\xd9.)' + _ID, re.DOTALL)
@@ -98,8 +100,10 @@ class WebSocketProxy:
                 attempt.left()
             attempt.succeeded()
             given = connection.response.headers.get(SESSION_HEADER) if connection.response else None
-            for name in (*names, *([given] if given else [])):
-                self._placement.own(name, target)
+            for name in names:
+                self._placement.own(name, target, is_sure=False)
+            if given:
+                self._placement.own(given[:256], target)
 
             def welcomed(message: str | bytes, target: Target = target) -> None:
                 if (name := welcomed_session(message)) is not None:
@@ -142,7 +146,7 @@ def session_names(scope: Scope) -> tuple[str, ...]:
         head, _, name = subprotocol.removeprefix("agentflow.").partition(".")
         if head in (SESSION, "ticket") and name:
             found.append(name)
-    return tuple(name[:256] for name in found)
+    return tuple(name[:256] for name in found[:MAX_NAMES])
 
 
 def _handshake_headers(connection: ClientConnection) -> HeaderList:

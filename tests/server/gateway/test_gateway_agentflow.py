@@ -14,6 +14,7 @@ from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.server.gateways import Routed, routed
 from support.server.http_clients import only_asyncio
+from support.wire_server import proxied
 
 import agentflow as af
 from agentflow.backends.remote import Remote
@@ -153,6 +154,24 @@ async def test_sessions_pass_through() -> None:
             with anyio.fail_after(10):
                 await route.gateway.until_idle()
             assert sum(target.num_websockets for target in route.gateway.targets) == 0
+
+
+async def test_a_session_goes_on_at_its_server_after_a_broken_connection() -> None:
+    with two_servers() as servers:
+        async with before(servers) as route, proxied(int(route.url.rpartition(":")[2])) as proxy:
+            backend = Remote(proxy.url, keepalive_s=0.05)
+            async with af.session(backend=backend) as flow:
+                state = flow.state()
+                state += "hello" + af.gen("x", max_tokens=4)
+                before_text = await state["x"]
+                [own] = [target for target in route.gateway.targets if target.num_websockets]
+                own.num_websockets += 10  # a session that is not known would go to the other one
+                proxy.current.up = 0
+                state += af.gen("y", max_tokens=4)
+                assert isinstance(await state["y"], str)
+                assert await state["x"] == before_text
+                assert proxy.num_connections == 2
+                own.num_websockets -= 10
 
 
 async def test_a_websocket_that_a_server_refuses() -> None:

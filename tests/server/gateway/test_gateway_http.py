@@ -34,6 +34,7 @@ from support.server.gateways import (
 )
 from support.server.http_clients import only_asyncio
 
+from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.gateway.defaults import Limits
 from agentflow.server.http import protocol
@@ -108,6 +109,7 @@ async def test_head_has_no_body() -> None:
     [
         (b"/v1/%7Ea//b?x=a+b&&", "/v1/%7Ea//b?x=a+b&&"),
         (b"http://other.example/v1/x", "/v1/x"),
+        (b"//other.example/v1/x", "//other.example/v1/x"),
     ],
 )
 async def test_addresses_of_many_forms(sent: bytes, received: str) -> None:
@@ -130,12 +132,12 @@ async def test_a_target_whose_address_has_a_path() -> None:
         assert paths == ["/open/ai/v1/models", "/open/ai/metrics", f"/open/ai{CHAT}"]
 
 
-@pytest.mark.parametrize("path", ["/../x", "/v1/%2e%2e/x", "/a/..", "/%2e./x"])
-async def test_a_path_that_leaves_the_address_of_a_target(path: str) -> None:
+@pytest.mark.parametrize("path", [b"/../x", b"/v1/%2e%2e/x", b"/a/..", b"/%2e./x", b"*"])
+async def test_a_path_that_is_none_or_leaves_the_address_of_a_target(path: bytes) -> None:
     async with routed_fakes(ok) as route:
         host, _, port = route.url.removeprefix("http://").rpartition(":")
         async with await anyio.connect_tcp(host, int(port)) as client:
-            await client.send(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode())
+            await client.send(b"OPTIONS %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
             got = await client.receive()
         assert got.startswith(b"HTTP/1.1 400 ")
         assert route.asked(0) == []
@@ -368,6 +370,26 @@ async def test_a_task_group_is_placed_on_one_target() -> None:
             hold.go_on()
 
 
+async def test_no_member_of_a_task_group_waits_for_a_placement_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(TextRouter, "place", fail)
+    statuses = []
+    async with routed_fakes(unexpected) as route:
+
+        async def ask() -> None:
+            statuses.append((await route.chat(headers={"x-agentflow-group": "g"})).status_code)
+
+        async with open_task_group() as group:
+            for _ in range(3):
+                group.start_soon(ask)
+        assert sorted(statuses) in ([500, 500, 500], [500, 500, 503], [500, 503, 503])  # as they came
+        assert route.gateway.targets[0].num_running == 0
+
+
 async def test_stored_things_are_found_where_they_are() -> None:
     def storing(name: str) -> Play:
         def play(request: Received) -> AnyAnswer:
@@ -400,6 +422,55 @@ async def test_stored_things_are_found_where_they_are() -> None:
         await route.gateway.targets[0].check(_Gone(), None)
         got = await route.http.get("/v1/responses/resp_left1")
         assert (got.status_code, got.json()["error"]["code"]) == (503, "no_target")
+
+
+async def test_a_stored_thing_is_found_at_the_last_of_many_targets() -> None:
+    async with routed_fakes(*[always(refused(404))] * 5, always(json_answer({"id": "file-1"}))) as route:
+        for number in range(5):
+            route.gateway.targets[number].num_websockets = -5  # asked first
+        assert (await route.http.get("/v1/files/file-1")).status_code == 200
+        assert sum(len(route.asked(number)) for number in range(6)) == 6
+
+
+async def test_an_answer_that_repeats_a_clients_text_moves_nothing() -> None:
+    echo = json_answer({"id": "resp_new1", "metadata": {"id": "resp_theirs1"}})
+    async with routed_fakes(always(echo), unexpected) as route:
+        here, other = route.gateway.targets
+        route.gateway.placement.own("resp_theirs1", other)
+        other.busy_until_s = 1e12
+        await route.http.post("/v1/responses", json={"model": "m", "input": "x"})
+        placement = route.gateway.placement
+        assert [placement.owner([f"resp_{name}1"]) for name in ("new", "theirs")] == [here, other]
+
+
+async def test_small_bodies_are_read_while_large_ones_fill_the_memory() -> None:
+    limits = Limits(bodies_bytes=1_000, small_body_bytes=500)
+    async with routed_fakes(always(refused(503)), ok, limits=limits) as route:
+        route.gateway.targets[1].num_running = 1
+        route.gateway.proxy._bodies.count(1_000)
+        assert (await route.chat()).status_code == 200
+        assert [len(route.asked(number)) for number in range(2)] == [1, 1]  # it was sent again
+        route.gateway.proxy._bodies.count(-1_000)
+
+
+async def test_a_slow_client_is_no_failure_of_its_target() -> None:
+    limits = Limits(body_bytes=10, small_body_bytes=0, first_byte_s=0.2)
+    async with routed_fakes(ok, limits=limits) as route:
+        host, _, port = route.url.removeprefix("http://").rpartition(":")
+        for _ in range(3):
+            async with await anyio.connect_tcp(host, int(port)) as client:
+                await client.send(b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n")
+                await client.send(b"x" * 50)
+                assert (await client.receive()).startswith(b"HTTP/1.1 408 ")
+        assert route.gateway.targets[0].circuit.num_failures == 0
+
+
+async def test_a_check_that_is_refused_as_too_frequent_forgets_no_models() -> None:
+    async with routed_fakes(ok) as route:
+        route.fakes[0]._script = always(refused(429))
+        await route.gateway.check_all()
+        assert route.gateway.targets[0].models == {"m"}
+        assert route.gateway.targets[0].is_up
 
 
 async def test_a_large_body_is_passed_on_while_it_arrives() -> None:

@@ -229,6 +229,22 @@ async def test_a_session_whose_id_is_in_the_first_message(binary: bool) -> None:
             await route.gateway.until_idle()
 
 
+async def test_a_client_cannot_take_the_session_of_another_from_its_server() -> None:
+    async with before((echo, 101), (echo, 101)) as (route, _):
+        own, other = route.gateway.targets
+        route.gateway.placement.own("theirs", own)
+        route.gateway.placement.own("mine", other)
+        async with opened(route, "/v1/session?session=mine&session=theirs"):
+            assert other.num_websockets == 1
+        await route.gateway.until_idle()
+        assert route.gateway.placement.owner(["theirs"]) is own
+        many = "&".join(f"session={number}-1234567" for number in range(200))
+        async with opened(route, f"/v1/session?{many}"):
+            pass
+        await route.gateway.until_idle()
+        assert len(route.gateway.placement._owners) < 10
+
+
 @pytest.mark.parametrize("message", ["", b"", "{}", b"\xa7session\xff", b"\xa7session", '{"session":3}'])
 def test_first_messages_without_an_id(message: str | bytes) -> None:
     assert welcomed_session(message) is None
