@@ -103,8 +103,13 @@ class Fronts:
 
     async def is_alive(self, front: str) -> bool:
         """Whether the front with this id runs. ``Overloaded`` if the store does not answer."""
+        return front == self.own or await self._life(front) is not None
+
+    async def _life(self, front: str) -> bytes | None:
+        """The value of a front's key, which is another one after the key was lost. None: the front is gone."""
         key = self._store.key("front", front)
-        return front == self.own or bool(await self._store.call(lambda client: client.exists(key)))
+        found: bytes | None = await self._store.call(lambda client: client.get(key))
+        return found
 
     async def ask(self, front: str, request: Asked) -> Answered:
         """The answer of another front. ``EngineDown`` if it has gone, ``Overloaded`` if the store does not
@@ -112,14 +117,20 @@ class Fronts:
         number = secrets.token_hex(8)
         pending = self._pending[number] = _Pending()
         try:
-            if not await self.is_alive(front):
+            life = await self._life(front)
+            if life is None:
                 raise gone(front)
             await self._send(front, _Ask(number, self.own, request))
             while not pending.has_ended.is_set():
                 with anyio.move_on_after(BEAT_S) as scope:
                     await pending.has_ended.wait()
-                if scope.cancelled_caught and not await self.is_alive(front):
+                if not scope.cancelled_caught:
+                    break
+                now = await self._life(front)
+                if now is None:
                     raise gone(front)
+                if now != life:  # the question, or its answer, may have been lost
+                    raise Overloaded("the server's shared store lost a request: try again in a moment")
         except BaseException:
             with anyio.move_on_after(1, shield=True), suppress(Overloaded):
                 await self._send(front, _Drop(number))
@@ -141,15 +152,20 @@ class Fronts:
 
     async def beat(self) -> None:
         """Renews this front's key, until it is cancelled. Requests of fronts that are gone are cancelled."""
-        key = self._store.key("front", self.own)
         while True:
             with suppress(Overloaded):
-                await self._store.call(lambda client: client.set(key, 1, px=LIFE_MS))
+                await self.renew()
                 # Once for each front, so that many requests do not delay the next beat.
                 for sender in {running.sender for running in self._running.values()}:
                     if not await self.is_alive(sender):
                         self._cancel_for(sender)
             await anyio.sleep(BEAT_S)  # noqa: TID251 - the time is the purpose
+
+    async def renew(self) -> None:
+        """Renews this front's key. A key that the store has lost gets another value."""
+        key, life = self._store.key("front", self.own), secrets.token_hex(8)
+        if not await self._store.call(lambda client: client.pexpire(key, LIFE_MS)):
+            await self._store.call(lambda client: client.set(key, life, px=LIFE_MS))
 
     def _cancel_for(self, sender: str) -> None:
         for running in self._running.values():
@@ -218,7 +234,7 @@ async def open_fronts(store: SharedStore, answer: AnswerRequest) -> AsyncIterato
     async with open_task_group() as group:
         fronts = Fronts(store, group, answer)
         key = store.key("front", store.front)
-        await store.call(lambda client: client.set(key, 1, px=LIFE_MS))
+        await fronts.renew()
         group.start_soon(fronts.beat)
         group.start_soon(fronts.receive)
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import anyio
 import httpx2
 import msgspec
 import pytest
@@ -16,8 +17,12 @@ from support.fake_engine import FakeEngine
 from support.redis_server import RedisServer
 
 from agentflow.protocol.events import ErrorInfo
+from agentflow.runtime.limits import MemoryBudget
+from agentflow.server.programs import shared_values
+from agentflow.server.programs.program import ServedProgram
 from agentflow.server.programs.shared_values import KeptUsage, KeptValue, SharedValues
 from agentflow.server.stores import fronts
+from agentflow.server.stores.entries import SharedEntries
 from agentflow.server.stores.shared import SharedStore
 
 
@@ -145,6 +150,16 @@ def test_a_program_is_found_before_it_is_in_the_store(two: tuple[ApiServer, ApiS
     front = here.service.fronts.own
     for unknown in (f"prog_{front}_00", "prog_gone-00_00", "prog_A_00"):
         assert submit(there, unknown, "x").json()["error"]["code"] == "program_not_found"
+
+
+def test_a_program_that_was_closed_waits_briefly_for_the_store(
+    two: tuple[ApiServer, ApiServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = two
+    program = ServedProgram("prog_x", "", MemoryBudget())
+    monkeypatch.setattr(shared_values, "FORGET_S", 0.01)
+    monkeypatch.setattr(SharedEntries, "delete", lambda *arguments: anyio.sleep_forever())
+    here.call(values_of(here).forget, program)  # the test would end at its time-out
 
 
 def test_a_foreign_value_is_no_program(two: tuple[ApiServer, ApiServer]) -> None:

@@ -107,6 +107,23 @@ async def test_a_front_that_disappears_fails_what_it_was_asked(redis: RedisServe
             await here.ask(there.own, asked())
 
 
+async def test_a_request_whose_message_the_store_lost_fails(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+        life = await here._life(there.own)
+
+        async def lose() -> None:
+            await peer.has_begun.wait()
+            await here._store.call(lambda client: client.delete(here._store.key("front", there.own)))
+            await there.renew()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(lose)
+            with anyio.fail_after(10), pytest.raises((Overloaded, EngineDown)):
+                await here.ask(there.own, asked("/never"))
+        await peer.was_cancelled.wait()
+        assert await here._life(there.own) not in (None, life)
+
+
 async def test_a_front_that_asked_and_disappeared_runs_nothing(redis: RedisServer) -> None:
     async with two_fronts(redis) as (here, there, peer):
         message = fronts_module._Ask("1", "gone", asked("/never"))
