@@ -106,7 +106,7 @@ class Fronts:
         return front == self.own or await self._life(front) is not None
 
     async def _life(self, front: str) -> bytes | None:
-        """The value of a front's key, which is another one after the key was lost. None: the front is gone."""
+        """The value of a front's key, another one after the store has lost it. None: the front is gone."""
         key = self._store.key("front", front)
         found: bytes | None = await self._store.call(lambda client: client.get(key))
         return found

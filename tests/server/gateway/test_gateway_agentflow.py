@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -12,12 +13,14 @@ import openai
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
+from support.redis_server import RedisServer
 from support.server.gateways import Routed, routed
 from support.server.http_clients import only_asyncio
 from support.wire_server import proxied
 
 import agentflow as af
 from agentflow.backends.remote import Remote
+from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -156,8 +159,21 @@ async def test_sessions_pass_through() -> None:
             assert sum(target.num_websockets for target in route.gateway.targets) == 0
 
 
-async def test_a_session_goes_on_at_its_server_after_a_broken_connection() -> None:
-    with two_servers() as servers:
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_session_goes_on_at_its_server_after_a_broken_connection(
+    redis: RedisServer, is_shared: bool
+) -> None:
+    prefix = f"{secrets.token_hex(8)}:"
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                api_server(
+                    FakeEngine(),
+                    shared=SharedStore(redis.url, prefix=prefix, front=name) if is_shared else None,
+                )
+            )
+            for name in "ab"
+        ]
         async with before(servers) as route, proxied(int(route.url.rpartition(":")[2])) as proxy:
             backend = Remote(proxy.url, keepalive_s=0.05)
             async with af.session(backend=backend) as flow:
@@ -166,6 +182,8 @@ async def test_a_session_goes_on_at_its_server_after_a_broken_connection() -> No
                 before_text = await state["x"]
                 [own] = [target for target in route.gateway.targets if target.num_websockets]
                 own.num_websockets += 10  # a session that is not known would go to the other one
+                if is_shared:  # as if the gateway had been restarted: the other server refuses the session
+                    route.gateway.placement._owners.clear()
                 proxy.current.up = 0
                 state += af.gen("y", max_tokens=4)
                 assert isinstance(await state["y"], str)
