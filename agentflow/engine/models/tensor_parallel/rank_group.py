@@ -94,10 +94,11 @@ class RankGroup:
             for number in range(1, size):
                 rank = _Rank(self.file)
                 self._ranks.append(rank)
-                threading.Thread(
+                rank.thread = threading.Thread(
                     target=self._watch, args=(number, rank), name=f"rank-{number}", daemon=True
-                ).start()
-        except OSError as error:
+                )
+                rank.thread.start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             self.close()
             raise EngineFailed(f"cannot start the processes of tensor_parallel: {error}") from error
 
@@ -145,7 +146,7 @@ class RankGroup:
         return self._lost
 
     def close(self) -> None:
-        """Ends all ranks. A second call changes nothing."""
+        """Ends all ranks. ``abort`` is not called afterwards. A second call changes nothing."""
         self._is_closing = True
         for rank in self._ranks:
             rank.lifeline.close()
@@ -157,6 +158,9 @@ class RankGroup:
             # Not closed earlier: the thread that reads it ends with the process.
             with contextlib.suppress(OSError):
                 rank.connection.shutdown(socket.SHUT_RDWR)
+            if rank.thread is not None and rank.thread.ident is not None:
+                rank.thread.join(END_S)
+            rank.connection.close()
         self._ranks.clear()
         if self.file >= 0:
             os.close(self.file)
@@ -184,6 +188,7 @@ class RankGroup:
 
 class _Rank:
     def __init__(self, file: int) -> None:
+        self.thread: threading.Thread | None = None  # reads the connection
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             self.connection, other_end = socket.socketpair()
             ours.enter_context(self.connection)

@@ -1,0 +1,55 @@
+"""The processes of the ranks of a divided model."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+import pytest
+
+from agentflow.engine.models.tensor_parallel import rank_group
+from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
+from agentflow.errors import EngineFailed
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_nothing_is_aborted_after_a_group_is_closed() -> None:
+    """The runner frees the memory that ``abort`` writes to."""
+    group = RankGroup(2)
+    began, may_end = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def abort() -> None:
+        began.set()
+        may_end.wait(30)
+        order.append("aborted")
+
+    def close() -> None:
+        group.close()
+        order.append("closed")
+
+    group.abort_by(abort)
+    psutil.Process(group.pids[0]).kill()
+    assert began.wait(30)
+    closing = threading.Thread(target=close)
+    closing.start()
+    closing.join(0.5)
+    may_end.set()
+    closing.join(30)
+    assert order == ["aborted", "closed"]
+
+
+def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[psutil.Process] = []
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            started.extend(psutil.Process().children())
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rank_group.threading, "Thread", NoThread)
+    with pytest.raises(EngineFailed, match="thread"):
+        RankGroup(2)
+    assert started
+    assert not any(process.is_running() for process in started)
