@@ -109,6 +109,7 @@ class Replica:
     # Its unfinished requests, by id. None: the router no longer counts it.
     requests: dict[int, Call | None] = field(default_factory=dict)
     is_in_router: bool = False
+    epoch: int = 0  # how often it has left the router, which ignores late reports
     is_draining: bool = False
     has_asked: bool = False  # for its blocks
     changed: anyio.Event = field(default_factory=anyio.Event)  # its state, or it has no more requests
@@ -375,8 +376,7 @@ class ReplicaSet:
         if not replica.is_in_router:
             return
         assert self._router is not None
-        epoch = replica.supervisor.restarts
-        update = Update(replica.number, epoch, message.number, message.changes, message.is_snapshot)
+        update = Update(replica.number, replica.epoch, message.number, message.changes, message.is_snapshot)
         if self._router.receive(update):
             replica.has_asked = False
         elif not replica.has_asked or message.is_snapshot:
@@ -407,6 +407,17 @@ class ReplicaSet:
         else:
             self._fail_waiting()
         replica.notify()
+        self._end_drain_if_needed()
+
+    def _end_drain_if_needed(self) -> None:
+        """Places requests on a replica that is being drained if no other one serves."""
+        if any(replica.is_in_router for replica in self._replicas):
+            return
+        for replica in self._replicas:
+            if replica.is_draining and replica.supervisor.is_ready:
+                logger.error("replica %d is not drained: no other replica serves", replica.number)
+                replica.is_draining = replica.has_asked = False
+                self._join(replica)
 
     def _join(self, replica: Replica) -> None:
         """Places requests on a replica from now on, if it may have any."""
@@ -427,6 +438,7 @@ class ReplicaSet:
         self._has_work.set()
         if replica.is_in_router:
             replica.is_in_router = False
+            replica.epoch += 1
             self._router.lose(replica.number)
 
     def _down_because(self) -> str | None:

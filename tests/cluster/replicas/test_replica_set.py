@@ -340,6 +340,35 @@ async def test_the_last_replica_that_serves_is_not_drained(two) -> None:
         client.engine.drain(0)
 
 
+async def test_a_drained_replica_serves_again_if_the_others_are_lost() -> None:
+    replicas = Replicas(2)
+    routers: list[Router] = []
+
+    def new_router(shape, loaded) -> Router:
+        routers.append(Router(shape, loaded.info.identity))
+        return routers[0]
+
+    async with replicas.open(router=new_router) as client:
+        await replicas.settle()
+        replicas.is_automatic = False
+        jobs = [Job([20 + number] * 70) for number in range(4)]
+        async with anyio.create_task_group() as group:
+            for job in jobs:
+                group.start_soon(job.run, client)
+            await replicas.settle()
+            client.engine.drain(0, 1e9)
+            await replicas.until(lambda: replica(client, 0).state == "draining")
+            replicas.fails_to_start = {1}
+            replicas.children[1].die()
+            replicas.become_automatic()
+        assert replica(client, 0).restarts == 0
+        for job in jobs:
+            job.check()
+        await run_all(client, again := Job([20] * 70))
+        assert again.end.cached_tokens >= 64
+        assert routers[0].tree.num_blocks  # it reports its cache again
+
+
 async def test_replicas_of_different_models_are_rejected_and_none_is_left() -> None:
     replicas = Replicas(2)
     replicas.make_runner = lambda number: runner(num_slots=600, max_context=500 + number)
