@@ -8,8 +8,9 @@ tenant is then idle everywhere, and idle time leaves neither credit nor debt.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 AWAY_S = 2.0
@@ -44,20 +45,33 @@ class Charged:
 
 
 class Absent:
-    """The charges of tenants without requests here. ``clock``: seconds."""
+    """The charges of tenants without requests here. ``clock``: seconds. A report of charges has thousands of
+    tenants, so none of these methods reads all of them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._used: dict[str, tuple[float, float]] = {}  # the charge, and when it last changed
+        # The charge, and when it last changed, earliest first.
+        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._by_charge: list[tuple[float, str]] = []  # a heap, also with charges of earlier times
 
     def least(self) -> float:
         """Returns the lowest charge; infinite if there is none."""
         self._forget()
-        return min([used for used, _ in self._used.values()], default=math.inf)
+        while self._by_charge:
+            used, tenant = self._by_charge[0]
+            if tenant in self._used and self._used[tenant][0] == used:
+                return used
+            heapq.heappop(self._by_charge)
+        return math.inf
 
     def set(self, tenant: str, used: float) -> None:
         """The charge of a tenant that has no more requests here, or that is charged elsewhere."""
         self._used[tenant] = used, self._clock()
+        self._used.move_to_end(tenant)
+        heapq.heappush(self._by_charge, (used, tenant))
+        if len(self._by_charge) > 2 * len(self._used) + 8:
+            self._by_charge = [(one[0], name) for name, one in self._used.items()]
+            heapq.heapify(self._by_charge)
 
     def pop(self, tenant: str) -> float:
         """Returns the charge of a tenant that has requests here again; 0 if none is known."""
@@ -66,4 +80,8 @@ class Absent:
 
     def _forget(self) -> None:
         since_s = self._clock() - AWAY_S
-        self._used = {tenant: one for tenant, one in self._used.items() if one[1] >= since_s}
+        while self._used:
+            tenant, (_, changed_s) = next(iter(self._used.items()))
+            if changed_s >= since_s:
+                return
+            del self._used[tenant]

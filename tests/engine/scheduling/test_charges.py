@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.engine.requests import request_of
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling.charges import AWAY_S, Charged
+from agentflow.engine.scheduling.charges import AWAY_S, Absent, Charged
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
 
@@ -118,3 +121,25 @@ def test_service_of_a_program_on_other_engines_counts() -> None:
     policy = engine.scheduler.waiting
     assert policy._programs["one", 7].num_tokens == 1000 + BUDGET
     assert ("one", 8) not in policy._programs
+
+
+@given(data=st.data())
+def test_charges_of_absent_tenants_follow_a_plain_list(data: st.DataObject) -> None:
+    now_s = 0.0
+    absent = Absent(lambda: now_s)
+    expected: dict[str, tuple[float, float]] = {}
+    for _ in range(data.draw(st.integers(1, 60))):
+        now_s += data.draw(st.sampled_from([0.0, 0.0, 0.5, AWAY_S]))
+        name = data.draw(st.sampled_from("abcde"))
+        current = {tenant: used for tenant, (used, at_s) in expected.items() if at_s >= now_s - AWAY_S}
+        match data.draw(st.sampled_from(["set", "set", "pop", "least"])):
+            case "set":
+                used = float(data.draw(st.integers(0, 5)))
+                absent.set(name, used)
+                expected[name] = used, now_s
+            case "pop":
+                assert absent.pop(name) == current.get(name, 0.0)
+                expected.pop(name, None)
+            case "least":
+                assert absent.least() == min(current.values(), default=math.inf)
+        assert len(absent._by_charge) <= 2 * 5 + 8
