@@ -39,15 +39,21 @@ class Job:
     text: str = ""
     end: Finished | None = None
     error: Exception | None = None
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.end or self.error or self.scope.cancel_called)
 
     async def run(self, client: EngineClient) -> None:
         params = SamplingParams(max_tokens=self.length)
-        try:
-            self.end = await client.generate(
-                self.prompt, params, seed=0, origin=self.origin, on_progress=self._progress
-            )
-        except EngineFailed as error:
-            self.error = error
+        with self.scope:
+            try:
+                self.end = await client.generate(
+                    self.prompt, params, seed=0, origin=self.origin, on_progress=self._progress
+                )
+            except EngineFailed as error:
+                self.error = error
 
     def _progress(self, progress: Progress) -> None:
         assert not progress.num_dropped
@@ -68,6 +74,21 @@ def replica(client: EngineClient, number: int):
     return client.engine.replicas[number]
 
 
+def check_nobody_is_owed(client: EngineClient) -> None:
+    """Without requests, none is left in any book."""
+    replicas = client.engine
+    assert [*client._unfinished, *replicas._waiting, *replicas._of_request, *replicas._left] == []
+    assert not replicas._waiting_of_state._entries
+    for one in replicas._replicas:
+        assert (one.requests, one.supervisor.num_unfinished, one.supervisor.has_suspects) == ({}, 0, False)
+        assert not one.supervisor._journal._of_state._entries
+    router = replicas._router
+    assert not any(edge.running for edge in router.tree.edges())
+    for load in router.loads._loads:
+        assert (load.num_waiting, load.num_running, load.num_latency, load.queued) == (0, 0, 0, {})
+    router.tree.check()
+
+
 @settings(max_examples=40)
 @given(data=st.data())
 def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) -> None:
@@ -83,7 +104,8 @@ def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) ->
                 for _ in range(data.draw(st.integers(5, 40), "events")):
                     number = data.draw(st.integers(0, count - 1), "number")
                     event = data.draw(
-                        st.sampled_from(["submit", "step", "step", "step", "die", "hang", "drain"]), "event"
+                        st.sampled_from(["submit", "step", "step", "step", "die", "hang", "drain", "abort"]),
+                        "event",
                     )
                     match event:
                         case "submit":
@@ -99,13 +121,17 @@ def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) ->
                             replicas.children[number].die()
                         case "hang":
                             replicas.children[number].hangs = True
+                        case "abort" if jobs:
+                            jobs[data.draw(st.integers(0, len(jobs) - 1), "aborted")].scope.cancel()
                         case "drain":
                             with contextlib.suppress(BadArgument, Overloaded):
                                 client.engine.drain(number)
                     await replicas.settle()
                 replicas.become_automatic()
-                await replicas.ticks.until(lambda: all(job.end or job.error for job in jobs))
+                await replicas.ticks.until(lambda: all(job.has_ended for job in jobs))
             for job in jobs:
+                if job.scope.cancel_called:
+                    continue
                 # A request may be blamed for deaths that the test has caused: three while it ran alone.
                 if job.error is None:
                     job.check()
@@ -115,6 +141,8 @@ def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) ->
             for child in replicas.children.values():
                 child.engine.scheduler.check_idle()
             assert all(one.requests == 0 for one in client.engine.replicas)
+            await replicas.settle()
+            check_nobody_is_owed(client)
 
     anyio.run(run)
 
