@@ -155,7 +155,10 @@ class _Attempt:
                 pid = watch.recv(PID.size, socket.MSG_WAITALL)
                 if len(pid) < PID.size:
                     raise ConnectionAbortedError("its actor ended")
-                opened.pop_all()
+                with self._lock:
+                    if self._is_given_up:  # nobody would close the connections
+                        raise ConnectionAbortedError
+                    opened.pop_all()
                 return self._host, engine, watch, *PID.unpack(pid)
         except BaseException:
             self.give_up()
@@ -172,9 +175,11 @@ class _Attempt:
 
 
 def _connect(address: tuple[str, int], head: bytes) -> socket.socket:
-    connection = socket.create_connection(address, CONNECT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(head)
+    with contextlib.ExitStack() as opened:
+        connection = opened.enter_context(socket.create_connection(address, CONNECT_S))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head)
+        opened.pop_all()
     return connection
 
 

@@ -74,7 +74,7 @@ MAX_PLACED = 64
 MAX_LEFT = 512
 """Requests of a lost replica that the router forgets in one turn."""
 MAX_PLACED_TOKENS = 131_072
-"""Tokens of these requests, of which 10,000 take about 2 ms."""
+"""The most tokens of these requests, unless one alone has more. To read and write them takes 3 ms or more."""
 CHARGES_EVERY_S = 0.1
 DRAIN_S = 30.0
 """How long a replica that is drained may finish its requests. Those that are left continue on others."""
