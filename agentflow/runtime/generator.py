@@ -239,8 +239,8 @@ class Generator(Embedder, Protocol[ContextT]):
     # for a variable or, after a turn, for its client. It computes what is known, at no other request's cost,
     # and changes no result.
 
-    # ``def replica_of(self, context: ContextT) -> int | None`` is optional. It is the number of the replica on
-    # which the context's request runs, if there are several.
+    # ``def replica_of(self, context: ContextT) -> int | None`` is optional. It returns the number of the
+    # replica on which the context's request runs, if there are several.
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""

@@ -222,3 +222,17 @@ def test_the_live_view_goes_on_until_it_is_interrupted_and_looks_back_over_a_few
     last = console.file.getvalue().rpartition("means over ")[2]
     assert last.startswith("5.0 s")
     assert " 35 " in last  # (20² - 15²) / 5
+
+
+def test_a_model_whose_replicas_do_not_all_serve_is_marked():
+    lines = ['agentflow_engine_up{model="a"} 1', 'agentflow_engine_up{model="b"} 1']
+    lines += [f'agentflow_replica_up{{model="a",replica="{number}"}} {number % 2}' for number in range(3)]
+    lines += ['agentflow_replica_up{model="b",replica="0"} 1']
+    now = scraped("\n".join(lines) + "\n", 1.0)
+    a, b = figures(now, now).models
+    assert (a.replicas, a.replicas_up, b.replicas, b.replicas_up) == (3, 1, 1, 1)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(frame(figures(now, now), URL))
+    shown = console.file.getvalue()
+    assert shown.count("(1 of 3 up)") == 1
+    assert "down" not in shown

@@ -86,6 +86,7 @@ async def test_counters_of_a_model_count_each_process_once() -> None:
     async def generated(http: httpx2.AsyncClient) -> float:
         lines = (await http.get("/metrics")).text.splitlines()
         assert 'agentflow_replica_up{model="many",replica="1"} 1.0' in lines
+        assert 'agentflow_replica_requests{model="many",replica="1"} 0.0' in lines
         [line] = [one for one in lines if one.startswith('agentflow_generated_tokens_total{model="many"}')]
         return float(line.split()[-1])
 
@@ -100,3 +101,24 @@ async def test_counters_of_a_model_count_each_process_once() -> None:
         await replicas.until(lambda: replicas.num_started == 4)
         await replicas.settle()
         assert await generated(http) == before
+
+
+async def test_a_hung_replica_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentflow.cluster.replicas.replica_set.STATS_S", 0.3)
+    replicas = Replicas(2)
+    async with serving(replicas) as http:
+        replicas.children[1].hangs = True
+        replicas.is_automatic = True
+        listed = (await http.get("/v1/replicas")).json()["data"]
+        assert [one["state"] for one in listed] == ["serving", "serving"]
+        assert listed[0]["running"] == 0
+        lines = (await http.get("/metrics")).text.splitlines()
+        assert 'agentflow_engine_up{model="many"} 1.0' in lines
+        replicas.children[0].die()
+        await replicas.until(lambda: replicas.num_started == 3)
+        replicas.children[0].hangs = True  # now both
+        lines = (await http.get("/metrics")).text.splitlines()
+        assert 'agentflow_engine_up{model="many"} 0.0' in lines
+        for child in replicas.children.values():
+            child.hangs = False
+            child.wake()

@@ -12,6 +12,7 @@ from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import expect
 from support.api_server import ApiServer, api_server
 from support.ui.accessibility import axe_violations, scrolls_sideways
+from support.ui.image_files import drop, picture
 from support.ui.screen import Screen
 from support.ui.stage import Stage, open_stage
 from support.ui.tenants import KEYS, tenants
@@ -92,6 +93,39 @@ def test_a_program_is_drawn_while_it_runs(
         stage.wait_running(1)
         stage.end()
     expect(nodes).to_have_count(0)
+
+
+def test_requests_show_the_images_that_they_read(stage: Stage, visit: Visit) -> None:
+    chart, photo = picture(80, 50), picture(90, 60, "JPEG")
+
+    async def work(flow: af.Session) -> None:
+        async with flow.state() as s:
+            s += af.user("Compare ", af.image(chart), " and ", af.image(photo)) + af.gen("comparison")
+            await s["comparison"]
+
+    screen = visit(stage.url)
+    screen.open("chat")
+    screen.wait_status("open")
+    drop(screen, "main", ("chart.png", "image/png", chart))
+    screen.at("message").fill("What is it?")
+    screen.at("message").press("Enter")
+    stage.wait_running(1)
+    with running(stage.url, work):
+        stage.wait_running(2)
+        screen.open("programs")
+        nodes = screen.page.get_by_role("listbox").get_by_role("option")
+        details = screen.page.get_by_role("region", name="Node")
+        nodes.filter(has_text="comparison").click()
+        expect(nodes.filter(has_text="2 images")).to_have_count(1)
+        expect(details).to_contain_text("image/png")
+        expect(details).to_contain_text("image/jpeg")
+        nodes.filter(has_text="1 image").click()
+        # The page has sent this one itself.
+        own = screen.page.get_by_role("img", name="An image of the request")
+        expect(own.last).to_be_visible()
+        assert own.last.evaluate("(image) => image.naturalWidth") == 80
+        assert axe_violations(screen) == []
+        stage.end_all()
 
 
 def test_failed_parts_stay_and_cancelled_ones_leave(stage: Stage, visit: Visit) -> None:

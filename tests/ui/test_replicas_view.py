@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-import anyio
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import expect
@@ -99,9 +98,7 @@ def running(world: World, key: str) -> Iterator[None]:
             world.go_on()
 
 
-def test_an_operator_sees_the_replicas_and_where_requests_run(
-    world: World, visit: Visit, request: pytest.FixtureRequest
-) -> None:
+def test_an_operator_sees_the_replicas_and_where_requests_run(world: World, visit: Visit) -> None:
     screen = visit(world.url, viewport={"width": 1280, "height": 900})
     screen.expect_problem("401|WebSocket connection to")
     screen.open("scheduler")

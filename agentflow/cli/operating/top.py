@@ -61,6 +61,10 @@ class Scrape:
         """Whether there is a sample with this name and these labels."""
         return any(True for _ in self._found(name, labels))
 
+    def number(self, name: str, **labels: str) -> int:
+        """The number of samples with this name and these labels."""
+        return sum(1 for _ in self._found(name, labels))
+
     def cumulative(self, name: str, **labels: str) -> dict[float, float]:
         """A histogram: the number of values up to each bound."""
         found: dict[float, float] = {}
@@ -89,7 +93,7 @@ class Quantiles:
 class ModelFigures:
     """One model. Rates, quantiles and ``hit_rate`` are for the time between the scrapes, ``total_hit_rate``
     for the time since the server started. Hit rates are None if there were no prompts. A model behind an API
-    has None for the figures of an engine."""
+    has None for the figures of an engine. ``replicas_up``: those of its replicas that serve."""
 
     name: str
     is_up: bool | None
@@ -105,6 +109,8 @@ class ModelFigures:
     ttft: Quantiles
     tpot: Quantiles
     restarts: int | None
+    replicas: int = 1
+    replicas_up: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,8 @@ def _model(name: str, before: Scrape, now: Scrape, over_s: float) -> ModelFigure
         ttft=_quantiles("agentflow_ttft_seconds", before, now, model=name),
         tpot=_quantiles("agentflow_tpot_seconds", before, now, model=name),
         restarts=of_engine("agentflow_engine_restarts_total"),
+        replicas=now.number("agentflow_replica_up", model=name) or 1,
+        replicas_up=int(now.total("agentflow_replica_up", model=name)),
     )
 
 
@@ -355,7 +363,7 @@ def _load(now: Figures) -> Table:
     table.add_column("KV: # in use, = cached", no_wrap=True)
     for model in now.models:
         table.add_row(
-            Text(f"{model.name} (down)", style="red") if model.is_up is False else Text(model.name),
+            _name(model),
             f"{model.running:,}",
             Text(_count(model.waiting), style="yellow" if model.waiting else ""),
             _rate(model.input_per_s),
@@ -365,6 +373,14 @@ def _load(now: Figures) -> Table:
             kv_bar(model),
         )
     return table
+
+
+def _name(model: ModelFigures) -> Text:
+    if model.is_up is False:
+        return Text(f"{model.name} (down)", style="red")
+    if model.replicas_up < model.replicas and model.replicas > 1:
+        return Text(f"{model.name} ({model.replicas_up} of {model.replicas} up)", style="yellow")
+    return Text(model.name)
 
 
 def _times(now: Figures) -> Table:

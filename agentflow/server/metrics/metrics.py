@@ -121,6 +121,16 @@ class MetricFamilies(Collector):
             for number, is_up in (states or {0: int(of.is_engine_up)}).items():
                 up.add_metric([name, str(number)], is_up)
         yield up
+        requests = GaugeMetricFamily(
+            "agentflow_replica_requests",
+            "Requests that a replica has not ended.",
+            labels=["model", "replica"],
+        )
+        for name, of in self._engines.items():
+            unended = (last[name].running or 0) + (last[name].waiting or 0)
+            for number, num in ({one.number: one.requests for one in of.replicas} or {0: unended}).items():
+                requests.add_metric([name, str(number)], num)
+        yield requests
 
         features = {name: getattr(stats, "media_feature_bytes", 0) for name, stats in last.items()}
         yield self._gauge("media_feature_bytes", "Memory of the features of images.", features)

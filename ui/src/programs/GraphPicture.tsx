@@ -1,10 +1,11 @@
 // A live graph as a picture. The arrow keys move along its edges and layers.
-import type { LiveGraph } from "agentflow-client";
+import type { LiveGraph, LiveNode } from "agentflow-client";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Facts } from "../charts/Facts";
+import { imageOf } from "../images/kept";
 import { isolated } from "../runs/layout";
-import { neighbour, NODE_HEIGHT, NODE_WIDTH, type Picture, type PlacedNode } from "./picture";
-import { factsOf, lineOf, nameOf, statusOf } from "./words";
+import { neighbour, NODE_WIDTH, type Picture, type PlacedNode } from "./picture";
+import { factsOf, lineOf, nameOf, placeOf, statusOf } from "./words";
 
 const MAX_NAME_CHARS = 22;
 const GLYPHS: Readonly<Record<string, string>> = { waiting: "○", running: "▶", done: "✓", failed: "✕" };
@@ -13,9 +14,10 @@ interface Props {
   readonly graph: LiveGraph;
   readonly picture: Picture;
   readonly label: string;
+  readonly session: string;
 }
 
-export function GraphPicture({ graph, picture, label }: Props) {
+export function GraphPicture({ graph, picture, label, session }: Props) {
   const [focused, setFocused] = useState<number | null>(null);
   const [hovered, setHovered] = useState<number | null>(null);
   const frame = useRef<HTMLDivElement>(null);
@@ -66,7 +68,7 @@ export function GraphPicture({ graph, picture, label }: Props) {
               <path
                 key={`${from.node.id} ${to.node.id}`}
                 class={`graph-edge${from === shown || to === shown ? " is-chosen" : ""}`}
-                d={wayOf(from, to)}
+                d={wayOf(from, to, picture.nodeHeight)}
               />
             ))}
           </g>
@@ -74,6 +76,7 @@ export function GraphPicture({ graph, picture, label }: Props) {
             <Node
               key={placed.node.id}
               placed={placed}
+              height={picture.nodeHeight}
               isCurrent={placed === current}
               isChosen={placed.node.id === focused}
               choose={() => setFocused(placed.node.id)}
@@ -85,27 +88,43 @@ export function GraphPicture({ graph, picture, label }: Props) {
       {shown === undefined ? (
         <p class="graph-hint">Point at a node, or move to one with the arrow keys, to read about it.</p>
       ) : (
-        <section class="graph-details" aria-label="Node">
+        <section class="graph-details" aria-label={`Node of ${session}`}>
           <h3>
             <bdi>{nameOf(shown.node)}</bdi>
           </h3>
           <Facts facts={factsOf(shown.node, graph)} />
+          <KnownImages node={shown.node} />
         </section>
       )}
     </>
   );
 }
 
+/** The images of a node whose bytes this page has, because it has sent them. */
+function KnownImages({ node }: { node: LiveNode }) {
+  const known = (node.media ?? []).map(({ source }) => imageOf(source)).filter((one) => one?.data !== undefined);
+  if (known.length === 0) return null;
+  return (
+    <div class="graph-images">
+      {known.map((one) => (
+        <img key={one!.source} src={one!.url} alt="An image of the request" />
+      ))}
+    </div>
+  );
+}
+
 interface NodeProps {
   readonly placed: PlacedNode;
+  readonly height: number;
   readonly isCurrent: boolean;
   readonly isChosen: boolean;
   readonly choose: () => void;
   readonly hover: (isOver: boolean) => void;
 }
 
-function Node({ placed: { node, x, y }, isCurrent, isChosen, choose, hover }: NodeProps) {
+function Node({ placed: { node, x, y }, height, isCurrent, isChosen, choose, hover }: NodeProps) {
   const name = nameOf(node);
+  const place = placeOf(node);
   return (
     <g
       role="option"
@@ -118,8 +137,8 @@ function Node({ placed: { node, x, y }, isCurrent, isChosen, choose, hover }: No
       onPointerEnter={() => hover(true)}
       onPointerLeave={() => hover(false)}
     >
-      <rect width={NODE_WIDTH} height={NODE_HEIGHT} rx="7" />
-      <text class="graph-glyph" x="18" y="28" aria-hidden="true">
+      <rect width={NODE_WIDTH} height={height} rx="7" />
+      <text class="graph-glyph" x="18" y={height / 2 + 5} aria-hidden="true">
         {GLYPHS[statusOf(node)]}
       </text>
       <text>
@@ -130,6 +149,14 @@ function Node({ placed: { node, x, y }, isCurrent, isChosen, choose, hover }: No
         <tspan class="graph-line" x="34" y="36">
           {lineOf(node)}
         </tspan>
+        {place && (
+          <>
+            <tspan class="graph-comma">, </tspan>
+            <tspan class="graph-line" x="34" y="51">
+              {place}
+            </tspan>
+          </>
+        )}
       </text>
       {node.awaited && <path class="graph-mark" d={`M${NODE_WIDTH - 22} 1h12v16l-6 -5l-6 5z`} />}
     </g>
@@ -137,8 +164,8 @@ function Node({ placed: { node, x, y }, isCurrent, isChosen, choose, hover }: No
 }
 
 /** From the right side of a node to the left side of another. */
-function wayOf(from: PlacedNode, to: PlacedNode): string {
-  const [x1, y1, x2, y2] = [from.x + NODE_WIDTH, from.y + NODE_HEIGHT / 2, to.x, to.y + NODE_HEIGHT / 2];
+function wayOf(from: PlacedNode, to: PlacedNode, height: number): string {
+  const [x1, y1, x2, y2] = [from.x + NODE_WIDTH, from.y + height / 2, to.x, to.y + height / 2];
   const bend = Math.max(24, (x2 - x1) / 2);
   return `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2 - 5} ${y2}m-4 -4l5 4l-5 4`;
 }

@@ -47,33 +47,34 @@ function SessionGraph({ graph, number, most }: { graph: LiveGraph; number: numbe
   const picture = pictureOf(graph, most);
   const title = titleOf(graph);
   const id = `session-${number}`;
+  const session = number === 0 ? "This page" : `Session ${number}`;
   return (
     <section class="program" aria-labelledby={id} data-testid="program">
       <div class="part-head">
         <h2 id={id}>
-          {number === 0 ? "This page" : `Session ${number}`}: <bdi>{title}</bdi>
+          {session}: <bdi>{title}</bdi>
         </h2>
         <span class="figure-note">{countsOf(graph) || "nothing runs"}</span>
       </div>
       {picture.nodes.length > 0 && (
         <div class="panel graph-panel">
-          <GraphPicture graph={graph} picture={picture} label={`Graph of ${title}`} />
+          <GraphPicture graph={graph} picture={picture} label={`Graph of ${title}`} session={session} />
         </div>
       )}
       {picture.numLeftOut > 0 && (
         <p class="graph-hint">{counted(picture.numLeftOut, "more node is", "more nodes are")} not drawn.</p>
       )}
-      <States graph={graph} />
+      <States graph={graph} session={session} />
     </section>
   );
 }
 
-function States({ graph }: { graph: LiveGraph }) {
+function States({ graph, session }: { graph: LiveGraph; session: string }) {
   const states = graph.states ?? [];
   const numMore = Math.max(0, states.length - MAX_STATES) + (graph.num_states_left_out ?? 0);
   return (
     <>
-      <div class="table-frame panel" tabIndex={0} role="region" aria-label="States">
+      <div class="table-frame panel" tabIndex={0} role="region" aria-label={`States of ${session}`}>
         <table>
           <thead>
             <tr>

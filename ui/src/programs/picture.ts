@@ -1,8 +1,10 @@
 // The drawing of a live graph: layers from left to right, in which each node stands behind what it needs.
 import type { LiveGraph, LiveNode } from "agentflow-client";
+import { placeOf } from "./words";
 
 export const NODE_WIDTH = 212;
 export const NODE_HEIGHT = 46;
+const PLACE_HEIGHT = 15;
 const GAP_X = 56;
 const GAP_Y = 12;
 const GROUP_PADDING = 7;
@@ -30,6 +32,8 @@ export interface Picture {
   readonly nodes: readonly PlacedNode[];
   readonly edges: readonly (readonly [from: PlacedNode, to: PlacedNode])[];
   readonly groups: readonly GroupBox[];
+  /** Of each node: greater if one of them has a third line. */
+  readonly nodeHeight: number;
   readonly width: number;
   readonly height: number;
   /** Nodes that are not drawn. */
@@ -45,6 +49,7 @@ export function pictureOf(graph: LiveGraph, most: number): Picture {
     .sort((a, b) => rankOf(a) - rankOf(b) || a.id - b.id)
     .slice(0, most)
     .sort((a, b) => a.id - b.id);
+  const nodeHeight = NODE_HEIGHT + (shown.some((node) => placeOf(node) !== "") ? PLACE_HEIGHT : 0);
   const direct = directNeeds(shown);
   const placed = new Map<number, PlacedNode>();
   const groups: GroupBox[] = [];
@@ -54,10 +59,10 @@ export function pictureOf(graph: LiveGraph, most: number): Picture {
     let y = MARGIN;
     for (const { group, members, at } of stacksOf(layer, direct, placed)) {
       if (group !== 0) y += GROUP_HEAD;
-      const top = (y = Math.max(y, at - ((members.length - 1) * (NODE_HEIGHT + GAP_Y)) / 2));
+      const top = (y = Math.max(y, at - ((members.length - 1) * (nodeHeight + GAP_Y)) / 2));
       for (const node of members) {
         placed.set(node.id, { node, layer: number, x, y });
-        y += NODE_HEIGHT + GAP_Y;
+        y += nodeHeight + GAP_Y;
       }
       if (group === 0) continue;
       groups.push({
@@ -77,6 +82,7 @@ export function pictureOf(graph: LiveGraph, most: number): Picture {
     nodes,
     edges: nodes.flatMap((to) => direct.get(to.node.id)!.map((id) => [placed.get(id)!, to] as const)),
     groups,
+    nodeHeight,
     width: x - GAP_X + MARGIN + GROUP_PADDING,
     height: height - GAP_Y + MARGIN,
     numLeftOut: all.length - shown.length + (graph.num_nodes_left_out ?? 0),

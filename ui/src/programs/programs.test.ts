@@ -1,7 +1,7 @@
 import type { LiveGraph, LiveNode } from "agentflow-client";
 import { describe, expect, it } from "vitest";
 import { neighbour, NODE_HEIGHT, NODE_WIDTH, pictureOf, type PlacedNode } from "./picture";
-import { countsOf, factsOf, lineOf, missOf, titleOf } from "./words";
+import { countsOf, factsOf, lineOf, missOf, placeOf, titleOf } from "./words";
 
 const node = (id: number, needs: number[] = [], more: Partial<LiveNode> = {}): LiveNode => ({
   id,
@@ -88,6 +88,25 @@ describe("words about a graph", () => {
     expect(lineOf(graph.nodes![0]!)).toBe("done");
     expect(Object.fromEntries(factsOf(graph.nodes![0]!, graph))).toMatchObject({ "Needed by": "n2", Needs: "nothing" });
     expect(Object.fromEntries(factsOf(graph.nodes![1]!, graph))).toMatchObject({ Needs: "n1", State: "1 of a" });
+  });
+
+  it("say where a request runs and which images it reads, in a third line", () => {
+    const png = { source: "sha256:00", media_type: "image/png", num_bytes: 12_345 };
+    const clip = { source: "https://example.org/a.mp4", kind: "video" as const };
+    const reads = (more: Partial<LiveNode>) => node(1, [], { status: "running", ...more });
+    expect(placeOf(reads({}))).toBe("");
+    expect(placeOf(reads({ replica: 0 }))).toBe("replica 0");
+    expect(placeOf(reads({ replica: 2, media: [png], num_media: 1 }))).toBe("replica 2 · 1 image");
+    expect(placeOf(reads({ media: [png, clip], num_media: 7 }))).toBe("7 images and videos");
+    expect(placeOf(reads({ media: [clip], num_media: 2 }))).toBe("2 videos");
+    const facts = Object.fromEntries(factsOf(reads({ replica: 0, media: [png, clip], num_media: 7 }), {}));
+    expect(facts["Replica"]).toBe("0");
+    expect(facts["Images and videos"]).toBe(
+      "image/png, 12.3 kB; video, https://example.org/a.mp4; 5 more",
+    );
+    const [without, withThird] = [{}, { replica: 1 }].map((more) => pictureOf({ nodes: [reads(more)] }, 9));
+    expect(withThird!.nodeHeight).toBeGreaterThan(without!.nodeHeight);
+    expect(withThird!.height - without!.height).toBe(withThird!.nodeHeight - without!.nodeHeight);
   });
 
   it("name at most 20 of the nodes that one needs", () => {

@@ -51,6 +51,12 @@ export function lineOf(node: LiveNode): string {
     parts.push(node.objective ?? "latency");
     if (node.awaited) parts.push(node.awaited === "stream" ? "streamed" : "awaited");
   }
+  return parts.join(" · ");
+}
+
+/** Where a request runs, and which images it reads: the third line of a node, or "". */
+export function placeOf(node: LiveNode): string {
+  const parts: string[] = [];
   if (node.replica != null) parts.push(`replica ${node.replica}`);
   if (node.num_media) parts.push(mediaOf(node));
   return parts.join(" · ");
@@ -71,10 +77,9 @@ export function mediaOf(node: LiveNode): string {
   return counted(node.num_media ?? 0, noun, kinds.size > 1 ? "images and videos" : `${noun}s`);
 }
 
-/** `image, image/png, 12.3 kB`, or the address of one that the server fetches. */
+/** `image/png, 12.3 kB`, or the address of one that the server fetches. */
 export function mediumLine({ source, kind, media_type: type, num_bytes: size }: LiveMedium): string {
-  const parts: string[] = [kind ?? "image"];
-  if (type) parts.push(type);
+  const parts: string[] = [type || (kind ?? "image")];
   if (size) parts.push(bytes(size));
   if (!source.startsWith("sha256:")) parts.push(source);
   return parts.join(", ");
