@@ -519,7 +519,8 @@ class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
                     needs = ", ".join([names.get(one, str(one)) for one in node.needs if one not in done])
                     after = f" after {needs}" if needs else ""
                     line = f"  {node.kind} {node.name}: {node.status}, {node.objective}{after}"
-                    lines.append(f"{line}{_outline_of_media(node)}")
+                    replica = "" if node.replica is None else f", replica {node.replica}"
+                    lines.append(f"{line}{replica}{_outline_of_media(node)}")
         if left := self.num_states_left_out + self.num_nodes_left_out:
             lines.append(f"… {left} more")
         return "\n".join(lines) or "nothing is unfinished"

@@ -47,6 +47,15 @@ class World:
         else:
             self.replicas.is_automatic = False
 
+    def lose(self, number: int) -> None:
+        """The process of a replica dies, and cannot be started again."""
+
+        def lose() -> None:
+            self.replicas.fails_to_start = {number}
+            self.replicas.children[number].die()
+
+        self._portal.call(lose)
+
     def held(self) -> list[int]:
         """The number of requests that each replica has."""
         children = self.replicas.children
@@ -128,6 +137,25 @@ def test_an_operator_sees_the_replicas_and_where_requests_run(world: World, visi
         expect(screen.page.get_by_text("on replica")).to_have_count(NUM_BRANCHES)
         assert axe_violations(screen) == []
         assert scrolls_sideways(screen) == []
+
+
+def test_a_replica_that_is_down_and_its_problem_are_shown(world: World, visit: Visit) -> None:
+    screen = visit(world.url, viewport={"width": 360, "height": 740})
+    screen.expect_problem("401|WebSocket connection to")
+    screen.open("scheduler")
+    screen.give_key(KEYS["ops"])
+    row = (
+        screen.page.get_by_role("region", name="Replicas of models")
+        .get_by_role("row")
+        .filter(has_text="down")
+    )
+    world.lose(1)
+    expect(row).to_have_count(1)
+    expect(row.get_by_role("rowheader")).to_have_text("1")
+    expect(row.get_by_role("cell").nth(3)).to_have_text("–")  # nothing is known of a process
+    expect(screen.view("scheduler")).to_contain_text("replica 1 is down: it died")
+    assert axe_violations(screen) == []
+    assert scrolls_sideways(screen) == []
 
 
 def test_a_tenant_sees_no_replicas_but_those_of_its_requests(world: World, visit: Visit) -> None:

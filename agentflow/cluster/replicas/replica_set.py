@@ -403,7 +403,7 @@ class ReplicaSet:
                 self._ended(replica, request.submit.request_id, 0)
                 self._wait(request)
             if moved:
-                logger.info("%d requests of replica %d continue on others", len(moved), replica.number)
+                logger.info("replica %d: requests that continue elsewhere: %d", replica.number, len(moved))
         else:
             self._fail_waiting()
         replica.notify()

@@ -511,7 +511,7 @@ async def test_refreshed_stats_are_present_ones_and_a_lost_process_has_none(
     job.check()
     lines = [record.getMessage() for record in caplog.records]
     assert any(f"replica {number}" in line and "with 1 unfinished request" in line for line in lines)
-    assert any(line.startswith("1 requests of") for line in lines)
+    assert any(line.startswith(f"replica {number}:") and line.endswith(": 1") for line in lines)
     [one] = [one for one in await client.engine.refreshed() if one.number == number]
     assert one.stats is not None
     assert not one.is_silent

@@ -57,6 +57,9 @@ async def test_running_requests_have_the_replica_on_which_they_are(count: int) -
             assert sorted(shown, key=str) == expected
             assert [node.replica for node in nodes if node.name == "two"] == [None] * 6
 
+            outline = str(await flow.graph())
+            assert [f"replica {number}" in outline for number in range(2)] == [count > 1] * 2
+
             # A request that moves is shown where it went.
             if count > 1:
                 replicas.children[0].die()

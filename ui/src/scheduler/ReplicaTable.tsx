@@ -43,7 +43,7 @@ export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
                   )}
                 </th>
                 <td>
-                  <span class={`replica-state is-${replica.state}`} title={replica.problem || STATES[replica.state]}>
+                  <span class={`replica-state is-${replica.state}`} title={STATES[replica.state]}>
                     {replica.state}
                   </span>
                 </td>
@@ -61,6 +61,13 @@ export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
           </tbody>
         </table>
       </div>
+      {shown
+        .filter(({ problem }) => problem !== "")
+        .map(({ model, number, problem }) => (
+          <p key={`${number} ${model}`} class="view-note">
+            {problem}
+          </p>
+        ))}
     </section>
   );
 }
