@@ -119,6 +119,7 @@ async def test_a_hung_replica_hides_no_other(monkeypatch: pytest.MonkeyPatch) ->
         replicas.children[0].hangs = True  # now both
         lines = (await http.get("/metrics")).text.splitlines()
         assert 'agentflow_engine_up{model="many"} 0.0' in lines
+        assert 'agentflow_engine_restarts_total{model="many"} 1.0' in lines
         for child in replicas.children.values():
             child.hangs = False
             child.wake()

@@ -339,6 +339,10 @@ class EngineTotals:
         if restarts > last_restarts:
             self._keep()
         self.last = stats
+        self.restarted(restarts)
+
+    def restarted(self, restarts: int) -> None:
+        """The engine's process was replaced ``restarts`` times, whether or not it answers now."""
         self.restarts = self._restarts_before + restarts
 
     def next_engine(self) -> None:
@@ -376,6 +380,10 @@ class ReplicaTotals:
         for number, part in ({0: stats} if parts is None else parts).items():
             self._each.setdefault(number, EngineTotals()).update(part)
         self.last = self._each[0].last if parts is None else stats
+
+    def restarted(self, number: int, restarts: int) -> None:
+        """As of ``EngineTotals``. ``number``: of the replica; 0: the only engine."""
+        self._each.setdefault(number, EngineTotals()).restarted(restarts)
 
     def next_engine(self) -> None:
         """As of ``EngineTotals``, for each engine."""
@@ -437,6 +445,8 @@ class ModelMetrics:
             parts = {one.number: one.stats for one in self.replicas if one.stats is not None}
             if parts:
                 self.totals.update(merged_stats(0, parts), parts)
+            for one in self.replicas:
+                self.totals.restarted(one.number, one.restarts)
             self.is_engine_up = any(one.stats is not None and not one.is_silent for one in self.replicas)
             return
         try:
