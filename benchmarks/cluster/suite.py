@@ -15,7 +15,8 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -45,8 +46,13 @@ def run(report: Report, console: Console, only: str) -> None:
     is_summary = any(only in f"cluster.{figure}" for figure in _SUMMARIES)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        chosen = cases or (CASES if is_summary else [])
+        rates = [pool.submit(_programs_per_s, case.name) for case in chosen]
+        running = [
+            _begin(case, report.scale, rate.result(), pool) for case, rate in zip(chosen, rates, strict=True)
+        ]
         measured = [
-            _measure(case, report, console, pool) for case in (cases or (CASES if is_summary else []))
+            _measure(case, report, console, of_case) for case, of_case in zip(chosen, running, strict=True)
         ]
     if measured:
         _summarise(report, measured)
@@ -78,6 +84,10 @@ def _decisions(report: Report) -> None:
     report.results.append(median_of("cluster.decisions_per_s", runs, "1/s", goal=">= 20000", note=note))
 
 
+def _programs_per_s(name: str) -> float:
+    return _case(name).programs_per_s()
+
+
 def _steady(name: str, policy: str, num_replicas: int, per_s: float) -> Steady:
     return _case(name).steady(policy, num_replicas, per_s)
 
@@ -90,17 +100,31 @@ def _case(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def _measure(case: Case, report: Report, console: Console, pool: ProcessPoolExecutor) -> Mapping[str, float]:
-    """Adds the figures of one workload, and returns those of the summary."""
-    few, many = COMPARED[report.scale], REPLICAS[report.scale]
-    served_per_s = case.programs_per_s()
-    per_s, began = LOAD * served_per_s, time.monotonic()
-    console.print(f"{case.name}: {few} and {many} replicas, simulated", style="dim")
-    overloaded = [pool.submit(_overloaded_per_s, case.name, number, served_per_s) for number in (many, 1)]
-    gap = [pool.submit(_steady, case.name, name, many, per_s) for name in (OURS, LARGE)]
+@dataclass(frozen=True)
+class _Running:
+    """The simulations of one workload: the requests that end in a second on many replicas and on one under
+    overload, many replicas and one large engine at LOAD, and all routers on few replicas."""
+
+    overloaded: list[Future[float]]
+    gap: list[Future[Steady]]
+    compared: dict[str, Future[Steady]]
+
+
+def _begin(case: Case, scale: str, served_per_s: float, pool: ProcessPoolExecutor) -> _Running:
+    few, many, per_s = COMPARED[scale], REPLICAS[scale], LOAD * served_per_s
     compared = {
         name: pool.submit(_steady, case.name, name, few, per_s) for name in (OURS, *PUBLISHED_ROUTERS)
     }
+    large = pool.submit(_steady, case.name, LARGE, many, per_s)
+    ours = compared[OURS] if few == many else pool.submit(_steady, case.name, OURS, many, per_s)
+    overloaded = [pool.submit(_overloaded_per_s, case.name, number, served_per_s) for number in (many, 1)]
+    return _Running(overloaded, [ours, large], compared)
+
+
+def _measure(case: Case, report: Report, console: Console, running: _Running) -> Mapping[str, float]:
+    """Adds the figures of one workload, and returns those of the summary."""
+    few, many = COMPARED[report.scale], REPLICAS[report.scale]
+    compared, gap, overloaded = running.compared, running.gap, running.overloaded
     of_each = {name: future.result() for name, future in compared.items()}
     ours = of_each[OURS]
     waits = [
@@ -133,7 +157,7 @@ def _measure(case: Case, report: Report, console: Console, pool: ProcessPoolExec
         f"those of one ({served[1]:.1f})"
     )
     add(_ratio(f"scaling_{case.name}", scaling, text))
-    console.print(f"{case.name}: {time.monotonic() - began:.0f} s", style="dim")
+    console.print(f"{case.name}: simulated", style="dim")
     goodputs = {name: one.goodput for name, one in of_each.items()}
     return {"gap": points, "scaling": scaling, "part": part, "missed": missed, **goodputs}
 

@@ -49,6 +49,7 @@ class Case:
         make: Makes the programs of a number of replicas, at a rate of programs in a second; 0: all at the
             start.
         burst: Programs that keep one replica busy, to measure how many it serves.
+        with_pauses: They do so with their pauses, because the memory that they hold meanwhile is the limit.
         warm_s: The time after which as many programs run as arrive later: about that of a program.
         steady_s: How long requests are measured after that.
         overloaded_s: The arrivals with which the scaling is measured: long against the time of a request.
@@ -64,6 +65,7 @@ class Case:
     warm_s: float
     steady_s: float
     overloaded_s: float
+    with_pauses: bool = False
     kv_tokens: int = 100_000
     max_running: int = 64
     max_context: int = 16_384
@@ -113,24 +115,33 @@ class Case:
         ).run(until_s)
 
     def programs_per_s(self) -> float:
-        """How many programs one replica serves in a second, if clients and tools take no time, and without
-        the time in which the batch fills and empties: while a replica serves ``burst`` programs, the rate at
-        which it generates their tokens."""
-        arrivals = self.make(1, self.burst, float(self.burst))
-        done = self.run(_without_pauses(Workload(self.name, arrivals, self.kv_tokens)), 1, RoundRobin())
-        served = sorted(done.served, key=lambda one: one.ended_s)
-        generated = np.cumsum([len(one.arrival.output) for one in served])
-        first, last = np.searchsorted(generated, [generated[-1] / 5, 4 * generated[-1] / 5]).tolist()
-        part = (generated[last] - generated[first]) / generated[-1]
-        return float(self.burst * part / (served[last].ended_s - served[first].ended_s))
+        """How many programs one replica serves in a second, without the time in which the batch fills and
+        empties: ``burst`` programs run at any time, until three times as many have begun. Counted while the
+        second third of them ends."""
+        arrivals = self.make(1, 3 * self.burst, float(self.burst))
+        programs = _in_turns(arrivals, self.burst)
+        workload = self._busy(Workload(self.name, arrivals, self.kv_tokens))
+        done = self.run(workload, 1, RoundRobin())
+        ends = {id(one.arrival): one.ended_s for one in done.served}
+        ended = sorted(max(ends[id(workload.arrivals[index])] for index in program) for program in programs)
+        return self.burst / (ended[2 * self.burst - 1] - ended[self.burst - 1])
 
     def overloaded_per_s(self, num_replicas: int, per_s: float) -> float:
         """Returns how many requests end in a second, in the second half of ``overloaded_s``, while more
         programs arrive than the replicas serve. ``per_s``: the programs that one replica serves."""
         seconds = self.overloaded_s
-        workload = _without_pauses(self.workload(num_replicas, OVERLOAD * per_s, seconds))
+        workload = self._busy(self.workload(num_replicas, OVERLOAD * per_s, seconds))
         ended = [one.ended_s for one in self.run(workload, num_replicas, self.router(), seconds).served]
         return sum(seconds / 2 <= end < seconds for end in ended) / (seconds / 2)
+
+    def _busy(self, workload: Workload) -> Workload:
+        """The same with clients and tools that take no time, unless memory is the limit."""
+        if self.with_pauses:
+            return workload
+        arrivals = [
+            arrival if arrival.after is None else replace(arrival, at_s=0.0) for arrival in workload.arrivals
+        ]
+        return replace(workload, arrivals=arrivals)
 
     def steady(self, name: str, num_replicas: int, per_s: float) -> Steady:
         """Simulates programs at a rate for each replica, under the policy of this name (``OURS``, ``LARGE``
@@ -178,12 +189,20 @@ class Steady:
     ttft_p99_s: float
 
 
-def _without_pauses(workload: Workload) -> Workload:
-    """The same, with clients and tools that take no time."""
-    arrivals = [
-        arrival if arrival.after is None else replace(arrival, at_s=0.0) for arrival in workload.arrivals
-    ]
-    return replace(workload, arrivals=arrivals)
+def _in_turns(arrivals: list[Arrival], count: int) -> list[list[int]]:
+    """Lets each program begin when another has ended, so that ``count`` run at any time. Returns the
+    requests of each."""
+    roots: list[int] = []
+    programs: dict[int | str, list[int]] = {}
+    for index, arrival in enumerate(arrivals):
+        roots.append(index if arrival.after is None else roots[arrival.after])
+        programs.setdefault(arrival.program or roots[index], []).append(index)
+    ordered = sorted(programs.values(), key=lambda program: arrivals[program[0]].at_s)
+    for before, program in zip(ordered, ordered[count:], strict=False):
+        for index in program:
+            if arrivals[index].after is None:
+                arrivals[index] = replace(arrivals[index], after=before[0], joins=before[1:], at_s=0.0)
+    return ordered
 
 
 def goodput(served: Sequence[Served]) -> float:
@@ -271,10 +290,11 @@ CASES = [
         "agents",
         "sessions of 15 turns up to 30,000 tokens, tools of 1 to 4 s",
         lambda n, count, per_s: list(_agents(n, count, per_s)),
-        burst=24,
+        burst=16,
         warm_s=70,
         steady_s=20,
         overloaded_s=60,
+        with_pauses=True,
         kv_tokens=200_000,
         max_running=16,
         max_context=65_536,
