@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import anyio
@@ -43,13 +43,14 @@ CONVERSATIONS, TURNS = 7, 4
 """An odd number of conversations, so that round robin does not keep them on one server."""
 
 
-def measure_gateway(report: Report, console: Console, only: str) -> None:
-    """Measures the figures whose id contains ``only``."""
+def measure_gateway(report: Report, console: Console, only: str, served: Mapping[str, float]) -> None:
+    """Measures the figures whose id contains ``only``. ``served``: the programs that a replica serves in a
+    second, of the workloads of which this is known."""
     if any(only in f"cluster.{name}" for name in ("gateway_overhead_ms", "gateway_token_us")):
         console.print("the gateway before a server without a model", style="dim")
         anyio.run(_overhead, report)
     if only in "cluster.gateway_hit_gap":
-        _simulated_hits(report, console)
+        _simulated_hits(report, console, served)
     if only in "cluster.gateway_real_hits":
         console.print("the gateway before two servers with the default model", style="dim")
         anyio.run(_real_hits, report)
@@ -169,10 +170,10 @@ class _Text:
         self._router.ended(call, num_output or None, now_s)
 
 
-def _simulated_hits(report: Report, console: Console) -> None:
+def _simulated_hits(report: Report, console: Console, served: Mapping[str, float]) -> None:
     gaps, notes = [], []
     for case in CASES:
-        per_s = LOAD * case.programs_per_s()
+        per_s = LOAD * (served.get(case.name) or case.programs_per_s())
         workload = case.workload(NUM_REPLICAS, per_s, SECONDS[report.scale])
         console.print(f"{case.name}: {len(workload.arrivals):,} requests, simulated", style="dim")
         policies = (case.router(), _Text(NUM_REPLICAS, case.kv_tokens), RoundRobin())

@@ -47,20 +47,19 @@ def run(report: Report, console: Console, only: str) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
         chosen = cases or (CASES if is_summary else [])
-        rates = [pool.submit(_programs_per_s, case.name) for case in chosen]
-        running = [
-            _begin(case, report.scale, rate.result(), pool) for case, rate in zip(chosen, rates, strict=True)
-        ]
+        rates = {case.name: pool.submit(_programs_per_s, case.name) for case in chosen}
+        served = {name: rate.result() for name, rate in rates.items()}
+        running = [_begin(case, report.scale, served[case.name], pool) for case in chosen]
         measured = [
             _measure(case, report, console, of_case) for case, of_case in zip(chosen, running, strict=True)
         ]
     if measured:
         _summarise(report, measured)
     if only in "cluster.simulated_s":
-        _many(report, console)
+        _many(report, console, served)
     if any(only in f"cluster.{figure}" for figure in ("router_overhead_ms", "router_throughput_share")):
         overhead(report)
-    measure_gateway(report, console, only)
+    measure_gateway(report, console, only, served)
     tensor_parallel.run(report, console, only)
     report.results = [result for result in report.results if only in result.id]
 
@@ -181,11 +180,11 @@ def _summarise(report: Report, measured: list[Mapping[str, float]]) -> None:
     add(_ratio("scaling_64", min(one["scaling"] for one in measured), text, ">= 0.9"))
 
 
-def _many(report: Report, console: Console) -> None:
+def _many(report: Report, console: Console, served: Mapping[str, float]) -> None:
     """Adds the time of a large simulation."""
     case = _case("few_shot")
     count, num_requests = MANY[report.scale]
-    per_s = LOAD * case.programs_per_s()
+    per_s = LOAD * (served.get(case.name) or case.programs_per_s())
     workload = case.workload(count, per_s, num_requests / count / per_s)
     console.print(f"{len(workload.arrivals):,} requests on {count} replicas, simulated", style="dim")
     start = time.process_time()
