@@ -32,7 +32,7 @@ from benchmarks.report import Report, Result, median_of
 RAY = "ray"
 COMPARED = {"small": 2, "full": 4}
 """Replicas on which all routers run."""
-REPLICAS = {"small": 4, "full": 64}
+REPLICAS = {"small": 2, "full": 64}
 """Replicas of the scaling and of the hit rate."""
 MANY = {"small": (100, 5_000), "full": (100, 100_000)}
 """Replicas and requests of ``cluster.simulated``."""
