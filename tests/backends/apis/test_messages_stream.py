@@ -1,4 +1,4 @@
-"""The reader of Anthropic's streams: pieces of any size, wrong orders of events, and hostile servers."""
+"""The reader of Anthropic's streams: pieces of any size, and wrong orders of events."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock, Usa
 from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers as answers
-from support.apis.fake_server import AnyAnswer, Hold, fake_server
-from support.apis.hostile_answers import hostile, slow, written
 
-import agentflow as af
 from agentflow.backends.apis.answers.answer import Answer
-from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.http.event_stream import EventReader
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader, message_events
 from agentflow.errors import AgentflowError, ProtocolError, ServerLost
@@ -173,40 +169,6 @@ def test_events_of_any_content_are_errors_of_the_server(made: list[tuple[str, di
     events = [answers.event({**fields, "type": kind}) for kind, fields in made]
     with suppress(AgentflowError):
         read([EVENTS[0], *events])
-
-
-@pytest.mark.anyio
-class TestServers:
-    """A session on a hostile server."""
-
-    async def ask(self, *script: AnyAnswer, **options: Any) -> list[str | AgentflowError]:
-        """The values of a gen for each answer in one session, or its error."""
-        found: list[str | AgentflowError] = []
-        async with fake_server(script) as server:
-            backend = Anthropic(MODEL, base_url=server.url, api_key="sk-1", **{"max_retries": 0, **options})
-            async with af.session(backend=backend) as flow:
-                for _ in script:
-                    async with flow.state() as s:
-                        s += af.user("Hi") + af.assistant(af.gen("x"))
-                        try:
-                            found.append(await s["x"])
-                        except AgentflowError as error:
-                            found.append(error)
-        return found
-
-    @pytest.mark.parametrize("name", hostile(EVENTS))
-    async def test_hostile_answers_are_errors_and_the_session_goes_on(self, name: str) -> None:
-        first, second = await self.ask(hostile(EVENTS)[name](), answers.text_stream("Hello"))
-        assert isinstance(first, AgentflowError), first
-        assert second == "Hello"
-
-    async def test_pieces_of_a_byte(self) -> None:
-        events = encoded(answers.beginning(), answers.text_block("Grüße 🎉"), answers.ending())
-        assert await self.ask(written(events, 1)) == ["Grüße 🎉"]
-
-    async def test_a_stream_that_falls_silent_is_lost(self) -> None:
-        (error,) = await self.ask(slow(EVENTS, Hold(), after=3), stall_timeout_s=0.05)
-        assert isinstance(error, ServerLost)
 
 
 def test_a_whole_message_is_read_like_its_stream() -> None:

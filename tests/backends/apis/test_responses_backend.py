@@ -11,8 +11,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from pydantic import BaseModel, TypeAdapter
 from support.apis import openai_answers
 from support.apis import responses_answers as answers
-from support.apis.fake_server import AnyAnswer, FakeServer, Hold, Script, fake_server
-from support.apis.hostile_answers import hostile, slow, written
+from support.apis.fake_server import AnyAnswer, FakeServer, Script, fake_server
 
 import agentflow as af
 from agentflow.backends.apis.openai import OpenAI
@@ -27,7 +26,6 @@ from agentflow.errors import (
     RateLimited,
     RequestRefused,
     RunFailed,
-    ServerLost,
 )
 
 pytestmark = pytest.mark.anyio
@@ -391,30 +389,3 @@ async def test_errors_of_the_api(answer: AnyAnswer, kind: type[AgentflowError], 
     error = await failure(answer, expected=kind)
     assert type(error) is kind
     assert error.param == param
-
-
-EVENTS = answers.events(answers.beginning(), answers.message("a", "b"), answers.ending())
-
-
-@pytest.mark.parametrize("name", hostile(EVENTS))
-async def test_hostile_answers_are_errors_and_the_session_goes_on(name: str) -> None:
-    async with opened([hostile(EVENTS)[name](), HELLO]) as (flow, _):
-        for expected in (AgentflowError, None):
-            async with flow.state() as s:
-                s += af.user("Hi") + af.assistant(af.gen("x"))
-                if expected is None:
-                    assert await s["x"] == "Hello"
-                else:
-                    with pytest.raises(expected):
-                        await s["x"]
-
-
-async def test_pieces_of_a_byte() -> None:
-    events = answers.events(answers.beginning(), answers.message("Grüße 🎉"), answers.ending())
-    async with opened([written(events, 1)]) as (flow, _), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x"))
-        assert await s["x"] == "Grüße 🎉"
-
-
-async def test_a_stream_that_falls_silent_is_lost() -> None:
-    await failure(slow(EVENTS, Hold(), after=3), expected=ServerLost, stall_timeout_s=0.05)

@@ -10,24 +10,12 @@ from support.apis.batch_vendors import FakeVendor, OpenAIVendor
 from support.apis.fake_server import fake_server
 
 import agentflow as af
-from agentflow.backends.apis.batches import collector
 from agentflow.errors import DataDependent, NotSupported
 
 pytestmark = pytest.mark.anyio
 
 ASKED: dict[str, Any] = {"spam": bool, "tone": ["calm", "angry"], "stars": range(1, 4)}
 LONG = "Plants live on light. " * 400
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_POLL_S", "MAX_POLL_S", "FIRST_LOOK_S"):
-        monkeypatch.setattr(collector, name, 0.001)
-
-
-@pytest.fixture(params=VENDORS)
-def vendor(request: pytest.FixtureRequest) -> FakeVendor:
-    return VENDORS[request.param]()
 
 
 def outside(place: Place) -> list[str]:

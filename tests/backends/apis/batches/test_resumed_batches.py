@@ -20,24 +20,12 @@ from support.apis.batch_vendors import FakeVendor, OpenAIVendor
 from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_server
 
 import agentflow as af
-from agentflow.backends.apis.batches import collector
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.language import link
 
 pytestmark = pytest.mark.anyio
 
 QUESTIONS = ["a", "b", "c"]
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_POLL_S", "MAX_POLL_S", "FIRST_LOOK_S"):
-        monkeypatch.setattr(collector, name, 0.001)
-
-
-@pytest.fixture(params=VENDORS)
-def vendor(request: pytest.FixtureRequest) -> FakeVendor:
-    return VENDORS[request.param]()
 
 
 @pytest.fixture

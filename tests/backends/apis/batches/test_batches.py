@@ -28,7 +28,6 @@ from support.apis.fake_server import Answer, AnyAnswer, Close, Hold, RawAnswer, 
 from support.fake_engine import FakeEngine
 
 import agentflow as af
-from agentflow.backends.apis.batches import collector
 from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
 from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
 from agentflow.backends.apis.http.file_slots import has_slots
@@ -38,17 +37,6 @@ from agentflow.language.batch.progress import MapProgress
 from agentflow.protocol.batches import BatchCounts
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_POLL_S", "MAX_POLL_S", "FIRST_LOOK_S"):
-        monkeypatch.setattr(collector, name, 0.001)
-
-
-@pytest.fixture(params=VENDORS)
-def vendor(request: pytest.FixtureRequest) -> FakeVendor:
-    return VENDORS[request.param]()
 
 
 async def test_all_inputs_are_one_batch(vendor: FakeVendor) -> None:

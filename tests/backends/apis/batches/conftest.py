@@ -1,0 +1,20 @@
+"""The vendors of the tests of batches."""
+
+from __future__ import annotations
+
+import pytest
+from support.apis.batch_sessions import VENDORS
+from support.apis.batch_vendors import FakeVendor
+
+from agentflow.backends.apis.batches import collector
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_POLL_S", "MAX_POLL_S", "FIRST_LOOK_S"):
+        monkeypatch.setattr(collector, name, 0.001)
+
+
+@pytest.fixture(params=VENDORS)
+def vendor(request: pytest.FixtureRequest) -> FakeVendor:
+    return VENDORS[request.param]()
