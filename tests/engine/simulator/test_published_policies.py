@@ -1,6 +1,7 @@
 """Published policies for programs in small settings: each has the effect that its paper reports, and ours
 comes close to the best of them."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -17,12 +18,13 @@ COST = CostModel(base_s=5e-3, row_s=2e-4, logits_s=0, read_s=0, pair_s=1.2e-7)
 RULES = published_rules(COST)
 
 
-def run(arrivals: list[Arrival], pool: int, name: str) -> tuple[float, int]:
+@functools.cache
+def run(arrivals: Callable[[], list[Arrival]], pool: int, name: str) -> tuple[float, int]:
     """The mean time of a program, and the computed tokens. ``name``: empty for our scheduler."""
     config = SchedulerConfig(max_running=8, token_budget=256)
-    workload = Workload("w", arrivals, pool)
+    workload = Workload("w", arrivals(), pool)
     done = simulate(workload, config, cost=COST, max_context=30_000, rules=RULES[name] if name else None)
-    assert len(done.served) == len(arrivals)
+    assert len(done.served) == len(workload.arrivals)
     return float(np.mean([*program_times(done).values()])), done.counters.computed_tokens
 
 
@@ -81,22 +83,21 @@ def turns_of_agents() -> list[Arrival]:
 def test_programs_end_sooner_than_with_lru_and_fcfs(
     name: str, arrivals: Callable[[], list[Arrival]], pool: int, gain: float
 ):
-    mean_s, computed = run(arrivals(), pool, name)
-    plain_s, plain_computed = run(arrivals(), pool, "lru-fcfs")
+    mean_s, computed = run(arrivals, pool, name)
+    plain_s, plain_computed = run(arrivals, pool, "lru-fcfs")
     assert mean_s < plain_s / gain
     assert computed < plain_computed
 
 
 @pytest.mark.parametrize("name", ["continuum", "kvflow", "thunderagent", "saga"])
 def test_sessions_with_long_contexts_end_as_soon_as_with_a_published_policy(name: str):
-    ours_s, _ = run(long_contexts(), 21_000, "")
-    theirs_s, _ = run(long_contexts(), 21_000, name)
+    ours_s, _ = run(long_contexts, 21_000, "")
+    theirs_s, _ = run(long_contexts, 21_000, name)
     assert ours_s < 1.03 * theirs_s
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_programs_that_fit_are_computed_once(name: str):
-    arrivals = long_contexts()
-    _, computed = run(arrivals, 60_000, name)
-    unique = sum({one.program: len(one.tokens) for one in arrivals}.values())
+    _, computed = run(long_contexts, 60_000, name)
+    unique = sum({one.program: len(one.tokens) for one in long_contexts()}.values())
     assert computed <= unique
