@@ -114,7 +114,7 @@ def test_attention_equals_float64(
 @pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
-@examples(120)
+@examples(60)
 @given(batches(), STRETCHES, st.integers(0, 1000))
 def test_rows_see_each_other_in_both_directions(
     kernels: Kernels, dtype: torch.dtype, batch: Batch, times: int, seed: int
@@ -126,7 +126,7 @@ def test_rows_see_each_other_in_both_directions(
 @pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
-@examples(120)
+@examples(60)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=5),
     st.sampled_from([8, 72]),

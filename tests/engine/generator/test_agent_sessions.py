@@ -17,9 +17,9 @@ MODELS |= {
 # These write the text of earlier turns differently in later prompts: tools, results, dropped reasoning.
 REWRITING = {"inst", "mistral", "mistral_with_ids", "thinking_hermes", "qwen", "deepseek", "spelled"}
 
-# Much like others: with the client that rewrites the most.
-VARIANTS = {"thinking_hermes", "spaced_hermes", "mistral_with_ids", "spelled"}
-SESSIONS = [(n, client) for n in MODELS for client in CLIENTS if n not in VARIANTS or client == "claude_code"]
+# One template for each notation, and one that drops reasoning. Others: with the client that rewrites the most.
+EACH_NOTATION = {"hermes", "mistral", "by_parameter", "qwen"}
+SESSIONS = [(n, one) for n in MODELS for one in CLIENTS if n in EACH_NOTATION or one == "claude_code"]
 
 
 @pytest.mark.parametrize(("name", "client"), SESSIONS)
