@@ -17,7 +17,7 @@ MODELS |= {
 # These write the text of earlier turns differently in later prompts: tools, results, dropped reasoning.
 REWRITING = {"inst", "mistral", "mistral_with_ids", "thinking_hermes", "qwen", "deepseek", "spelled"}
 
-# One template for each notation, and one that drops reasoning. Others: with the client that rewrites the most.
+# One template for each notation, and one that drops reasoning. Others: with the client that rewrites most.
 EACH_NOTATION = {"hermes", "mistral", "by_parameter", "qwen"}
 SESSIONS = [(n, one) for n in MODELS for one in CLIENTS if n in EACH_NOTATION or one == "claude_code"]
 

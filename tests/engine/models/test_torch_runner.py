@@ -238,7 +238,7 @@ def eager_and_sdpa(
     return found
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.full)])
 def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
     model_folder: Path,
     prompts: list[list[int]],
