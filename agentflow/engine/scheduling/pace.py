@@ -128,6 +128,7 @@ class Pace:
     def ran(self, took_s: float) -> None:
         """A step has run, in ``took_s`` seconds."""
         self._time_s += took_s
+        self._uncounted = None  # it would keep requests that have ended
 
     def _follow(self, urgent: Sequence[Request]) -> None:
         """Begins the balances of urgent requests that are new, and forgets those of the others."""
