@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import logging
 import math
 import os
 import signal
@@ -193,6 +194,17 @@ def _cancelled_in_time(test: Callable[..., Awaitable[None]]) -> Callable[..., Aw
 
     run.is_cancelled_in_time = True  # type: ignore[attr-defined]
     return run
+
+
+@pytest.fixture(autouse=True)
+def restored_logs() -> Iterator[None]:
+    """Ends what a test sets up for agentflow's logs, on which other tests look."""
+    logger = logging.getLogger("agentflow")
+    handlers, propagates, level = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagates
+    if logger.level != level:
+        logger.setLevel(level)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

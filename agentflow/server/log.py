@@ -128,7 +128,7 @@ _KNOWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 class JsonFormatter(logging.Formatter):
     """A JSON object on one line, with ``time`` (UTC), ``level``, ``logger``, ``message``, ``exception`` if
-    there is one, and the fields of ``extra``."""
+    there is one, and the fields of ``extra``. Names with an underscore are of packages, such as Ray's."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -137,7 +137,11 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        entry |= {name: value for name, value in vars(record).items() if name not in _KNOWN}
+        entry |= {
+            name: value
+            for name, value in vars(record).items()
+            if name not in _KNOWN and not name.startswith("_")
+        }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)

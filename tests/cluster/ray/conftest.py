@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 from support.ray_nodes import HEAD, NODE, SECOND, SETTINGS, SYSTEM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def record_factory() -> Iterator[None]:
+    """Ray replaces the factory of log records when it is imported."""
+    before = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from agentflow.engine.models.tensor_parallel import rank_group
-from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
+from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE, RankGroup
 from agentflow.errors import EngineFailed
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,7 +45,8 @@ def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPat
 
     class NoThread(threading.Thread):
         def start(self) -> None:
-            started.extend(psutil.Process().children())
+            children = psutil.Process().children()
+            started.extend([child for child in children if RANK_MODULE in child.cmdline()])
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(rank_group.threading, "Thread", NoThread)
