@@ -21,7 +21,7 @@ def test_json_has_what_was_given(logger):
     set_up_logs("info", "json", stream)
     logger.debug("too fine")
     logger.info(
-        "%s took %d s", "x", 3, extra={"request": {"tenant": "ann", "status": 200}, "_ray_timestamp_ns": 1}
+        "%s took %d s", "x", 3, extra={"request": {"tenant": "ann", "status": 200}, "_of_a_package": 1}
     )
     try:
         raise ValueError("bad\nthing")
