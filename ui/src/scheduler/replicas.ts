@@ -1,7 +1,7 @@
 // The engine processes of models, requested again and again while the view is shown.
-import { useSignalEffect } from "@preact/signals";
-import { useRef, useState } from "preact/hooks";
-import { fetchWithKey, session } from "../app/session";
+import { useState } from "preact/hooks";
+import { fetchWithKey } from "../app/session";
+import { usePolling } from "./polling";
 import type { Scrape } from "./prometheus";
 
 const INTERVAL_MS = 1000;
@@ -23,25 +23,9 @@ export interface Replica {
 /** The replicas of all models. */
 export function useReplicas(isPaused: boolean): readonly Replica[] {
   const [replicas, setReplicas] = useState<readonly Replica[]>([]);
-  const paused = useRef(isPaused);
-  paused.current = isPaused;
-  useSignalEffect(() => {
-    if (session.value === null) return;
-    const abort = new AbortController();
-    let timer: ReturnType<typeof setTimeout>;
-    const poll = async (): Promise<void> => {
-      if (!paused.current && document.visibilityState === "visible") {
-        const found = await look(abort.signal);
-        if (abort.signal.aborted) return;
-        if (found !== null) setReplicas(found);
-      }
-      timer = setTimeout(() => void poll(), INTERVAL_MS);
-    };
-    void poll();
-    return () => {
-      abort.abort();
-      clearTimeout(timer);
-    };
+  usePolling(isPaused, INTERVAL_MS, async (signal) => {
+    const found = await look(signal);
+    if (found !== null && !signal.aborted) setReplicas(found);
   });
   return replicas;
 }

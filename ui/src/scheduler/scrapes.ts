@@ -1,8 +1,8 @@
 // The scrapes of `/metrics` while the view is shown.
-import { useSignalEffect } from "@preact/signals";
 import { useRef, useState } from "preact/hooks";
-import { fetchWithKey, session } from "../app/session";
+import { fetchWithKey } from "../app/session";
 import { Ring } from "../charts/ring";
+import { usePolling } from "./polling";
 import { parseScrape, Scrape, type Sample } from "./prometheus";
 
 const INTERVAL_S = 2;
@@ -19,31 +19,16 @@ export interface Scrapes {
 /** Reads `/metrics` every two seconds, unless `isPaused`. */
 export function useScrapes(isPaused: boolean): Scrapes {
   const ring = useRef(new Ring<Scrape>(CAPACITY));
-  const paused = useRef(isPaused);
-  paused.current = isPaused;
   const [scrapes, setScrapes] = useState<Scrapes>({ all: [], problem: null, isForbidden: false });
-  useSignalEffect(() => {
-    if (session.value === null) return;
-    const abort = new AbortController();
-    let timer: ReturnType<typeof setTimeout>;
-    const poll = async (): Promise<void> => {
-      if (!paused.current && document.visibilityState === "visible") {
-        const next = await scrapeOnce(abort.signal);
-        if (abort.signal.aborted) return;
-        if (next instanceof Scrape) ring.current.push(next);
-        setScrapes({
-          all: ring.current.toArray(),
-          problem: next instanceof Scrape ? null : next.problem,
-          isForbidden: !(next instanceof Scrape) && next.isForbidden,
-        });
-      }
-      timer = setTimeout(() => void poll(), INTERVAL_S * 1000);
-    };
-    void poll();
-    return () => {
-      abort.abort();
-      clearTimeout(timer);
-    };
+  usePolling(isPaused, INTERVAL_S * 1000, async (signal) => {
+    const next = await scrapeOnce(signal);
+    if (signal.aborted) return;
+    if (next instanceof Scrape) ring.current.push(next);
+    setScrapes({
+      all: ring.current.toArray(),
+      problem: next instanceof Scrape ? null : next.problem,
+      isForbidden: !(next instanceof Scrape) && next.isForbidden,
+    });
   });
   return scrapes;
 }
