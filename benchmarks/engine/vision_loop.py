@@ -97,7 +97,7 @@ async def measure_sections(generator: EngineGenerator, report: Report) -> None:
         await _sent(app, sent[-1][1])  # loads what the first request needs
         for name, body in sent:
             with sections.watching():
-                status = await asyncio.create_task(_sent(app, body))  # noqa: TID251 - a task of its own
+                status = await asyncio.create_task(_sent(app, body))  # noqa: TID251 - a separate task
             found[name] = 1e3 * sections.longest_s, status
             sections.reset()
     worst = sorted(found.items(), key=lambda one: -one[1][0])

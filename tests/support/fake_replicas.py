@@ -105,7 +105,7 @@ class Died(BaseException):
 
 
 class _Ticks(Ticks):
-    """Without processes, nobody needs this processor."""
+    """Without processes, no other work needs this processor."""
 
     async def tick(self) -> None:
         before, self._next = self._next, anyio.Event()

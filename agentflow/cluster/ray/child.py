@@ -156,7 +156,7 @@ class _Attempt:
                 if len(pid) < PID.size:
                     raise ConnectionAbortedError("its actor ended")
                 with self._lock:
-                    if self._is_given_up:  # nobody would close the connections
+                    if self._is_given_up:  # no caller is left to close the connections
                         raise ConnectionAbortedError
                     opened.pop_all()
                 return self._host, engine, watch, *PID.unpack(pid)

@@ -141,7 +141,7 @@ class MediaReader:
         self._settings = settings
         self._limits = limits
         self._idle: list[MediaWorkerHandle] = []
-        self._loading: list[MediaWorkerHandle] = []  # nobody waits for them any more
+        self._loading: list[MediaWorkerHandle] = []  # without a request that waits
         self._turns = anyio.Semaphore(limits.num_processes)
         self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
         self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))

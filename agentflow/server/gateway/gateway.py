@@ -53,7 +53,7 @@ class Gateway:
         transport: Sends the requests to them.
         limits: Its limits.
         cache_tokens: The size of a target's cache; None: as its metrics show it, if they do.
-        api_key: The key of its own requests to the targets.
+        api_key: The key with which the gateway asks targets for their health, models and cache sizes.
         admin_key: The key for ``/gateway/`` and the metrics; None: there is no ``/gateway/``.
         origins: Pages of these origins may use it. The targets answer their browsers.
         knows_host: The accepted host names.

@@ -97,7 +97,7 @@ class Placement:
 
     def own(self, name: str, target: Target, *, is_sure: bool = True) -> None:
         """The target has the stored thing of this name. ``is_sure``: False if a client may have written the
-        name. A known owner stays then, so that nobody leads others' requests to another target."""
+        name. A known owner stays then, so that no client leads others' requests to another target."""
         if not is_sure and name in self._owners:
             return
         self._owners[name] = target

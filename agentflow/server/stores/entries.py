@@ -143,7 +143,7 @@ return found
 """
 )
 _DELETE: Final = _COMMON + "sweep() return remove(ARGV[1], ARGV[2])"
-# Returns whether more may have expired: Redis serves nobody else while a script runs.
+# Returns whether more may have expired: Redis serves no other client while a script runs.
 _SWEEP: Final = _COMMON + "return sweep()"
 
 
