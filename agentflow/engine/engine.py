@@ -441,9 +441,7 @@ class Engine:
             for request_id in messages:
                 request = self._requests[request_id]
                 if request.origin.state == placed.state:
-                    request.origin = request.origin.at(
-                        placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
-                    )
+                    request.origin = placed.moves(request.origin)
         self.scheduler.place(
             placed.state,
             placed.program,

@@ -16,10 +16,10 @@ from msgspec.structs import asdict, replace
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_number
+from agentflow.engine.machine import devices_from, free_cuda_bytes, free_host_bytes, gpu_number
 from agentflow.engine.media.reader import open_reader
 from agentflow.engine.messages import Start
-from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
+from agentflow.engine.models.memory_need import MemoryNeed, fitting_kv_tokens, memory_need
 from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.child import StartChild, start_process
@@ -57,11 +57,7 @@ async def open_engine(
 ) -> AsyncIterator[EngineClient]:
     """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its process.
     ``start_child``: starts it."""
-    folder = resolve_model(options.model)
-    if options.task == "generate":
-        check_generates(folder)
-    check_divided(options)
-    adapters = adapter_folders(options)
+    folder, adapters = find_model(options)
     if options.own_process:
         opening = supervised_engine(
             engine_start(options, folder),
@@ -81,15 +77,32 @@ async def open_engine(
         yield client
 
 
-def rank_devices(options: EngineOptions) -> list[str | None]:
-    """The devices on which the model runs, one for each process on a GPU."""
-    if options.tensor_parallel == 1 or options.device == "cpu":
-        return [options.device]
-    first = gpu_number(options.device)
-    return [options.device, *(f"cuda:{first + i}" for i in range(1, options.tensor_parallel))]
+def find_model(options: EngineOptions) -> tuple[Path, dict[str, Path]]:
+    """The folder of the model, and those of its adapters by their names. Refuses options that it cannot have.
+    The errors are those of ``resolve_model``, ``check_generates`` and ``adapter_folders``."""
+    folder = resolve_model(options.model)
+    if options.task == "generate":
+        check_generates(folder)
+    _check_divided(options)
+    return folder, adapter_folders(options)
 
 
-def check_divided(options: EngineOptions) -> None:
+def engine_need(name: str, options: EngineOptions, folder: Path, *, on_gpu: bool) -> MemoryNeed:
+    """The memory that the model in ``folder`` needs with these options. ``BadModelFolder``."""
+    return memory_need(
+        name,
+        folder,
+        options.dtype,
+        options.kv_tokens,
+        options.quantize,
+        task=options.task,
+        on_gpu=on_gpu,
+        adapters=adapter_folders(options).values(),
+        ranks=options.tensor_parallel,
+    )
+
+
+def _check_divided(options: EngineOptions) -> None:
     """Refuses what a divided model cannot have. ``BadArgument``."""
     if options.tensor_parallel == 1:
         return
@@ -337,16 +350,6 @@ def _free_bytes(devices: Sequence[str | None]) -> int:
 
 
 def _kv_tokens(options: EngineOptions, folder: Path, device: str) -> int:
-    free_bytes = _free_bytes(rank_devices(replace(options, device=device)))
-    need = memory_need(
-        folder.name,
-        folder,
-        options.dtype,
-        options.kv_tokens,
-        options.quantize,
-        task=options.task,
-        on_gpu=device != "cpu",
-        adapters=adapter_folders(options).values(),
-        ranks=options.tensor_parallel,
-    )
+    free_bytes = _free_bytes(devices_from(device, options.tensor_parallel))
+    need = engine_need(folder.name, options, folder, on_gpu=device != "cpu")
     return fitting_kv_tokens(need, free_bytes)

@@ -61,6 +61,18 @@ class FreeMemory:
         return found
 
 
+def devices_from(device: str | None, count: int) -> list[str | None]:
+    """A device, and on GPUs the ones after it, for ``count`` processes.
+
+    >>> devices_from("cuda:1", 3)
+    ['cuda:1', 'cuda:2', 'cuda:3']
+    """
+    if device == "cpu":
+        return [device]
+    first = gpu_number(device)
+    return [device, *(f"cuda:{first + number}" for number in range(1, count))]
+
+
 def gpu_number(device: str | None) -> int:
     """The number of the GPU that a ``device`` option other than cpu names; the first one is 0."""
     return int((device or "").partition(":")[2] or 0)

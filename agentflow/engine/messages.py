@@ -22,7 +22,7 @@ from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.request import CacheIdentity
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Objective, Submit, TopTokens
+from agentflow.engine.submit import Objective, Origin, Submit, TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord
 
@@ -51,6 +51,10 @@ class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     returns_s: float | None = None
     tpot_s: float | None = None
     ttft_s: float | None = None
+
+    def moves(self, origin: Origin) -> Origin:
+        """The origin of a request of the state, at its new place."""
+        return origin.at(self.program, self.task_group, self.objective, self.tpot_s, self.ttft_s)
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

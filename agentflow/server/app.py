@@ -282,11 +282,8 @@ async def _open_responses(shared: SharedStore | None, limits: HttpLimits) -> Asy
     if shared is None:
         yield LocalResponses(ResponseStore(limits.responses_bytes, limits.response_lifetime_s))
         return
-    entries = SharedEntries(shared, "responses", limits.responses_bytes, limits.response_lifetime_s)
-    async with open_task_group() as group:
-        group.start_soon(entries.sweep)
+    async with _swept(shared, "responses", limits.responses_bytes, limits.response_lifetime_s) as entries:
         yield SharedResponses(entries)
-        group.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -294,10 +291,19 @@ async def _open_values(shared: SharedStore | None, limits: HttpLimits) -> AsyncI
     if shared is None:
         yield None
         return
-    entries = SharedEntries(shared, "values", limits.programs_bytes, limits.program_idle_s)
+    async with _swept(shared, "values", limits.programs_bytes, limits.program_idle_s) as entries:
+        yield SharedValues(entries)
+
+
+@asynccontextmanager
+async def _swept(
+    shared: SharedStore, space: str, max_bytes: int, lifetime_s: float
+) -> AsyncIterator[SharedEntries]:
+    """Entries of a shared store. Expired ones are removed within the scope."""
+    entries = SharedEntries(shared, space, max_bytes, lifetime_s)
     async with open_task_group() as group:
         group.start_soon(entries.sweep)
-        yield SharedValues(entries)
+        yield entries
         group.cancel_scope.cancel()
 
 

@@ -204,7 +204,7 @@ async def running_server(
                 # In this task, so that errors of the models are raised here.
                 async with app.router.lifespan_context(app):
                     try:
-                        yield RunningServer(_url(listener, is_secure=tls is not None), app)
+                        yield RunningServer(address(listener, "ws" if tls is None else "wss"), app)
                     finally:
                         if (service := app.state.service) is not None:
                             service.end()
@@ -395,7 +395,7 @@ class Signals:
         self._restore(self._previous)
 
 
-def _url(listener: socket.socket, *, is_secure: bool) -> str:
+def address(listener: socket.socket, scheme: str) -> str:
+    """The URL of a server that listens on the socket."""
     host, port = listener.getsockname()[:2]
-    scheme = "wss" if is_secure else "ws"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

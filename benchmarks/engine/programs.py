@@ -20,7 +20,7 @@ from rich.console import Console
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.cluster.simulated.published import LeastTokens
-from agentflow.cluster.simulated.simulation import MODEL, simulate_cluster
+from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Served, Simulated, simulate
@@ -86,7 +86,7 @@ class Engines:
         )
         workload = Workload(name, arrivals, self.kv_tokens)
         if self.count > 1:
-            return simulate_cluster(
+            return SimulatedCluster(
                 workload,
                 config,
                 LeastTokens() if tpot_target_ms is None else self._router(tpot_target_ms / 1e3),
@@ -94,7 +94,7 @@ class Engines:
                 cost=GPU,
                 max_context=GPU_CONTEXT,
                 knows_programs=knows_programs,
-            )
+            ).run()
         return simulate(workload, config, cost=GPU, max_context=GPU_CONTEXT, knows_programs=knows_programs)
 
     def _router(self, tpot_s: float) -> Policy:

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from agentflow.cluster.ray.node import NodeReport
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import GIB, Bundle, Placement, connected_to_ray, num_gpus, placed
-from agentflow.engine.local_engine import adapter_folders
-from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
+from agentflow.engine.local_engine import adapter_folders, engine_need
+from agentflow.engine.models.memory_need import MemoryNeed, divide_memory
 from agentflow.engine.options import EngineOptions
 from agentflow.errors import BadArgument
 
@@ -112,17 +112,7 @@ def _kv_tokens(
     free_bytes: dict[tuple[str, ...], int] = {}
     for name, options in models.items():
         is_on_gpu = options.device == "cuda"
-        need = memory_need(
-            name,
-            Path(options.model),
-            options.dtype,
-            options.kv_tokens,
-            options.quantize,
-            task=options.task,
-            on_gpu=is_on_gpu,
-            adapters=adapter_folders(options).values(),
-            ranks=options.tensor_parallel,
-        )
+        need = engine_need(name, options, Path(options.model), on_gpu=is_on_gpu)
         for number, report in enumerate(reports[name]):
             device = (report.node, *report.gpus) if is_on_gpu else (report.node,)
             if is_on_gpu and report.free.cuda_bytes is None:

@@ -14,10 +14,9 @@ from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import (
-    adapter_folders,
-    check_divided,
     deadlines_of,
     engine_start,
+    find_model,
     open_engine,
     read_tokenizer,
 )
@@ -28,8 +27,6 @@ from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import EngineSupervisor, check_tokenizer, prepared
 from agentflow.engine.scheduling.defaults import MAX_RUNNING
-from agentflow.engine.store.embedding_folder import check_generates
-from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
 from agentflow.runtime.task_group import open_task_group
@@ -58,11 +55,7 @@ async def open_replicas(
         async with open_engine(options, shutdown, start_child) as client:
             yield client
         return
-    folder = resolve_model(options.model)
-    if options.task == "generate":
-        check_generates(folder)
-    check_divided(options)
-    adapters = adapter_folders(options)
+    folder, adapters = find_model(options)
     opening = replicated_engine(
         [engine_start(one, folder, reports=True) for one in replicas],
         lambda: read_tokenizer(options, folder),

@@ -415,26 +415,3 @@ class SimulatedCluster:
         feed = Feed(engine.number, self._epochs[engine.number])
         self._epochs[engine.number] += 1
         return feed
-
-
-def simulate_cluster(
-    workload: Workload,
-    config: SchedulerConfig,
-    policy: Policy,
-    *,
-    num_engines: int,
-    cost: CostModel,
-    max_context: int,
-    knows_programs: bool = True,
-) -> Simulated:
-    """Replays a workload whose requests have outputs, as ``engine.simulator.simulate`` does, on several
-    engines, each with a pool of the workload's size."""
-    return SimulatedCluster(
-        workload,
-        config,
-        policy,
-        num_engines=num_engines,
-        cost=cost,
-        max_context=max_context,
-        knows_programs=knows_programs,
-    ).run()

@@ -56,10 +56,7 @@ class Unfinished:
 
     def place(self, placed: Placed) -> None:
         """Gives the request the new place of its state."""
-        origin = self.submit.origin.at(
-            placed.program, placed.task_group, placed.objective, placed.tpot_s, placed.ttft_s
-        )
-        self.submit = msgspec.structs.replace(self.submit, origin=origin)
+        self.submit = msgspec.structs.replace(self.submit, origin=placed.moves(self.submit.origin))
 
     def as_submitted(self, now_s: float) -> Submit:
         """Returns the request that continues this one in a new engine, with the time that it has left."""

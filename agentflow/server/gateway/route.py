@@ -20,7 +20,7 @@ from agentflow.server.gateway.defaults import DEFAULT_PORT, DRAIN_S
 from agentflow.server.gateway.gateway import Gateway
 from agentflow.server.gateway.target import logger
 from agentflow.server.http.acceptor import with_descriptors
-from agentflow.server.serve import DEFAULT_HOST, HttpServer, Signals, http_config, listen
+from agentflow.server.serve import DEFAULT_HOST, HttpServer, Signals, address, http_config, listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,6 @@ async def running_gateway(
     """
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
-        name, number = listener.getsockname()[:2]
-        url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
         async with aclosing(gateway):
             await _check_targets(gateway)
             server = HttpServer(http_config(gateway, limits, None), limits, listener)
@@ -63,7 +61,7 @@ async def running_gateway(
                 group.start_soon(server.run_shielded)
                 group.start_soon(gateway.watch)
                 try:
-                    yield RunningGateway(url, gateway)
+                    yield RunningGateway(address(listener, "http"), gateway)
                 finally:
                     gateway.is_draining = True
                     await server.end()

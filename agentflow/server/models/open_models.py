@@ -4,7 +4,7 @@ and the generators of models behind an API."""
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from agentflow.cluster.replicas.shares import divided
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.local_engine import adapter_folders, rank_devices, read_template
-from agentflow.engine.machine import FreeMemory, free_memory, gpu_number
+from agentflow.engine.local_engine import engine_need, read_template
+from agentflow.engine.machine import FreeMemory, devices_from, free_memory, gpu_number
 from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
-from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
+from agentflow.engine.models.memory_need import MemoryNeed, divide_memory
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.child import StartChild, start_process
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -125,7 +125,11 @@ async def _open_engines(
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
     start_child: dict[str, StartChild] = dict.fromkeys(models, start_process)
     if ray is None:
-        free = await free_memory(_devices(models.values()))
+        free = await free_memory(
+            device
+            for one in models.values()
+            for device in devices_from(one.device, one.replicas * one.tensor_parallel)
+        )
         sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     else:
         places = await stack.enter_async_context(placed_models(ray, models, folders, memory_share))
@@ -179,17 +183,6 @@ def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path],
     return folders, {name: read_template(options, folders[name]) for name, options in models.items()}
 
 
-def _devices(models: Iterable[EngineOptions]) -> list[str | None]:
-    """The devices that models name, and the GPUs of their replicas."""
-    found: list[str | None] = []
-    for options in models:
-        found.append(options.device)
-        if options.device != "cpu":
-            first, count = gpu_number(options.device), options.replicas * options.tensor_parallel
-            found += [f"cuda:{first + number}" for number in range(1, count)]
-    return found
-
-
 def _sized(
     models: Mapping[str, EngineOptions], folders: Mapping[str, Path], memory_share: float, free: FreeMemory
 ) -> dict[str, list[EngineOptions]]:
@@ -201,21 +194,12 @@ def _sized(
         is_on_gpu = free.is_on_gpu(model.device)
         replicas[name] = divided(model, {0, *free.other_cuda_bytes} if is_on_gpu else None)
         for number, options in enumerate(replicas[name]):
-            need = memory_need(
-                _replica_name(name, number, model.replicas),
-                folders[name],
-                options.dtype,
-                options.kv_tokens,
-                options.quantize,
-                task=options.task,
-                on_gpu=is_on_gpu,
-                adapters=adapter_folders(options).values(),
-                ranks=options.tensor_parallel,
-            )
+            label = _replica_name(name, number, model.replicas)
+            need = engine_need(label, options, folders[name], on_gpu=is_on_gpu)
             if not is_on_gpu:
                 on_host.append(need)
                 continue
-            for device in rank_devices(options):
+            for device in devices_from(options.device, options.tensor_parallel):
                 on_gpus.setdefault(gpu_number(device), []).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
     for gpu, needs in on_gpus.items():

@@ -9,7 +9,7 @@ import pytest
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, LeastTokens
-from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster, simulate_cluster
+from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate
@@ -33,7 +33,7 @@ def times(simulated: Simulated) -> list[tuple[float, float, float, int]]:
 
 
 def several(num_engines: int, *, policy: Policy | None = None, knows_programs: bool = True) -> Simulated:
-    return simulate_cluster(
+    return SimulatedCluster(
         WORKLOAD,
         CONFIG,
         policy or LeastTokens(),
@@ -41,7 +41,7 @@ def several(num_engines: int, *, policy: Policy | None = None, knows_programs: b
         cost=COST,
         max_context=1000,
         knows_programs=knows_programs,
-    )
+    ).run()
 
 
 @pytest.mark.parametrize("knows_programs", [True, False])
