@@ -210,12 +210,14 @@ async def _share(urls: Sequence[str]) -> float:
     """The cached part of the prompts of conversations, whose requests go to the addresses in turn."""
     cached = total = number = 0
     async with httpx2.AsyncClient(timeout=300) as http:
+        models = (await http.get(f"{urls[0]}/v1/models")).raise_for_status().json()
+        model = models["data"][0]["id"]
         histories = [
             [{"role": "user", "content": f"Story {index}: {PROMPT}"}] for index in range(CONVERSATIONS)
         ]
         for _ in range(TURNS):
             for history in histories:
-                body = {"messages": history, "max_tokens": 4, "temperature": 0}
+                body = {"model": model, "messages": history, "max_tokens": 4, "temperature": 0}
                 got = await http.post(f"{urls[number % len(urls)]}/v1/chat/completions", json=body)
                 answer = msgspec.json.decode(got.raise_for_status().content)
                 number += 1

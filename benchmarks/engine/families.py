@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ class RandomTensors(TensorSource):
     """Matrices in random blocks of 4 bits, and random vectors, of whatever name and shape is asked for."""
 
     def __init__(self) -> None:
+        super().__init__(Path(), torch.bfloat16, CPU)
         self._rng = np.random.default_rng(0)
         self._generator = torch.Generator().manual_seed(0)
 

@@ -32,7 +32,7 @@ from benchmarks.step.random_llama import llama_config, random_llama
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
 from agentflow.kernels import triton_ops
-from agentflow.kernels.triton_ops import units
+from agentflow.kernels.triton_ops import early_start, units
 from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups
 
 pytestmark = pytest.mark.gpu
@@ -261,14 +261,39 @@ def test_f42c_rope_and_write(dtype: torch.dtype, num_heads: int, num_kv_heads: i
 
 
 @DTYPES
-def test_f42c_the_gated_activation(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_f42c_the_gated_activation(dtype: torch.dtype, num_rows: int) -> None:
     torch.manual_seed(0)
-    x, weight = random(5, 24, dtype=dtype), random(2 * 1100, 24, dtype=dtype)
+    x, weight = random(num_rows, 24, dtype=dtype), random(2 * 1100, 24, dtype=dtype)
     expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, None))
     result = triton_ops.gated_linear(
         x.to(DEVICE), triton_ops.pack_linear(weight.to(DEVICE), None, gated=True)
     )
     assert relative_error(result.cpu(), expected.double()) < RELATIVE_ERROR[dtype]
+
+
+@DTYPES
+@given(st.integers(1, 40), st.integers(1, 2_100), st.booleans(), st.booleans(), st.integers(0, 99))
+@settings(max_examples=30)
+def test_f42c_products_of_one_row(
+    dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool, has_added: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight, added = (
+        random(*shape, dtype=dtype) for shape in ((1, num_in), (num_out, num_in), (1, num_out))
+    )
+    bias = random(num_out, dtype=dtype) if has_bias else torch.zeros(num_out, dtype=dtype)
+    product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    expected = product + added.double() if has_added else product
+    packed = triton_ops.pack_linear(weight.to(DEVICE), bias.to(DEVICE) if has_bias else None)
+    result = triton_ops.linear(x.to(DEVICE), packed, added.to(DEVICE) if has_added else None)
+    exact = triton_ops.exact_linear(x.to(DEVICE), packed)
+    # Sums in float32, then the product and the result are rounded.
+    sums = (num_in + 1) * 2.0**-24 * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
+    unit = torch.finfo(dtype).eps
+    assert (result.dtype, exact.dtype) == (dtype, torch.float32)
+    assert ((exact.cpu().double() - product).abs() <= sums).all()
+    assert ((result.cpu().double() - expected).abs() <= sums + unit * (product.abs() + expected.abs())).all()
 
 
 def test_f42d_a_whole_model_computes_what_it_computes_on_torch_kernels() -> None:
@@ -294,6 +319,27 @@ def test_f42d_a_whole_model_computes_what_it_computes_on_torch_kernels() -> None
                 hidden.append(model.forward(given).cpu().clone())
         results.append(torch.cat(hidden))
     torch.testing.assert_close(results[1], results[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.only_gpu
+def test_f42d_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one row, in graphs: most kernels start before the one in front has ended."""
+    outputs = []
+    for is_early in (True, False):
+        if not is_early:
+            monkeypatch.setattr(early_start, "_can_start_early", lambda device: False)
+        model = random_llama(llama_config(2048, 4096, 8, 16, 4, 1_000), triton_ops, torch.bfloat16, DEVICE)
+        pool = torch.zeros((8, 600, 2, 4, 128), dtype=torch.bfloat16, device=DEVICE).unbind(0)
+        table, one = np.arange(600, dtype=np.int32)[None], np.ones(1, dtype=np.int64)
+        hidden = []
+        for place in range(400):
+            batch = AttentionBatch(table, 0 * one, one, one + place, None)
+            with torch.inference_mode():
+                plan = triton_ops.plan_attention(batch, torch.bfloat16, DEVICE)
+                given = ForwardInput(one * (place % 97), one * place, one * place, pool, plan, 0 * one)
+                hidden.append(model.forward(given).clone())
+        outputs.append(torch.cat(hidden).cpu())
+    assert torch.equal(*outputs)
 
 
 def test_f42d_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@ for tests.
 
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
 ``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
-``quantised`` multiplies with weights in blocks, and ``sampler`` chooses tokens; ``interpreted`` has the
-products and the rounding that all kernels share. Products with dense weights are torch's.
+``one_row`` multiplies one row with a dense weight, ``quantised`` any rows with weights in blocks, and
+``sampler`` chooses tokens. ``interpreted`` has the products and the rounding that all kernels share, and
+``early_start`` their launch before the kernel in front has ended. Products of several rows with dense weights
+are torch's.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from agentflow.kernels.torch_ops import pack_linear as pack_linear
 from agentflow.kernels.torch_ops import segment_attention as segment_attention
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
+from agentflow.kernels.triton_ops.one_row import is_one_row, multiply_row
 from agentflow.kernels.triton_ops.paged_attention import attend
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.triton_ops.quantised import dequantised_rows, multiply
@@ -70,20 +73,26 @@ def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor
 
 
 def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    if weight.transposed is not None:
-        return torch_ops.linear(x, weight, added)
-    return multiply(x, weight, x.dtype, added)
+    if weight.transposed is None:
+        return multiply(x, weight, x.dtype, added)
+    if is_one_row(x, weight):
+        return multiply_row(x, weight, x.dtype, added)
+    return torch_ops.linear(x, weight, added)
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    if weight.transposed is not None:
-        return torch_ops.exact_linear(x, weight)
-    return multiply(x, weight, torch.float32)
+    if weight.transposed is None:
+        return multiply(x, weight, torch.float32)
+    if is_one_row(x, weight):
+        return multiply_row(x, weight, torch.float32)
+    return torch_ops.exact_linear(x, weight)
 
 
 def gated_linear(
     x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
 ) -> Tensor:
+    if activation == "silu" and is_one_row(x, weight):
+        return multiply_row(x, weight, x.dtype, added, is_gated=True)
     product = linear(x, weight, added)
     return silu_and_multiply(product) if activation == "silu" else gated(product, activation)
 

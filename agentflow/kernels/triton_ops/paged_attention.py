@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentflow.kernels.triton_ops.device_plan import DeviceUnits
+from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 from agentflow.kernels.triton_ops.interpreted import dot, rounded
 from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, block_rows
 
@@ -71,8 +72,9 @@ def _attend_units(
     q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale, cap,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(IS_EARLY)
     unit = units + tl.program_id(0) * _COLUMNS
     kv_head = tl.program_id(1)
     first_entry = tl.load(unit)
@@ -147,7 +149,9 @@ def _attend_units(
 def _merge(
     merged_rows, bounds, partial_out, partial_lse, sinks, out, num_heads,
     HAS_SINKS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(IS_EARLY)
     number = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(merged_rows + number).to(tl.int64)
@@ -211,6 +215,9 @@ def attend(
     partial_lse = torch.empty((units.num_partials, num_heads), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(head_dim))
     has_window, has_sinks = len(units.lows) > 0, sinks is not None
+    # Two streams that meet are ordered by their ends.
+    has_two_streams = q.is_cuda and len(units.narrow) > 0 and len(units.wide) > 0
+    early = {"IS_EARLY": False} if has_two_streams else early_start(q.device, num_rows)
     # Exponents are of 2. tanh(x) is 1 - 2 / (exp(2 x) + 1).
     factor = math.log2(math.e) * scale * (2 / cap if cap else 1)
 
@@ -221,11 +228,11 @@ def attend(
             kv_layer.stride(0), kv_layer.stride(1), num_heads, factor, cap * math.log2(math.e),
             HAS_WINDOW=has_window, HAS_CAP=cap > 0, HAS_SINKS=has_sinks,
             QUERIES_PER_KV=queries_per_kv, BLOCK_ROWS=size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
-            **_options(size, block_dim, q.dtype),
+            **_options(size, block_dim, q.dtype), **early,
         )  # fmt: skip
 
     narrow_rows, wide_rows = block_rows(queries_per_kv)
-    if q.is_cuda and len(units.narrow) and len(units.wide):
+    if has_two_streams:
         # Neither launch fills the GPU until its end, so they run concurrently.
         main = torch.cuda.current_stream(q.device)
         side = _side_stream(main)
@@ -242,7 +249,7 @@ def attend(
         _merge[(len(units.merged_rows), num_heads)](
             units.merged_rows, units.merged_bounds, partial_out, partial_lse,
             sinks if has_sinks else q, out, num_heads,
-            HAS_SINKS=has_sinks, BLOCK_PARTS=16, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=2,
+            HAS_SINKS=has_sinks, BLOCK_PARTS=16, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=2, **early,
         )  # fmt: skip
     return out
 

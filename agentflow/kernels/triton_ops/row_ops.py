@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 from agentflow.kernels.triton_ops.interpreted import rounded
 
 
 @triton.jit
 def _rms_norm(
     x, residual, weight, out, eps, size, row_stride, head_stride, num_heads,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(IS_EARLY)
     number = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
@@ -67,14 +69,16 @@ def _norm(
     _rms_norm[(x.numel() // size,)](
         x, x if residual is None else residual, weight, out, eps, size, row_stride, head_stride, num_heads,
         HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+        **early_start(x.device, len(x)),
     )  # fmt: skip
 
 
 @triton.jit
 def _rope_and_write(
     qkv, cos, sin, kv_layer, write_slots, row_stride, slot_stride, num_heads, num_kv_heads,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_HALF)
@@ -122,12 +126,14 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, writ
             qkv, cos, sin, kv_layer, write_slots, qkv.stride(0), kv_layer.stride(0), num_heads, num_kv_heads,
             HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
             BLOCK_HEADS=triton.next_power_of_2(num_heads + num_kv_heads), enable_fp_fusion=False,
+            **early_start(qkv.device, num_rows),
         )  # fmt: skip
     return qkv[:, :num_heads]
 
 
 @triton.jit
-def _silu_and_multiply(gate_up, out, size, BLOCK: tl.constexpr):
+def _silu_and_multiply(gate_up, out, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):
+    take_turn(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < size
@@ -143,5 +149,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        _silu_and_multiply[(num_rows, -(-size // 1024))](gate_up.contiguous(), out, size, BLOCK=1024)
+        _silu_and_multiply[(num_rows, -(-size // 1024))](
+            gate_up.contiguous(), out, size, BLOCK=1024, **early_start(gate_up.device, num_rows)
+        )
     return out
