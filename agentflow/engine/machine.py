@@ -95,9 +95,9 @@ def collect_garbage_rarely() -> None:
     collection stops the process. Steps and requests create few reference cycles."""
     gc.collect()
     gc.freeze()
-    # Objects of older generations that are freed meanwhile delay a collection, which then visits several times
-    # these numbers: while 1,000 programs begin, the longest takes 30 to 55 ms of processor time, with 10,000 and
-    # 5 it takes 88 to 106. The oldest generation is collected as often.
+    # Objects of older generations that are freed meanwhile delay a collection, which then visits several
+    # times these numbers: while 1,000 programs begin, the longest takes 30 to 55 ms of processor time; with
+    # 10,000 and 5, 88 to 106. The oldest generation is collected as often.
     gc.set_threshold(2_000, 5, 2_000)
 
 
