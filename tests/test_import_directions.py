@@ -127,6 +127,7 @@ ROOMS = {
         "token_tree",
         "request",
         "batch",
+        "table_copy",
         "runner",
         "media",
         "fake_runner",

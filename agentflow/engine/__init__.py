@@ -2,9 +2,10 @@
 
 ``docs/internals/plain-engine.md`` is the same engine in 300 lines, without all that makes it fast. To learn
 how this one works, read ``messages`` (what an engine is asked and answers), ``submit`` and ``request``
-with ``token_tree`` (the choices of a select) and ``media_run`` (images in a prompt), ``batch``, ``runner``
-(the interface to a model) with ``fake_runner`` (its stand-in without a model), ``cache`` from
-``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, and ``engine``, in this order.
+with ``token_tree`` (the choices of a select) and ``media_run`` (images in a prompt), ``batch`` with
+``table_copy`` (copies of its table), ``runner`` (the interface to a model) with ``fake_runner`` (its
+stand-in without a model), ``cache`` from ``cache/radix_cache`` on, ``scheduling`` from
+``scheduling/scheduler`` on, and ``engine``, in this order.
 
 Below this core: ``child_process`` and ``child_limits`` (processes that may fail), ``machine`` (processors and
 free memory), ``store`` (model files), ``media`` (decodes images and prepares them for a model),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.engine.cache.prefix_readers import SharedPrefix
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
@@ -29,7 +31,7 @@ class Batch:
     token_ids: IntArray  # [T]
     positions: IntArray  # [T] of each token in its sequence
     write_slots: IntArray  # [T] the slots of the KV pool for their keys and values
-    req_to_token: NDArray[np.int32]  # [any, max_context] the scheduler's table of slots, shared, not copied
+    req_to_token: NDArray[np.int32]  # [any, any] the scheduler's table of slots, shared, not copied
     req_rows: IntArray  # [R] the row of each request in the table
     query_lens: IntArray  # [R] scheduled tokens of each request
     kv_lens: IntArray  # [R] tokens of each request with KV, including this step's
@@ -39,6 +41,25 @@ class Batch:
     adapters: BatchAdapters | None = None  # None if no token uses one
     pending: PendingTokens | None = None  # sampled by the batch before this one; None if all are known
     media: BatchMedia | None = None  # None if no request has any
+    # The prefixes that rows of the table share: columns from 0, and rows. Other rows may be among them.
+    shared: Sequence[SharedPrefix] = ()
+    changes: SlotChanges | None = None  # of the table since the batch before; None if they are unknown
+
+
+NO_CHANGES = -1
+"""The number of changes before the first ones."""
+
+
+@dataclass(slots=True, frozen=True)
+class SlotChanges:
+    """What was written to ``req_to_token`` since the batch before, this batch's tokens included. A place may
+    occur twice, with one slot."""
+
+    number: int  # of these changes, unlike that of any others, also of other tables
+    before: int  # the number of the changes before these; ``NO_CHANGES`` if there are none
+    rows: IntArray  # [C]
+    columns: IntArray  # [C]
+    slots: NDArray[np.int32]  # [C]
 
 
 @dataclass(slots=True, frozen=True)

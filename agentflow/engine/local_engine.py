@@ -241,6 +241,7 @@ def _load(
         num_slots=num_slots,
         num_threads=options.threads,
         embedding=embedding,
+        max_running=options.max_running,
     )
     if options.deterministic and not runner.keeps_order:
         runner.close()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention, tree_block
-from agentflow.kernels.shared_runs import find_shared_runs, with_trees
+from agentflow.kernels.shared_runs import shared_runs, with_trees
 
 LEAST_SAVING = 1000
 """A run is shared if this saves at least this number of reads: about the cost of one more group per layer."""
@@ -42,7 +42,7 @@ class AttentionPlan(AttentionBatch):
     """A batch with its groups."""
 
     tails: Sequence[Group]  # every row is in exactly one
-    shared: Sequence[Group]  # a row may be in several
+    shared_groups: Sequence[Group]  # a row may be in several
 
 
 def plan_attention(
@@ -64,19 +64,19 @@ def plan_attention(
     """
     table = batch.req_to_token
     req_rows, query_lens, cached = with_trees(batch)
-    runs, starts = find_shared_runs(table, req_rows, cached, least_saving)
+    runs, starts = shared_runs(batch, req_rows, cached, least_saving)
     first_rows = np.cumsum(query_lens) - query_lens
-    shared = []
+    groups = []
     for run in runs:
         rows = np.concatenate([np.arange(query_lens[r]) + first_rows[r] for r in run.members])
         slots = table[req_rows[run.members[0]], run.start : run.end]
-        shared += [
+        groups += [
             _group([_Chunk(rows[i : i + MAX_ROWS], slots, True)], dtype, device)
             for i in range(0, len(rows), MAX_ROWS)
         ]
     tails = plan_tails(batch, starts, dtype, device, max_gathered=max_gathered)
     return AttentionPlan(
-        *(table, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, tails, shared),
+        *(table, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, tails, groups),
         both_ways=batch.both_ways,
     )
 

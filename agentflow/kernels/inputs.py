@@ -18,6 +18,8 @@ from torch import Tensor
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 ReqToToken = NDArray[np.int32]
+SharedPrefix = tuple[int, IntArray]
+"""A number of columns, and the rows of ``req_to_token`` in which these first columns are equal."""
 
 MAX_HEAD_DIM = 256
 """The largest size of a head in the kernels for GPUs. Plans that a graph cannot read compute larger ones."""
@@ -158,6 +160,12 @@ class AttentionBatch:
     trees: TreeAttention | None  # the trees whose rows follow the requests' rows
     # [R]: the request's rows in this batch see each other, also later ones. None: no rows do.
     both_ways: NDArray[np.bool_] | None = field(default=None, kw_only=True)
+    # The nodes of the tree of prefixes that rows of the table share, in any order. Other rows of the table
+    # may be among their rows.
+    shared: Sequence[SharedPrefix] = field(default=(), kw_only=True)
+    # [any, any] int32: ``req_to_token`` on the device, at the time when the batch runs there; its rows may be
+    # longer. None: the device has no such table.
+    device_table: Tensor | None = field(default=None, kw_only=True)
 
 
 class TreeAttention(Protocol):

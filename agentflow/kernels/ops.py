@@ -159,18 +159,16 @@ class Kernels(Protocol):
     def static_plans(
         self,
         num_rows: Sequence[int],
-        num_slots: int,
         num_heads: int,
         num_kv_heads: int,
         device: torch.device,
         windows: Sequence[int] = (0,),
     ) -> StaticPlans | None:
         """Returns buffers for the plans of decode batches, which captured graphs read; None if this
-        implementation has none.
+        implementation has none. The plans' batches have a ``device_table``, which the graphs read too.
 
         Args:
             num_rows: the numbers of rows of the graphs, ascending.
-            num_slots: the slots of the KV pool.
             num_heads: the query heads of a layer.
             num_kv_heads: the KV heads of a layer.
             device: where the buffers are.

@@ -1,13 +1,12 @@
-"""Finds the prefixes that the requests of a batch share, so that attention reads them once."""
+"""Chooses which of the prefixes that the requests of a batch share are worth reading once for all of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agentflow.kernels.inputs import AttentionBatch, IntArray
+from agentflow.kernels.inputs import AttentionBatch, IntArray, SharedPrefix
 
 
 def with_trees(batch: AttentionBatch) -> tuple[IntArray, IntArray, IntArray]:
@@ -32,48 +31,54 @@ class SharedRun:
     end: int
 
 
-def find_shared_runs(
-    req_to_token: NDArray[np.int32], req_rows: IntArray, limits: IntArray, least_saving: int
+def shared_runs(
+    batch: AttentionBatch, req_rows: IntArray, limits: IntArray, least_saving: int
 ) -> tuple[list[SharedRun], IntArray]:
-    """Finds the shared runs that are worth a context part, and the column at which each request's tail
+    """Returns the shared runs that are worth a context part, and the column at which each request's tail
     starts.
 
-    Requests with equal slots form a tree; the search walks it from the root. A run that n requests share
-    saves (n - 1) times its length of reads. If the saving is too small, the run stays with its requests'
-    tails or is joined to a longer run below it. The runs of one request are consecutive and start at column
-    0. The search reads only the shared part of the table: requests that share nothing cost one comparison of
-    their first slots.
+    A run that n requests share saves (n - 1) times its length of reads. If the saving is too small, the run
+    stays with its requests' tails or is joined to a longer run below it. The runs of one request are
+    consecutive and start at column 0. The costs are those of the batch's ``shared`` prefixes, however long
+    these are.
 
     Args:
-        req_to_token: the slots of each request, [requests, columns].
-        req_rows: the requests' rows in the table.
-        limits: the number of leading columns of each request that can be shared.
+        batch: the batch.
+        req_rows: the row in the table of each request and tree, from ``with_trees``.
+        limits: the number of leading columns of each that can be shared.
         least_saving: the fewest tokens that a run must save.
     """
-    runs: list[SharedRun] = []
     tails = np.zeros(len(req_rows), dtype=np.int64)
-    pending = [(np.arange(len(req_rows)), 0)] if len(req_rows) > 1 else []
-    while pending:
-        members, depth = pending.pop()
-        members = members[limits[members] > depth]
-        for siblings in _equal_groups(members, req_to_token[req_rows[members], depth]):
-            common = req_to_token[req_rows[siblings], depth : int(limits[siblings].min())]
-            differs = (common != common[0]).any(axis=0)
-            end = depth + (int(differs.argmax()) if differs.any() else len(differs))
-            start = int(tails[siblings[0]])
-            if end > start and (len(siblings) - 1) * (end - start) >= least_saving:
-                runs.append(SharedRun(siblings, start, end))
-                tails[siblings] = end
-            pending.append((siblings, end))
+    own = _own_prefixes(req_rows, limits)
+    # The longest prefix of each set of requests: not all readers of a prefix need be in the batch.
+    longest: dict[bytes, tuple[int, IntArray]] = {}
+    is_reader = np.zeros(len(batch.req_to_token), dtype=np.bool_)
+    for end, rows in [*batch.shared, *own]:
+        if not own and (len(rows) - 1) * end < least_saving:
+            continue
+        is_reader[rows] = True
+        members = np.flatnonzero(is_reader[req_rows] & (limits >= end))
+        is_reader[rows] = False
+        if len(members) > 1:
+            key = members.tobytes()
+            if key not in longest or longest[key][0] < end:
+                longest[key] = end, members
+    runs: list[SharedRun] = []
+    for end, members in sorted(longest.values(), key=lambda prefix: (prefix[0], -len(prefix[1]))):
+        start = int(tails[members[0]])
+        if end > start and (len(members) - 1) * (end - start) >= least_saving:
+            runs.append(SharedRun(members, start, end))
+            tails[members] = end
     return runs, tails
 
 
-def _equal_groups(members: IntArray, keys: NDArray[np.int32]) -> list[IntArray]:
-    """Returns the groups of two or more members with equal keys, each in ascending order."""
-    if len(members) < 2:
+def _own_prefixes(req_rows: IntArray, limits: IntArray) -> list[SharedPrefix]:
+    """Returns what the parts of one request share, if it is divided or has a tree in the batch."""
+    counts = np.bincount(req_rows)
+    if counts.max(initial=0) < 2:
         return []
-    by_key = np.argsort(keys, kind="stable")
-    bounds = np.flatnonzero(np.diff(keys[by_key])) + 1
-    if len(bounds) + 1 == len(members):
-        return []
-    return [members[group] for group in np.split(by_key, bounds) if len(group) > 1]
+    found = []
+    for row in np.flatnonzero(counts > 1):
+        ends = np.unique(np.sort(limits[req_rows == row])[:-1])
+        found += [(end, np.array([row])) for end in ends.tolist() if end]
+    return found

@@ -134,7 +134,6 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
 
 def static_plans(
     num_rows: Sequence[int],
-    num_slots: int,
     num_heads: int,
     num_kv_heads: int,
     device: torch.device,
@@ -160,7 +159,7 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) ->
         part_out, part_lse = attend_group(q, kv_layer, group, scale, attend)
         out.index_copy_(0, group.rows, part_out)
         lse.index_copy_(0, group.rows, part_lse)
-    for group in plan.shared:
+    for group in plan.shared_groups:
         part_out, part_lse = attend_group(q, kv_layer, group, scale, attend)
         own_out, own_lse = out.index_select(0, group.rows), lse.index_select(0, group.rows)
         weight = torch.sigmoid(part_lse - own_lse).unsqueeze(-1)

@@ -375,12 +375,15 @@ def _measure_sharing(report: Any, device: Any, config: Any) -> None:
         table = (
             np.random.default_rng(0).permutation(num_slots).astype(np.int32)[: 64 * length].reshape(64, -1)
         )
-        start = 0
+        start, shared = 0, []
         for run, num_sharing in levels:
             for first in range(0, 64, num_sharing):
                 table[first : first + num_sharing, start : start + run] = table[first, start : start + run]
+                shared.append((start + run, np.arange(first, first + num_sharing)))
             start += run
-        batch = AttentionBatch(table, np.arange(64), np.ones(64, dtype=int), np.full(64, length), None)
+        batch = AttentionBatch(
+            *(table, np.arange(64), np.ones(64, dtype=int), np.full(64, length), None), shared=shared
+        )
         kv_layer = torch.randn(num_slots, 2, config.num_kv_heads, config.head_dim, device=device).bfloat16()
         q = torch.randn(64, config.num_heads, config.head_dim, device=device).bfloat16()
         before, units.LEAST_SAVING = units.LEAST_SAVING, least_saving

@@ -63,15 +63,17 @@ def tree_batch(leaves: int, num_slots: int, max_context: int) -> Batch:
     runs except the last one."""
     depth = int(math.log2(leaves)) + 1
     batch = batch_of(Shape(leaves, depth * LEVEL), num_slots, max_context)
-    table = batch.req_to_token.copy()
+    table, shared = batch.req_to_token.copy(), []
     for level in range(depth):
-        for leaf in range(leaves):
-            node = (leaf >> (depth - 1 - level)) + (1 << level)
-            first = node * LEVEL
-            table[leaf, level * LEVEL : (level + 1) * LEVEL] = np.arange(first, first + LEVEL)
+        width = leaves >> level  # the leaves below each node
+        for first_leaf in range(0, leaves, width):
+            first = ((1 << level) + first_leaf // width) * LEVEL
+            below = np.arange(first_leaf, first_leaf + width)
+            table[below, level * LEVEL : (level + 1) * LEVEL] = np.arange(first, first + LEVEL)
+            shared.append(((level + 1) * LEVEL, below))
     own = np.arange(leaves) + num_slots - leaves
     table[:, depth * LEVEL] = own
-    return replace(batch, req_to_token=table, write_slots=own.astype(np.int64))
+    return replace(batch, req_to_token=table, write_slots=own.astype(np.int64), shared=shared)
 
 
 def _step_ms(runner: TorchRunner, batch: Batch, runs: int) -> float:

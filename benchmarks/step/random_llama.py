@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.engine.batch import Batch, IntArray
+from agentflow.engine.batch import NO_CHANGES, Batch, IntArray, SlotChanges
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import DeviceStep, DeviceSteps
 from agentflow.engine.models.forward.decoder import Decoder
@@ -160,7 +160,10 @@ class RandomRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._steps = DeviceSteps(self.model, self.kernels, DeviceStream(self.device))
+        table_shape = 256, min(self.config.max_context, self.num_slots)
+        self._steps = DeviceSteps(self.model, self.kernels, DeviceStream(self.device), table_shape)
+        self._launched: Batch | None = None  # the batch that was launched last
+        self._num_launched = 0
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> IntArray:
@@ -172,5 +175,19 @@ class RandomRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DeviceStep:
-        """Puts the batch into the queue of the device."""
-        return self._steps.launch(batch, forward_input_of(batch, self.kernels, self.pool.layers))
+        """Puts the batch into the queue of the device. A table that was launched before is on the device
+        already, but for the tokens of this batch: callers write nothing else to it."""
+        before, self._launched = self._launched, batch
+        if before is None or before.req_to_token is not batch.req_to_token:
+            self._steps.table.forget()
+        table = self._steps.table.sized_for(batch)
+        batch = replace(batch, changes=self._written_tokens(batch))
+        given = forward_input_of(batch, self.kernels, self.pool.layers, table=table)
+        return self._steps.launch(batch, given)
+
+    def _written_tokens(self, batch: Batch) -> SlotChanges:
+        rows, num = np.repeat(batch.req_rows, batch.query_lens), self._num_launched
+        self._num_launched += 1
+        columns = batch.positions[: len(rows)]
+        before = NO_CHANGES if num == 0 else num - 1
+        return SlotChanges(num, before, rows, columns, batch.req_to_token[rows, columns])

@@ -55,6 +55,7 @@ def batch_of(shape: Shape, num_slots: int, max_context: int) -> Batch:
         kv_lens=np.full(num, length, dtype=np.int64),
         num_decode=num if shape.num_rows == 1 else 0,
         sampled=_greedy(np.cumsum(query_lens) - 1, length),
+        shared=[(shape.shared, np.arange(num))] if shape.shared else [],
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.device import DEVICE, QueuedStream
 from support.engine.random_model import VOCAB, write_random_model
+from support.engine.scheduler_harness import reads_of
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar
@@ -84,9 +86,19 @@ class AheadRunner(TorchRunner):
         names = ("token_ids", "positions", "write_slots", "req_to_token", "req_rows", "query_lens", "kv_lens")
         copies = {name: getattr(batch, name).copy() for name in names}
         handle = super().launch(replace(batch, **copies))
+        self._check_table(batch)
         for array in copies.values():
             array.fill(2**30)
         return handle
+
+    def _check_table(self, batch: Batch) -> None:
+        """When the batch runs, the table on the device is the scheduled one, wherever the batch reads it."""
+        assert self._stand_in is not None
+        assert self._ahead is not None
+        table = self._ahead.table.slots
+        for row, length in reads_of(batch):
+            slots = torch.from_numpy(batch.req_to_token[row, :length].copy())
+            self._stand_in.run(partial(_assert_equal, table[row, :length], slots))
 
     def collect(self, handle: Any) -> BatchOutput:
         self._num_in_flight -= 1
@@ -96,6 +108,10 @@ class AheadRunner(TorchRunner):
 
     def close(self) -> None:
         """Keeps the model for the next engine."""
+
+
+def _assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(found, expected)
 
 
 class AloneRunner(TorchRunner):

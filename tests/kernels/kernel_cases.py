@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentflow.kernels import native_library, native_ops, torch_ops
-from agentflow.kernels.inputs import AttentionBatch
+from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
 from agentflow.kernels.native_library import LEVELS, cpu_flags
+from agentflow.kernels.shared_runs import with_trees as requests_and_trees
 
 FOREIGN = 2**31 - 1
 """The value of req_to_token where no token is: reading a slot of this number fails immediately."""
@@ -170,8 +171,32 @@ class Rows:
 
 
 def batch_of(case: Case, rows: Rows | None = None) -> AttentionBatch:
-    lens = case.query_lens, case.kv_lens
-    return AttentionBatch(case.req_to_token, case.req_rows, *lens, rows, both_ways=case.both_ways)
+    """The batch with all prefixes that its requests share."""
+    batch = AttentionBatch(
+        *(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows), both_ways=case.both_ways
+    )
+    req_rows, _, cached = requests_and_trees(batch)
+    return replace(batch, shared=shared_prefixes(case.req_to_token, req_rows, cached))
+
+
+def shared_prefixes(
+    table: NDArray[np.int32], req_rows: NDArray[np.int64], lens: NDArray[np.int64]
+) -> list[SharedPrefix]:
+    """All prefixes that rows of the table share, of which ``lens`` may be shared, by a comparison of every
+    pair."""
+    longest = {row: int(lens[req_rows == row].max()) for row in set(req_rows.tolist())}
+    common = {}
+    for row, length in longest.items():
+        for other, other_length in longest.items():
+            size = min(length, other_length)
+            is_equal = table[row, :size] == table[other, :size]
+            common[row, other] = size if is_equal.all() else int(is_equal.argmin())
+    found = {
+        (end, tuple(other for other in longest if common[row, other] >= end))
+        for (row, _), end in common.items()
+        if end
+    }
+    return [(end, np.array(rows)) for end, rows in sorted(found)]
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,7 @@ def test_groups_of_torch(
 ) -> None:
     case, rows = with_trees(make_case(batch), trees, 0)
     plan = planned(case, rows)
-    assert (sizes(plan.shared), sizes(plan.tails)) == (shared, tails)
+    assert (sizes(plan.shared_groups), sizes(plan.tails)) == (shared, tails)
     assert_attends(torch_ops, case, rows)
 
 

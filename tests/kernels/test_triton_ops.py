@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
+    FOREIGN,
     SCALE,
     Case,
     Rows,
@@ -24,6 +26,7 @@ from kernel_cases import (
     seen_by_all,
     with_trees,
 )
+from numpy.typing import NDArray
 
 from agentflow.kernels import ops, reference_ops, torch_ops
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
@@ -33,7 +36,7 @@ pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
 from agentflow.kernels import triton_ops
 from agentflow.kernels.triton_ops import early_start, units
-from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups
+from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups, joined_slots
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,9 +54,18 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
 
 
-def attended(case: Case, rows: Rows | None) -> torch.Tensor:
-    plan = triton_ops.plan_attention(batch_of(case, rows), case.q.dtype, DEVICE)
+def attended(case: Case, rows: Rows | None, *, has_table: bool = False) -> torch.Tensor:
+    batch = batch_of(case, rows)
+    plan = triton_ops.plan_attention(with_table(batch) if has_table else batch, case.q.dtype, DEVICE)
     return triton_ops.attention(case.q.to(DEVICE), case.kv_layer.to(DEVICE), plan, SCALE).cpu()
+
+
+def with_table(batch: AttentionBatch) -> AttentionBatch:
+    """The batch of an engine, whose table of slots is on the device, in longer rows."""
+    rows, columns = batch.req_to_token.shape
+    table = torch.full((rows + 1, columns + 5), FOREIGN, dtype=torch.int32, device=DEVICE)
+    table[:rows, :columns] = torch.from_numpy(batch.req_to_token)
+    return replace(batch, device_table=table)
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -61,14 +73,24 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @settings(max_examples=12)
-@given(st.sampled_from([*RELATIVE_ERROR]), batches(), st.integers(0, 1000), st.sampled_from(HEADS))
+@given(
+    st.sampled_from([*RELATIVE_ERROR]),
+    batches(),
+    st.integers(0, 1000),
+    st.sampled_from(HEADS),
+    st.booleans(),
+)
 def test_f42a_attention_equals_float64(
-    dtype: torch.dtype, batch: tuple[list[Shape], list[Tree]], seed: int, heads: tuple[int, int, int]
+    dtype: torch.dtype,
+    batch: tuple[list[Shape], list[Tree]],
+    seed: int,
+    heads: tuple[int, int, int],
+    has_table: bool,
 ) -> None:
     """Of any tree of requests, in a pool whose other slots are NaN."""
     sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
     case, rows = with_trees(make_case(batch[0], seed=seed, dtype=dtype, **sizes), batch[1], seed)
-    assert_exact(attended(case, rows), case, rows)
+    assert_exact(attended(case, rows, has_table=has_table), case, rows)
 
 
 @DTYPES
@@ -76,14 +98,22 @@ def test_f42a_attention_over_long_contexts(dtype: torch.dtype) -> None:
     """With prefixes of two levels, chunks, and segments of keys."""
     batch = [Shape(-1, 0, 700, 1), Shape(0, 600, 650, 1), Shape(0, 600, 630, 1), Shape(1, 620, 640, 12)]
     case = make_case([*batch, Shape(-1, 0, 20, 100), Shape(-1, 0, 0, 1)], dtype=dtype)
-    assert_exact(attended(case, None), case)
+    assert_exact(attended(case, None, has_table=True), case)
 
 
-def keys_of(made: Units) -> Iterator[tuple[int, int, int, bool]]:
+def cut_units(batch: AttentionBatch, *args: int) -> tuple[Units, NDArray[np.int32]]:
+    """The units, and the table to which they refer."""
+    table = batch.req_to_token if batch.device_table is not None else joined_slots(batch)[None]
+    return cut(find_groups(batch), *args), table
+
+
+def keys_of(made: Units, table: NDArray[np.int32]) -> Iterator[tuple[int, int, int, bool]]:
     """Each row, slot and partial result for which a unit computes a score, and whether without a mask."""
-    for first_entry, num_rows, first_slot, begin, end, full_end, first_end, full_begin in np.concatenate(
-        (made.narrow, made.wide)
-    ).tolist():
+    for (
+        *(first_entry, num_rows, first_column, begin, end, full_end, first_end, full_begin),
+        table_row,
+    ) in np.concatenate((made.narrow, made.wide)).tolist():
+        slots = table[table_row, first_column:] if first_end < 0 else made.nodes[first_end:]
         for entry in range(first_entry, first_entry + num_rows):
             low = made.lows[entry] if len(made.lows) else -1
             for key in range(begin, end):
@@ -92,7 +122,7 @@ def keys_of(made: Units) -> Iterator[tuple[int, int, int, bool]]:
                 if is_unmasked or low < key <= made.at[entry] < key_end:
                     yield (
                         int(made.rows[entry]),
-                        int(made.slots[first_slot + key]),
+                        int(slots[key]),
                         int(made.partial[entry]),
                         is_unmasked,
                     )
@@ -104,17 +134,26 @@ def keys_of(made: Units) -> Iterator[tuple[int, int, int, bool]]:
     st.sampled_from([1, 2, 3, 12, 71]),
     st.integers(1, 40),
     st.sampled_from([0, 1, 2, 20]),
+    st.booleans(),
 )
 def test_f42a_units_have_each_key_of_each_row_once(
-    batch: tuple[list[Shape], list[Tree]], seed: int, queries_per_kv: int, num_units: int, window: int
+    batch: tuple[list[Shape], list[Tree]],
+    seed: int,
+    queries_per_kv: int,
+    num_units: int,
+    window: int,
+    has_table: bool,
 ) -> None:
     """Against the slots that each row sees by definition. The partial results of a row are consecutive."""
     case, rows = with_trees(make_case(batch[0], seed=seed), batch[1], seed)
     window = max(window, int(rows.path_lens.max())) if window and rows is not None else window
-    made = cut(find_groups(batch_of(case, rows)), queries_per_kv, num_units, window)
+    attended_batch = batch_of(case, rows)
+    if has_table:
+        attended_batch = with_table(attended_batch)
+    made, table = cut_units(attended_batch, queries_per_kv, num_units, window)
     seen: dict[int, list[int]] = {}
     parts: dict[int, set[int]] = {}
-    for row, slot, part, _ in keys_of(made):
+    for row, slot, part, _ in keys_of(made, table):
         seen.setdefault(row, []).append(slot)
         parts.setdefault(row, set()).add(part)
     assert [Counter(seen[row]) for row in sorted(seen)] == [
@@ -133,7 +172,7 @@ def test_f42a_unmasked_blocks_are_whole(
 ) -> None:
     """The kernel reads them without bounds."""
     case, rows = with_trees(make_case(batch[0]), batch[1], 0)
-    made = cut(find_groups(batch_of(case, rows)), 2, num_units, window)
+    made, _ = cut_units(batch_of(case, rows), 2, num_units, window)
     for unit in np.concatenate((made.narrow, made.wide)):
         begin, end, full_end, full_begin = unit[[3, 4, 5, 7]]
         assert begin <= full_begin <= full_end <= end
@@ -146,9 +185,9 @@ def test_f42a_unmasked_blocks_are_whole(
 def test_units_skip_the_keys_outside_of_a_window(window: int) -> None:
     """Also the keys of prefixes that requests share."""
     case = make_case([Shape(-1, 0, 700, 1), Shape(0, 600, 650, 1), Shape(0, 600, 630, 30)])
-    made = cut(find_groups(batch_of(case)), 2, 40, window)
+    made, table = cut_units(with_table(batch_of(case)), 2, 40, window)
     seen: dict[int, set[int]] = {}
-    for row, slot, _, _ in keys_of(made):
+    for row, slot, _, _ in keys_of(made, table):
         seen.setdefault(row, set()).add(slot)
     assert [seen[row] for row in sorted(seen)] == [set(slots[-window:]) for slots in seen_by_all(case)]
     num_read = sum(int(unit[4] - unit[3]) for unit in np.concatenate((made.narrow, made.wide)))
@@ -157,9 +196,9 @@ def test_units_skip_the_keys_outside_of_a_window(window: int) -> None:
 
 def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
     case = make_case([Shape(-1, 0, 300, 1), *[Shape(0, 256, 300, 1)] * 9])
-    made = cut(find_groups(batch_of(case, None)), 2, 10_000)
-    reads = Counter(slot for _, slot, _, _ in keys_of(made))
-    assert len(made.slots) == 256 + 10 * 45
+    made, table = cut_units(with_table(batch_of(case, None)), 2, 10_000)
+    reads = Counter(slot for _, slot, _, _ in keys_of(made, table))
+    assert len(made.nodes) == 0  # no slots are copied to the device
     assert max(reads.values()) == 10  # each row attends to it, in tiles that read it together
     tiles = [unit for unit in made.wide if unit[4] - unit[3] and unit[1] > 1]
     assert sum(int(unit[4] - unit[3]) for unit in tiles) == 256
@@ -169,14 +208,14 @@ def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(0, 100), st.integers(0, 1000))
 def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) -> None:
     """One batch after another, with rows that round the number up: nothing of an earlier batch remains."""
-    plans = triton_ops.static_plans((2, 8), 4_000, 4, 2, DEVICE)
+    plans = triton_ops.static_plans((2, 8), 4, 2, DEVICE)
     first = max(lens[0], shared)
     for batch in (
         [Shape(-1, 0, first, 1), *(Shape(0, shared, shared + length, 1) for length in lens[1:])],
         [Shape(-1, 0, lens[-1], 1)],
     ):
         case = make_case(batch, seed=seed)
-        plan = triton_ops.plan_attention(batch_of(case, None), torch.float32, DEVICE)
+        plan = triton_ops.plan_attention(with_table(batch_of(case, None)), torch.float32, DEVICE)
         form = plans.update(plan)
         assert form is not None
         assert form.num_rows == (2 if len(batch) <= 2 else 8)
@@ -188,14 +227,15 @@ def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) 
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [[Shape(-1, 0, 5, 2)], [Shape(-1, 0, 5, 1)] * 9, [Shape(-1, 0, 4_100, 1)]],
-    ids=["a chunk", "too many rows", "too many keys"],
+    ("batch", "has_table"),
+    [([Shape(-1, 0, 5, 2)], True), ([Shape(-1, 0, 5, 1)] * 9, True), ([Shape(-1, 0, 5, 1)], False)],
+    ids=["a chunk", "too many rows", "no table on the device"],
 )
-def test_f42b_batches_without_a_form(batch: list[Shape]) -> None:
-    plans = triton_ops.static_plans((2, 8), 4_000 - 8 * triton_ops.LEAST_SAVING, 4, 2, DEVICE)
-    case = make_case(batch)
-    assert plans.update(triton_ops.plan_attention(batch_of(case, None), torch.float32, DEVICE)) is None
+def test_f42b_batches_without_a_form(batch: list[Shape], has_table: bool) -> None:
+    plans = triton_ops.static_plans((2, 8), 4, 2, DEVICE)
+    made = batch_of(make_case(batch))
+    made = with_table(made) if has_table else made
+    assert plans.update(triton_ops.plan_attention(made, torch.float32, DEVICE)) is None
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -175,6 +175,8 @@ class RadixCache:
         """Tokens in the trees."""
         self.num_locked = 0
         """Tokens in the trees that are locked."""
+        self.on_split: Callable[[Node, Node], None] | None = None
+        """Called with a node that was split, which has the lower part now, and the node of its upper part."""
 
     @property
     def num_evictable(self) -> int:
@@ -504,6 +506,8 @@ class RadixCache:
         node.num_prompt -= upper.num_prompt
         node.parent = upper
         upper.children[node.run[:TOKEN_BYTES]] = node
+        if self.on_split is not None:
+            self.on_split(node, upper)
         return upper
 
     def _report(self, node: Node, num_kept: int, on_evict: OnEvict) -> None:

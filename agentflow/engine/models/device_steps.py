@@ -6,7 +6,7 @@ taken on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows, joined
+from agentflow.engine.models.device_table import DeviceTable, write_slots
 from agentflow.engine.models.forward.decode_graphs import DeviceInput, arrays_of, on_device
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.sampler import ChosenTensors, StagedRows, choose_tensors, stage
@@ -64,19 +65,33 @@ class DeviceSteps:
         model: the model.
         kernels: its kernels.
         stream: the queue of the device.
+        table_shape: of the table of slots: the most requests in a batch, and the most tokens of one. A batch
+            with a larger table costs a new one on the device, and new graphs.
     """
 
-    def __init__(self, model: Decoder, kernels: Kernels, stream: DeviceStream) -> None:
+    def __init__(
+        self, model: Decoder, kernels: Kernels, stream: DeviceStream, table_shape: tuple[int, int]
+    ) -> None:
         self._model = model
         self._kernels = kernels
         self._stream = stream
+        self.table = DeviceTable(table_shape, stream.device)
         self._before: DeviceStep | None = None  # the batch that was launched last
 
     def launch(self, batch: Batch, given: ForwardInput) -> DeviceStep:
-        """Puts a batch into the device's queue. ``given``: its input for the model. All arrays are read when
-        this returns."""
+        """Puts a batch into the device's queue. ``given``: its input for the model, whose plan refers to
+        ``table``. All arrays are read when this returns."""
         before, self._before = self._before, None  # none, if this launch fails
-        arrays = arrays_of(given)
+        try:
+            step = self._launch(batch, given, before)
+        except BaseException:
+            self.table.forget()
+            raise
+        self._before = step
+        return step
+
+    def _launch(self, batch: Batch, given: ForwardInput, before: DeviceStep | None) -> DeviceStep:
+        arrays = arrays_of(given) | self.table.changes(batch)
         if batch.pending is not None:
             arrays |= {"places": batch.pending.places, "outputs": batch.pending.outputs}
         arrived = self._stream.upload(arrays)
@@ -86,20 +101,22 @@ class DeviceSteps:
             assert before is not None
             pending = arrived["places"], before, arrived["outputs"]
         step = DeviceStep(batch.sampled)
-        self._stream.run(partial(self._compute, step, on_device(given, arrived), staged, pending))
+        write = partial(write_slots, self.table.slots, arrived)
+        self._stream.run(partial(self._compute, step, write, on_device(given, arrived), staged, pending))
         step.mark = self._stream.mark()
-        self._before = step
         return step
 
     def _compute(
         self,
         step: DeviceStep,
+        write_table: Callable[[], None],
         given: DeviceInput,
         staged: Sequence[StagedRows],
         pending: tuple[Tensor, DeviceStep, Tensor] | None,
     ) -> None:
-        """``pending``: the places of tokens in the batch, the batch that chooses them, and their rows
-        there."""
+        """``write_table``: makes the table on the device the batch's. ``pending``: the places of tokens in
+        the batch, the batch that chooses them, and their rows there."""
+        write_table()
         if pending is not None:
             places, before, outputs = pending
             # A row of the earlier batch may have no token. Its request then fails, and what is computed for

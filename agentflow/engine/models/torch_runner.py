@@ -57,11 +57,12 @@ def forward_input_of(
     kv_layers: tuple[Tensor, ...],
     adapters: Sequence[AdapterRows] = (),
     features: MediaFeatures | None = None,
+    table: Tensor | None = None,
 ) -> ForwardInput:
     """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype
     and on its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``. ``features``: of the batch's
-    media."""
-    plan = kernels.plan_attention(_attended(batch), kv_layers[0].dtype, kv_layers[0].device)
+    media. ``table``: as ``AttentionBatch.device_table``."""
+    plan = kernels.plan_attention(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
     rows, media, token_ids, positions = batch.sampled.rows, batch.media, batch.token_ids, batch.positions
     given = None
     if media is not None:
@@ -72,20 +73,27 @@ def forward_input_of(
     return ForwardInput(token_ids, positions, batch.write_slots, kv_layers, plan, rows, adapters, given)
 
 
-def _attended(batch: Batch) -> AttentionBatch:
+def _attended(batch: Batch, table: Tensor | None) -> AttentionBatch:
     """Returns what the batch attends to. Requests are divided at runs whose tokens see each other."""
-    lens = batch.query_lens, batch.kv_lens
     spans = None if batch.media is None else batch.media.both_ways
+    attended = AttentionBatch(
+        *(batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees),
+        shared=batch.shared,
+        device_table=table,
+    )
     if spans is None:
-        return AttentionBatch(batch.req_to_token, batch.req_rows, *lens, batch.trees)
+        return attended
     ends = np.cumsum(batch.query_lens)
     bounds = np.unique(np.concatenate(([0], ends, spans.ravel())))
     firsts, bounds = bounds[:-1], bounds[1:]
     owners = np.searchsorted(ends, firsts, side="right")
     kv_lens = batch.kv_lens[owners] - (ends[owners] - bounds)
-    both_ways = np.isin(firsts, spans[:, 0])
-    return AttentionBatch(
-        batch.req_to_token, batch.req_rows[owners], bounds - firsts, kv_lens, batch.trees, both_ways=both_ways
+    return replace(
+        attended,
+        req_rows=batch.req_rows[owners],
+        query_lens=bounds - firsts,
+        kv_lens=kv_lens,
+        both_ways=np.isin(firsts, spans[:, 0]),
     )
 
 
@@ -135,6 +143,7 @@ class TorchRunner:
         num_threads: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
         embedding: the runner makes embeddings from last tokens and generates nothing; only for native
             families.
+        max_running: the most requests in a batch, for the tables on a device. More cost new tables.
         stream: the queue in which batches are launched ahead. None: that of a GPU, if the kernels queue their
             work; otherwise each batch is collected before the next.
         ranks: the processes over which the model is divided: this runner has the part of one of them. Only
@@ -158,6 +167,7 @@ class TorchRunner:
         quantize: str | None = None,
         num_threads: int | None = None,
         embedding: EmbeddingFolder | None = None,
+        max_running: int = 64,
         stream: DeviceStream | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -219,8 +229,6 @@ class TorchRunner:
             )
             self._model, described = loaded.model, _described(loaded, torch_dtype)
             if embedding is None:  # other models never decode
-                with torch.inference_mode():
-                    self._model.prepare(self._kv_pool.layers)
                 tower = None
                 if ranks is None:
                     tower = load_tower(
@@ -239,7 +247,10 @@ class TorchRunner:
         if stream is not None and embedding is None:
             model = self._model
             if isinstance(model, Decoder) and model.queues_work:
-                self._ahead = DeviceSteps(model, kernels, stream)
+                table_shape = max_running, min(config.max_context, num_slots)
+                with torch.inference_mode():
+                    self._ahead = DeviceSteps(model, kernels, stream, table_shape)
+                    model.prepare(self._kv_pool.layers, self._ahead.table.slots)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,
@@ -272,7 +283,8 @@ class TorchRunner:
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> _Launched | DeviceStep:
         adapters = _adapter_rows(batch, self._adapters)
-        given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters, self.media)
+        table = None if self._ahead is None else self._ahead.table.sized_for(batch)
+        given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters, self.media, table)
         if self._ahead is not None:
             return self._ahead.launch(batch, given)
         assert batch.pending is None

@@ -5,8 +5,8 @@ cache) and ``admission`` (memory for outputs). Then ``policies`` (the interface,
 ``fair_policy`` (the default, with its proofs), ``waiting_tree`` below them, ``charges`` (of tenants that use
 several engines), and ``program_pauses`` (programs that wait until others have ended, while memory is short),
 and ``media_work`` (the encodings of images). Then the step's arrays:
-``row`` (the record of one request in a batch), ``batch_builder``, ``select`` (choices that are scored
-together), ``sampling_table``, and ``in_flight`` (the results). ``step_limits`` learns how large a step may
-be, and ``pace`` how long one may take beside requests that somebody reads; ``defaults`` has the sizes of
-batches.
+``row`` (the record of one request in a batch), ``batch_builder``, ``slot_table`` (where the keys and values
+of its tokens are), ``select`` (choices that are scored together), ``sampling_table``, and ``in_flight`` (the
+results). ``step_limits`` learns how large a step may be, and ``pace`` how long one may take beside requests
+that somebody reads; ``defaults`` has the sizes of batches.
 """

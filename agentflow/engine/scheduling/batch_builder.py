@@ -19,15 +19,18 @@ from agentflow.engine.batch import (
     SampledRows,
     TreeAttention,
 )
+from agentflow.engine.cache.prefix_readers import SharedPrefix
 from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.select import add_nodes, scored_nodes, scored_tokens
+from agentflow.engine.scheduling.slot_table import SlotTable
 
 
 def build_batch(
     rows: Sequence[Row],
     slots: NDArray[np.int32],
-    req_to_token: NDArray[np.int32],
+    table: SlotTable,
+    shared: Sequence[SharedPrefix],
     sampling: SamplingTable,
     before: Sequence[Row] = (),
 ) -> Batch:
@@ -36,8 +39,9 @@ def build_batch(
     Args:
         rows: The records of the batch.
         slots: [T] for all tokens, then for all nodes, in the order of the rows. They are written to
-            ``req_to_token``, or for nodes to their requests.
-        req_to_token: The table of slots.
+            ``table``, or for nodes to their requests.
+        table: The table of slots.
+        shared: The prefixes that running requests share.
         sampling: The parameters of the running requests.
         before: The rows of the batch before this one, if it is in flight.
     """
@@ -55,7 +59,7 @@ def build_batch(
         positions = np.arange(len(token_ids)) + np.repeat(starts - first_tokens, query_lens)
         rows_of_tokens = np.repeat(req_rows, query_lens)
     kv_lens = starts + query_lens
-    req_to_token[rows_of_tokens, positions] = slots[: len(token_ids)]
+    changes = table.write_tokens(rows_of_tokens, positions, slots[: len(token_ids)])
     sampled = _sampled_rows(work, req_rows, query_lens, kv_lens, sampling, trees)
     tree_attention: TreeAttention | None = None
     if trees:
@@ -66,7 +70,7 @@ def build_batch(
         token_ids=token_ids,
         positions=positions,
         write_slots=slots.astype(np.int64),
-        req_to_token=req_to_token,
+        req_to_token=table.slots,
         req_rows=req_rows,
         query_lens=query_lens,
         kv_lens=kv_lens,
@@ -76,6 +80,8 @@ def build_batch(
         adapters=_find_adapters(work, trees) if sampling.any_adapted(rows) else None,
         media=_find_media(work, trees, positions) if sampling.any_with_media(rows) else None,
         pending=_pending_tokens(work[:num_single], before) if before else None,
+        shared=shared,
+        changes=changes,
     )
 
 

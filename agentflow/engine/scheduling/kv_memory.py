@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
+from agentflow.engine.cache.prefix_readers import PrefixReaders
 from agentflow.engine.cache.radix_cache import (
     MakeRoom,
     Node,
@@ -33,6 +34,7 @@ from agentflow.engine.cache.radix_cache import (
     token_run,
 )
 from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.scheduling.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +70,12 @@ def _tenant_of(identity: CacheIdentity) -> Hashable:
 
 
 class KVMemory:
-    """Slots, ``req_to_token``, radix cache and liveness of one model.
+    """Slots, ``req_to_token``, radix cache and liveness of one model. Nothing else writes to the table.
 
     Args:
         num_slots: The size of the pool.
         max_context: The longest sequence in tokens.
-        max_running: Rows of ``req_to_token``.
+        max_running: Rows of ``req_to_token``, which is ``table``.
         use_cache: Whether requests find and leave cached tokens.
         on_cached: Called for every token run that enters the cache.
         on_evict: Called for every token run that leaves it.
@@ -100,7 +102,8 @@ class KVMemory:
         self.slots = KVSlots(num_slots)
         self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
         self.liveness = (new_liveness or Liveness)(self.cache, num_slots, clock)
-        self.req_to_token: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
+        self.table = SlotTable(max_running, min(max_context, num_slots))
+        self.readers = PrefixReaders(self.cache)
         self.num_computed = 0  # tokens, since the start
         self.num_evicted = 0
         self.num_steps = 0
@@ -167,9 +170,10 @@ class KVMemory:
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """The request starts to run after its match, whose tokens count as computed."""
-        request.req_row = self._free_rows.pop()
-        self.cache.write_slots(match, self.req_to_token[request.req_row])
+        row = request.req_row = self._free_rows.pop()
+        self.cache.write_slots(match, self.table.row_to_write(row, 0, match.num_tokens))
         request.committed = match
+        self.readers.enter(row, match)
 
     def allocate(self, num_tokens: int) -> SlotArray:
         """Slots for all tokens of a batch; evicts cached tokens if needed. ``num_available`` must suffice."""
@@ -185,7 +189,7 @@ class KVMemory:
         """Takes the slots of the request's last ``num_tokens`` tokens and last ``num_nodes`` nodes, which
         were not computed. ``slots.release`` makes them free."""
         end = request.num_computed
-        row = self.req_to_token[request.req_row, end - num_tokens : end]
+        row = self.table.slots[request.req_row, end - num_tokens : end]
         request.num_computed = end - num_tokens
         if not num_nodes:
             return row.copy()
@@ -206,17 +210,19 @@ class KVMemory:
         assert known is not None
         if count == known.num_tokens or not self._use_cache:
             return
-        row = self.req_to_token[request.req_row]
+        row = self.table.slots[request.req_row]
         run = request.run(count)
         match, existing = self.cache.extend(
             known, request.extra_key, run, row[:count], num_prompt=request.num_prompt
         )
         if existing > known.num_tokens:  # another request committed them first
             self.slots.release(row[known.num_tokens : existing])
+            row = self.table.row_to_write(request.req_row, known.num_tokens, existing)
             self.cache.write_slots(match, row)
         self.cache.move_lock(known, match)
-        self.cache.weigh(request.tenant, request.origin.weight)
+        self.readers.move(request.req_row, known, match)
         request.committed = match
+        self.cache.weigh(request.tenant, request.origin.weight)
         self._on_cached(request.extra_key, run)
 
     def roll_back(self, request: Request, count: int) -> None:
@@ -224,7 +230,7 @@ class KVMemory:
         free, unless they are cached."""
         known = request.committed
         assert known is not None
-        row = self.req_to_token[request.req_row]
+        row = self.table.slots[request.req_row]
         first_uncached = max(count, known.num_tokens)
         if first_uncached < request.num_computed:
             self.slots.release(row[first_uncached : request.num_computed])
@@ -233,6 +239,8 @@ class KVMemory:
             assert match.num_tokens == count
             self.cache.lock(match)
             self.cache.unlock(known)
+            self.readers.leave(request.req_row, known)
+            self.readers.enter(request.req_row, match)
             request.committed = match
         request.num_computed = count
 
@@ -255,9 +263,10 @@ class KVMemory:
                 program=program_key(request),
             )
         self.cache.unlock(request.committed)
+        self.readers.leave(request.req_row, request.committed)
         first_uncached = request.committed.num_tokens
         if first_uncached < request.num_computed:
-            row = self.req_to_token[request.req_row]
+            row = self.table.slots[request.req_row]
             self.slots.release(row[first_uncached : request.num_computed])
         request.committed = None
         request.num_computed = request.num_nodes_computed = 0
@@ -279,9 +288,10 @@ class KVMemory:
         """For tests. ``AssertionError`` if anything is in use or locked while no request runs."""
         assert self.num_in_use == 0, f"{self.num_in_use} slots are in use without a request"
         assert self.cache.num_locked == 0, f"{self.cache.num_locked} tokens are locked without a request"
-        assert len(self._free_rows) == len(self.req_to_token)
+        assert len(self._free_rows) == len(self.table.slots)
         self.slots.check()
         self.cache.check()
+        self.readers.check()
 
 
 class KVSlots:

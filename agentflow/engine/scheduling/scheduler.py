@@ -245,7 +245,8 @@ class Scheduler:
         slots = self.memory.allocate(draft.num_tokens)
         before = self._in_flight.newest_rows
         try:
-            batch = build_batch(rows, slots, self.memory.req_to_token, self._sampling, before)
+            shared = self.memory.readers.prefixes()
+            batch = build_batch(rows, slots, self.memory.table, shared, self._sampling, before)
             features = batch_features(batch)
         except Exception:
             self.memory.slots.release(slots)

@@ -45,7 +45,7 @@ from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
 from agentflow.kernels.triton_ops.sampler import choose as choose
 from agentflow.kernels.triton_ops.sampler import choose_tensor as choose_tensor
 from agentflow.kernels.triton_ops.sampler import stage_choice as stage_choice
-from agentflow.kernels.triton_ops.units import LEAST_SAVING, find_groups
+from agentflow.kernels.triton_ops.units import find_groups
 
 IS_INTERPRETED: bool = INTERPRETED.value
 """Whether Triton's interpreter runs the kernels."""
@@ -107,6 +107,8 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
     return TritonPlan(
         *(table, rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}, masked),
         both_ways=batch.both_ways,
+        shared=batch.shared,
+        device_table=batch.device_table,
     )
 
 
@@ -129,14 +131,12 @@ def ruled_attention(
 
 def static_plans(
     num_rows: Sequence[int],
-    num_slots: int,
     num_heads: int,
     num_kv_heads: int,
     device: torch.device,
     windows: Sequence[int] = (0,),
 ) -> StaticPlans:
-    most_keys = num_slots + num_rows[-1] * LEAST_SAVING  # longer shared runs are stored once
-    return StaticPlans(num_rows, most_keys, num_heads, num_kv_heads, device, windows)
+    return StaticPlans(num_rows, num_heads, num_kv_heads, device, windows)
 
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.masked_attention import MaskedPlans
-from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut
+from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut, joined_slots
 from agentflow.kernels.uploads import ALIGNMENT, upload
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUnits:
-    """The arrays of ``Units`` on a device."""
+    """The arrays of ``Units`` on a device, and the table of slots to which the units refer."""
 
     narrow: Tensor
     wide: Tensor
@@ -25,11 +25,12 @@ class DeviceUnits:
     at: Tensor
     lows: Tensor
     partial: Tensor
-    slots: Tensor
+    nodes: Tensor
     ends: Tensor
     merged_rows: Tensor
     merged_bounds: Tensor
     num_partials: int
+    table: Tensor  # [any, any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,20 @@ class TritonPlan(AttentionBatch):
         if found is None:
             wanted = wanted_units(num_kv_heads, self.device)
             units = cut(self.groups, num_heads // num_kv_heads, wanted, window)
-            found = self.cut_units[shape] = _upload(units, self.device)
+            found = self.cut_units[shape] = self._moved(units)
         return found
+
+    def _moved(self, units: Units) -> DeviceUnits:
+        """Copies all arrays to the device in one transfer."""
+        names = [f.name for f in fields(units)]
+        arrays, table = [getattr(units, name) for name in names], self.device_table
+        if table is None:
+            *tensors, only_row = upload([*arrays, joined_slots(self)], self.device)
+            table = only_row.as_strided((1, len(only_row)), (0, 1))
+        else:
+            tensors = upload(arrays, self.device)
+        named = dict(zip(names, tensors, strict=True))
+        return DeviceUnits(**named, num_partials=units.num_partials, table=table)
 
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -65,13 +78,6 @@ def wanted_units(num_kv_heads: int, device: torch.device) -> int:
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     return -(-PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
-
-
-def _upload(units: Units, device: torch.device) -> DeviceUnits:
-    """Copies all arrays to the device in one transfer."""
-    names = [f.name for f in fields(units)]
-    tensors = upload([getattr(units, name) for name in names], device)
-    return DeviceUnits(**dict(zip(names, tensors, strict=True)), num_partials=units.num_partials)
 
 
 _ALIGNED = ALIGNMENT // 4
@@ -89,11 +95,11 @@ class Form:
 
 class StaticPlans:
     """Buffers at fixed addresses on a GPU for the units of decode batches, one batch at a time, so that
-    captured graphs can read them. Unused units and rows of a form are empty.
+    captured graphs can read them. Unused units and rows of a form are empty. The slots are read from the
+    table on the device.
 
     Args:
         num_rows: the numbers of rows of the forms, ascending.
-        num_slots: the most keys of all groups together.
         num_heads: the query heads of a layer.
         num_kv_heads: the KV heads of a layer.
         device: where the buffers are.
@@ -103,7 +109,6 @@ class StaticPlans:
     def __init__(
         self,
         num_rows: Sequence[int],
-        num_slots: int,
         num_heads: int,
         num_kv_heads: int,
         device: torch.device,
@@ -112,8 +117,7 @@ class StaticPlans:
         self._num_rows = tuple(num_rows)
         shape = num_heads, num_kv_heads
         self._units = {
-            (*shape, window): _StaticUnits(num_rows[-1], num_slots, *shape, device, window)
-            for window in windows
+            (*shape, window): _StaticUnits(num_rows[-1], *shape, device, window) for window in windows
         }
 
     def forms(self) -> list[Form]:
@@ -123,10 +127,12 @@ class StaticPlans:
 
     def update(self, plan: TritonPlan) -> Form | None:
         """Writes the plan of a decode batch to the device, after the work before. Returns its form; None if
-        it does not fit."""
+        it does not fit, or if the device has no table of slots."""
         num_rows = len(plan.query_lens)
         bucket = next((size for size in self._num_rows if size >= num_rows), None)
         if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
+            return None
+        if plan.device_table is None:
             return None
         has_wide = []
         for units in self._units.values():
@@ -136,9 +142,12 @@ class StaticPlans:
         return Form(bucket, tuple(has_wide))
 
     def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:
-        """Returns a plan whose units are the buffers, to capture the form's graph with."""
+        """Returns a plan whose units are the buffers, to capture the form's graph with. The graph reads the
+        plan's table on the device."""
+        table = plan.device_table
+        assert table is not None
         cut_units = {
-            key: units.launched(form.num_rows, has_wide)
+            key: units.launched(form.num_rows, has_wide, table)
             for (key, units), has_wide in zip(self._units.items(), form.has_wide, strict=True)
         }
         return replace(plan, cut_units=cut_units)
@@ -151,7 +160,6 @@ class _StaticUnits:
     def __init__(
         self,
         most: int,
-        num_slots: int,
         num_heads: int,
         num_kv_heads: int,
         device: torch.device,
@@ -172,10 +180,10 @@ class _StaticUnits:
             "at": self._num_entries,
             "lows": self._num_entries if window else 0,
             "partial": self._num_entries,
+            "nodes": 1,
             "ends": 1,
             "merged_rows": most,
             "merged_bounds": most + 1,
-            "slots": num_slots,  # last, because the rest of it need not be copied
         }
         rounded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes.values()]
         firsts = np.cumsum([0, *rounded]).tolist()
@@ -196,24 +204,18 @@ class _StaticUnits:
         narrow, wide = self._capacity(bucket)
         if len(units.narrow) > narrow or len(units.wide) > wide or len(units.rows) > self._num_entries:
             return None
-        if len(units.slots) > self._places["slots"].stop - self._places["slots"].start:
-            return None
-        used = self._places["slots"].start + len(units.slots)
         # torch keeps the pinned memory until the copy has ended: the next plan is in other memory.
-        staged = torch.empty(used, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        staged = torch.empty(len(self._buffer), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         host = staged.numpy()
-        host[self._places["ends"]] = 0
         for name, place in self._places.items():
-            if name != "ends":
-                values = getattr(units, name).reshape(-1)
-                host[place.start : place.start + len(values)] = values
-                if name != "slots":
-                    fill = values[-1] if name == "merged_bounds" else 0
-                    host[place.start + len(values) : place.stop] = fill
-        self._buffer[:used].copy_(staged, non_blocking=True)
+            values = getattr(units, name).reshape(-1)
+            fill = values[-1] if name == "merged_bounds" else 0
+            host[place.start : place.start + len(values)] = values
+            host[place.start + len(values) : place.stop] = fill
+        self._buffer.copy_(staged, non_blocking=True)
         return len(units.wide) > 0
 
-    def launched(self, num_rows: int, has_wide: bool) -> DeviceUnits:
+    def launched(self, num_rows: int, has_wide: bool, table: Tensor) -> DeviceUnits:
         """Returns the units that the graph of a form launches."""
         narrow, wide = self._capacity(num_rows)
         tensors = {name: self._buffer[place] for name, place in self._places.items()}
@@ -221,4 +223,4 @@ class _StaticUnits:
         tensors["wide"] = tensors["wide"].view(-1, UNIT_COLUMNS)[: wide if has_wide else 0]
         tensors["merged_rows"] = tensors["merged_rows"][:num_rows]
         tensors["merged_bounds"] = tensors["merged_bounds"][: num_rows + 1]
-        return DeviceUnits(**tensors, num_partials=self._num_entries)
+        return DeviceUnits(**tensors, num_partials=self._num_entries, table=table)

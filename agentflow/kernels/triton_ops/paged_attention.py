@@ -68,8 +68,8 @@ def _attend_block(
 
 @triton.jit
 def _attend_units(
-    units, rows, at, lows, partial, slots, ends, q, kv, sinks, out, partial_out, partial_lse,
-    q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale, cap,
+    units, rows, at, lows, partial, table, nodes, ends, q, kv, sinks, out, partial_out, partial_lse,
+    table_stride, q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale, cap,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -81,7 +81,7 @@ def _attend_units(
     num_rows = tl.load(unit + 1)
     if num_rows == 0:  # an unused unit of a captured graph
         return
-    first_slot = tl.load(unit + 2)
+    first_column = tl.load(unit + 2)
     begin = tl.load(unit + 3)
     end = tl.load(unit + 4)
     full_end = tl.load(unit + 5)
@@ -106,7 +106,9 @@ def _attend_units(
     )  # fmt: skip
 
     kv_of_head = kv + kv_head * HEAD_DIM
-    own_slots = slots + first_slot
+    own_slots = table + tl.load(unit + 8).to(tl.int64) * table_stride + first_column
+    if first_end >= 0:  # the nodes of a tree are not in the table
+        own_slots = nodes + first_end
     best = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     attended = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
@@ -223,9 +225,10 @@ def attend(
 
     def launch(tiles: Tensor, size: int) -> None:
         _attend_units[(len(tiles), num_kv_heads)](
-            tiles, units.rows, units.at, units.lows, units.partial, units.slots, units.ends, q, kv_layer,
-            sinks if has_sinks else q, out, partial_out, partial_lse, q.stride(0), q.stride(1),
-            kv_layer.stride(0), kv_layer.stride(1), num_heads, factor, cap * math.log2(math.e),
+            tiles, units.rows, units.at, units.lows, units.partial, units.table, units.nodes, units.ends, q,
+            kv_layer, sinks if has_sinks else q, out, partial_out, partial_lse, units.table.stride(0),
+            q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1), num_heads, factor,
+            cap * math.log2(math.e),
             HAS_WINDOW=has_window, HAS_CAP=cap > 0, HAS_SINKS=has_sinks,
             QUERIES_PER_KV=queries_per_kv, BLOCK_ROWS=size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
             **_options(size, block_dim, q.dtype), **early,

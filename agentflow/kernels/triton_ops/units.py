@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention
-from agentflow.kernels.shared_runs import find_shared_runs, with_trees
+from agentflow.kernels.shared_runs import shared_runs, with_trees
 
 Int32 = NDArray[np.int32]
 
@@ -36,10 +36,11 @@ MAX_SHARED_ROWS = 16
 """The rows of chunks that share reads. Longer ones are compute-bound, and merging would cost more."""
 EVERYWHERE = np.iinfo(np.int32).max
 """The entry in ``ends`` of a key that all later rows see."""
-UNIT_COLUMNS = 8
-"""The columns of a unit: first entry, number of rows, first slot, begin and end of its keys in the group, end
-of the keys that all of its rows see, first element of ``ends`` (-1: a text), and the begin of the keys that
-all of its rows see."""
+UNIT_COLUMNS = 9
+"""The columns of a unit: first entry, number of rows, the group's first column in the table, begin and end of
+its keys in the group, end of the keys that all of its rows see, the group's first element of ``nodes`` and
+``ends`` (-1: its keys are in the table), the begin of the keys that all of its rows see, and the group's row
+in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,11 @@ class Group:
     rows: IntArray  # their numbers in the batch
     at: IntArray  # the place of each row
     positions: IntArray  # of the rows in their texts, counted from the first key
-    slots: Int32  # of the keys
-    ends: Int32 | None = None  # for each key, the place from which on rows do not see it; None: a text
+    num_keys: int
+    table_row: int = 0  # the row of the table that has the slots of the keys
+    first_column: int = 0  # the column of the first of them
+    nodes: Int32 | None = None  # the slots of keys that are not in the table; None: a text
+    ends: Int32 | None = None  # with ``nodes``: for each, the place from which on rows do not see it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +62,64 @@ class Groups:
     """All groups of a batch."""
 
     single_rows: IntArray  # the rows of groups of one row, which sees all keys of its group
-    single_slots: Sequence[Int32]  # the slots of their keys, row by row
+    single_table_rows: IntArray  # the rows of the table that have the slots of their keys
+    single_columns: IntArray  # the columns of their first keys
+    single_lens: IntArray  # the numbers of their keys
     others: Sequence[Group]
 
 
 def find_groups(batch: AttentionBatch) -> Groups:
-    """Finds the groups of a batch. Each pair of a row and a key that it sees is in exactly one of them."""
-    table, trees, num = batch.req_to_token, batch.trees, len(batch.req_rows)
+    """Finds the groups of a batch. Each pair of a row and a key that it sees is in exactly one of them. They
+    refer to ``device_table``; without one, to ``joined_slots`` as the only row."""
+    trees, num = batch.trees, len(batch.req_rows)
     req_rows, query_lens, cached = with_trees(batch)
     is_tree = np.arange(len(req_rows)) >= num
     limits = np.where((query_lens <= MAX_SHARED_ROWS) | is_tree, cached, 0)
-    runs, starts = find_shared_runs(table, req_rows, limits, LEAST_SAVING)
+    runs, starts = shared_runs(batch, req_rows, limits, LEAST_SAVING)
+    ends = np.where(is_tree, cached, cached + query_lens)
+    table_rows, columns = req_rows, starts
+    if batch.device_table is None:
+        table_rows, columns = np.zeros_like(req_rows), np.cumsum(ends) - ends + starts
     firsts = np.cumsum(query_lens) - query_lens
     positions = _positions(batch, query_lens, cached, firsts)
     others = []
     for run in runs:
-        rows = np.concatenate([np.arange(firsts[r], firsts[r] + query_lens[r]) for r in run.members])
-        slots = table[req_rows[run.members[0]], run.start : run.end]
-        others.append(Group(rows, np.full(len(rows), len(slots) - 1), positions[rows] - run.start, slots))
+        counts = query_lens[run.members]
+        rows = np.arange(int(counts.sum())) + np.repeat(
+            firsts[run.members] - np.cumsum(counts) + counts, counts
+        )
+        reader, num_keys = run.members[0], run.end - run.start
+        column = int(columns[reader] - starts[reader]) + run.start
+        places = np.full(len(rows), num_keys - 1)
+        others.append(
+            Group(rows, places, positions[rows] - run.start, num_keys, int(table_rows[reader]), column)
+        )
     is_single = (query_lens == 1) & ~is_tree
     singles = np.flatnonzero(is_single)
-    single_slots = [table[req_rows[r], starts[r] : batch.kv_lens[r]] for r in singles.tolist()]
     for r in np.flatnonzero(~is_single).tolist():
         rows = np.arange(firsts[r], firsts[r] + query_lens[r])
-        slots = table[req_rows[r], starts[r] : cached[r] if is_tree[r] else batch.kv_lens[r]]
+        num_keys = int(ends[r] - starts[r])
         places = (
             np.arange(len(rows)) + cached[r] - starts[r]
             if not is_tree[r]
-            else np.full(len(rows), len(slots) - 1)
+            else np.full(len(rows), num_keys - 1)
         )
-        if len(slots):
-            others.append(Group(rows, places, positions[rows] - starts[r], slots))
+        if num_keys:
+            own = positions[rows] - starts[r]
+            others.append(Group(rows, places, own, num_keys, int(table_rows[r]), int(columns[r])))
         if is_tree[r] and trees is not None:
             depths = positions[rows] - cached[r]
             others.append(_nodes(rows, depths, trees, int(firsts[r] - firsts[num])))
-    return Groups(firsts[singles], single_slots, others)
+    lens = ends[singles] - starts[singles]
+    return Groups(firsts[singles], table_rows[singles], columns[singles], lens, others)
+
+
+def joined_slots(batch: AttentionBatch) -> Int32:
+    """Returns the slots of each request, and then of each tree's prefix, one after another."""
+    reads = [*zip(batch.req_rows.tolist(), batch.kv_lens.tolist(), strict=True)]
+    if batch.trees is not None:
+        reads += zip(batch.trees.req_rows.tolist(), batch.trees.prefix_lens.tolist(), strict=True)
+    return np.concatenate([batch.req_to_token[row, :length] for row, length in reads])
 
 
 def _positions(batch: AttentionBatch, query_lens: IntArray, cached: IntArray, firsts: IntArray) -> IntArray:
@@ -133,7 +160,8 @@ def _nodes(rows: IntArray, depths: IntArray, trees: TreeAttention, first: int) -
         if parent >= 0:
             ends[place_of[parent]] = max(ends[place_of[parent]], ends[place])
     own = paths[np.arange(len(rows)), lens - 1] - lowest
-    return Group(rows, place_of[own], depths, np.array(order, dtype=np.int32) + np.int32(lowest), ends)
+    slots = np.array(order, dtype=np.int32) + np.int32(lowest)
+    return Group(rows, place_of[own], depths, len(slots), nodes=slots, ends=ends)
 
 
 def block_rows(queries_per_kv: int) -> tuple[int, int]:
@@ -152,8 +180,8 @@ class Units:
     at: Int32  # [entries]: the row's place
     lows: Int32  # [entries]: the row sees only the keys after this; empty without a window
     partial: Int32  # [entries]: the number of the row's partial result; -1: the unit has all of its keys
-    slots: Int32  # [keys of all groups]
-    ends: Int32  # [keys of all trees]
+    nodes: Int32  # [nodes of all trees]: their slots
+    ends: Int32  # [nodes of all trees]
     merged_rows: Int32  # [M]: the rows with partial results
     merged_bounds: Int32  # [M + 1]: row m has the partial results bounds[m] to bounds[m + 1], exclusive
 
@@ -166,7 +194,7 @@ def cut(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) ->
     """Cuts groups into about ``num_units`` units, or more if the rows have more tiles. ``window``: the number
     of tokens that a row sees, itself included; 0: all."""
     narrow_rows, wide_rows = block_rows(queries_per_kv)
-    lens = np.fromiter((len(slots) for slots in groups.single_slots), np.int64, len(groups.single_slots))
+    lens = groups.single_lens
     lows = lens - 1 - (window or EVERYWHERE)
     starts, full_starts = _starts(lows, lows)
     tiles = [_tiles(group, queries_per_kv, narrow_rows, wide_rows, window) for group in groups.others]
@@ -182,12 +210,13 @@ def cut(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) ->
             _columns(
                 np.arange(len(which)),
                 1,
-                (np.cumsum(lens) - lens)[which],
+                groups.single_columns[which],
                 begins,
                 ends,
                 np.maximum(ends // KEY_STEP * KEY_STEP, full_begins),
                 -1,
                 full_begins,
+                groups.single_table_rows[which],
             ),
             False,
             groups.single_rows[which],
@@ -195,7 +224,7 @@ def cut(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) ->
             lows[which],
         )
     ]
-    num_entries, num_slots, num_ends = len(which), int(lens.sum()), 0
+    num_entries, num_nodes = len(which), 0
     for group, tile in zip(groups.others, tiles, strict=True):
         which, begins, ends = _segments(tile.key_starts, tile.key_ends, segment)
         counts = tile.counts[which]
@@ -203,17 +232,18 @@ def cut(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) ->
         own = np.repeat(tile.firsts[which] - entries, counts) + np.arange(int(counts.sum()))
         full_begins = np.clip(tile.full_starts[which], begins, ends)
         full_ends = np.clip(tile.full_ends[which] // KEY_STEP * KEY_STEP, full_begins, ends)
-        first_end = -1 if group.ends is None else num_ends
+        first_node = -1 if group.nodes is None else num_nodes
         columns = _columns(
-            num_entries + entries, counts, num_slots, begins, ends, full_ends, first_end, full_begins
+            *(num_entries + entries, counts, group.first_column, begins, ends, full_ends, first_node),
+            *(full_begins, group.table_row),
         )
         row_lows = group.positions[own] - (window or EVERYWHERE)
         parts.append(_Part(columns, tile.is_wide, group.rows[own], group.at[own], row_lows))
-        num_entries, num_slots = num_entries + len(own), num_slots + len(group.slots)
-        num_ends += 0 if group.ends is None else len(group.ends)
-    slots = [*groups.single_slots, *(group.slots for group in groups.others)]
+        num_entries += len(own)
+        num_nodes += 0 if group.nodes is None else len(group.nodes)
+    nodes = [group.nodes for group in groups.others if group.nodes is not None]
     tree_ends = [group.ends for group in groups.others if group.ends is not None]
-    return _numbered(parts, slots, tree_ends, has_window=window > 0)
+    return _numbered(parts, nodes, tree_ends, has_window=window > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +312,7 @@ def _columns(*columns: IntArray | int) -> IntArray:
 
 
 def _numbered(
-    parts: Sequence[_Part], slots: Sequence[Int32], ends: Sequence[Int32], *, has_window: bool
+    parts: Sequence[_Part], nodes: Sequence[Int32], ends: Sequence[Int32], *, has_window: bool
 ) -> Units:
     """Numbers the partial results of rows that are in several units, row by row. Units with the most keys
     come first, so that short ones fill the processors at the end."""
@@ -309,7 +339,7 @@ def _numbered(
         at=np.concatenate([part.at for part in parts]).astype(np.int32),
         lows=np.concatenate([part.lows[: len(part.lows) * has_window] for part in parts]).astype(np.int32),
         partial=partial.astype(np.int32),
-        slots=np.concatenate(slots),
+        nodes=np.concatenate([*nodes, np.zeros(0, dtype=np.int32)]),
         ends=np.concatenate([*ends, np.zeros(0, dtype=np.int32)]),
         merged_rows=merged.astype(np.int32),
         merged_bounds=np.concatenate(([0], np.cumsum(counts[merged]))).astype(np.int32),

@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 CONFIG = llama_config(32, 48, 2, 4, 2, 100)
 WIDE_HEADS = llama_config(1056, 48, 2, 4, 2, 100)
 NUM_SLOTS = 200
+TABLE = torch.arange(NUM_SLOTS, dtype=torch.int32).view(10, 20)
 
 
 @dataclass
@@ -83,12 +84,12 @@ class Requests:
     def step(
         self, requests: Sequence[int], counts: Sequence[int], tokens: Any, sampled: Any = None
     ) -> Tensor:
-        table = np.arange(NUM_SLOTS, dtype=np.int32).reshape(10, 20)
+        table = TABLE.numpy()
         rows, lens = np.array(requests), np.array(counts)
         positions = np.concatenate([self.cached[r] + np.arange(n) for r, n in zip(rows, lens, strict=True)])
         slots = table[np.repeat(rows, lens), positions].astype(np.int64)
         self.cached[rows] += lens
-        batch = AttentionBatch(table, rows, lens, self.cached[rows], None)
+        batch = AttentionBatch(table, rows, lens, self.cached[rows], None, device_table=TABLE)
         plan = self.kernels.plan_attention(batch, torch.float32, CPU)
         ends = np.cumsum(lens) - 1 if sampled is None else np.array(sampled)
         return self.model.forward(ForwardInput(tokens, positions, slots, self.pool, plan, ends)).clone()
@@ -134,7 +135,7 @@ def test_steps_run_without_graphs(
     monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
     graphs = graphed.model._graphs = graphed.model.graphs()
     graphs.has_memory = has_memory
-    graphs.prepare(graphed.pool)
+    graphs.prepare(graphed.pool, TABLE)
     rng = np.random.default_rng(0)
     for requests, counts in [([0, 1, 2], [3, 1, 6]), ([0, 1], [1, 1]), ([2, 0], [1, 1])]:
         tokens = rng.integers(0, 100, sum(counts))

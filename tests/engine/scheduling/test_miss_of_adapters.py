@@ -27,7 +27,7 @@ def test_the_reason_is_the_part_of_the_identity_that_differs():
     )
     first = request(1, CacheIdentity("ann", "a"))
     memory.attach(first, memory.match(first))
-    memory.req_to_token[first.req_row, :1000] = memory.allocate(1000)
+    memory.table.slots[first.req_row, :1000] = memory.allocate(1000)
     first.num_computed = 1000
     memory.detach(first)
     expected = {

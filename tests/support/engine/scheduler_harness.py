@@ -18,6 +18,7 @@ from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.policies import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.engine.table_copy import TableCopy
 from agentflow.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -60,6 +61,7 @@ class Harness:
             policies=SIMULATED_POLICIES,
             media=self.media,
         )
+        self.copy, self.copied = TableCopy(), np.full_like(self.scheduler.memory.table.slots, -1)
         self.requests: dict[int, Request] = {}
         self.batches: list[Batch] = []
 
@@ -92,9 +94,18 @@ class Harness:
         num_tokens = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
         assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_tokens
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
+        check_shared(batch)
+        self.check_copy(batch)
         self.in_flight.append(self.runner.launch(batch))
         self.check()
         return True
+
+    def check_copy(self, batch: Batch) -> None:
+        """A copy of the table that gets the changes of each batch is equal to it where the batch reads it."""
+        changes = self.copy.changes(batch)
+        self.copied[changes.rows, changes.columns] = changes.slots
+        for row, length in reads_of(batch):
+            np.testing.assert_array_equal(self.copied[row, :length], batch.req_to_token[row, :length])
 
     def fail(self) -> list[Request]:
         """The oldest batch in flight fails, if there is one or one can be launched. Returns its requests."""
@@ -155,3 +166,25 @@ class Harness:
     def output(self, request_id: int) -> list[int]:
         request = self.requests[request_id]
         return request.tokens[request.num_prompt : request.num_tokens].tolist()
+
+
+def reads_of(batch: Batch) -> list[tuple[int, int]]:
+    """The rows of the table that a batch reads, and the number of columns."""
+    reads = [*zip(batch.req_rows.tolist(), batch.kv_lens.tolist(), strict=True)]
+    if batch.trees is not None:
+        reads += zip(batch.trees.req_rows.tolist(), batch.trees.prefix_lens.tolist(), strict=True)
+    return reads
+
+
+def check_shared(batch: Batch) -> None:
+    """The prefixes that a batch names are all that its rows share, by a comparison of every pair."""
+    cached = dict(zip(batch.req_rows.tolist(), (batch.kv_lens - batch.query_lens).tolist(), strict=True))
+    for row, length in reads_of(batch):
+        cached.setdefault(row, length)
+    for row, length in cached.items():
+        for other, other_length in cached.items():
+            size = min(length, other_length)
+            is_equal = batch.req_to_token[row, :size] == batch.req_to_token[other, :size]
+            common = size if is_equal.all() else int(is_equal.argmin())
+            named = max((end for end, rows in batch.shared if row in rows and other in rows), default=0)
+            assert row == other or named == common

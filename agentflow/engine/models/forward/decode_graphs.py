@@ -120,18 +120,19 @@ class DecodeGraphs:
         self._windows = windows
         self._plans: Any = None
         self._kv_layers: tuple[Tensor, ...] = ()
+        self._table: Tensor | None = None
         # By form; None: the GPU has no memory for the graph.
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._num_rows = 0  # the columns of ``_arrays`` from here on are padding
 
-    def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
+    def prepare(self, kv_layers: tuple[Tensor, ...], table: Tensor) -> None:
         """Captures graphs for at most ``CAPTURE_S`` seconds, before requests wait for them. Graphs of other
-        forms are captured when they are first needed."""
-        self._use_pool(kv_layers)
+        forms are captured when they are first needed. ``table``: the ``device_table`` of the batches."""
+        self._use_memory(kv_layers, table)
         if self._plans is None:
             return
         one = np.ones(1, dtype=np.int64)
-        batch = AttentionBatch(np.zeros((1, 1), dtype=np.int32), 0 * one, one, one, None)
+        batch = AttentionBatch(np.zeros((1, 1), dtype=np.int32), 0 * one, one, one, None, device_table=table)
         plan = self._kernels.plan_attention(batch, kv_layers[0].dtype, kv_layers[0].device)
         began = time.perf_counter()
         for form in self._plans.forms():
@@ -144,15 +145,17 @@ class DecodeGraphs:
         """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
         graph; then the caller launches the kernels. The result is overwritten by the next call."""
         num = given.arrays.shape[1]
+        table = given.plan.device_table
         if (
             given.adapters
             or given.given is not None
+            or table is None
             or not num
             or num > NUM_ROWS[-1]
             or num != len(given.plan.query_lens)
         ):
             return None
-        self._use_pool(given.kv_layers)
+        self._use_memory(given.kv_layers, table)
         form = None if self._plans is None else self._plans.update(given.plan)
         if form is None:
             return None
@@ -169,16 +172,16 @@ class DecodeGraphs:
         graph.replay()
         return hidden[:num] if given.has_all_rows else hidden.index_select(0, given.rows)
 
-    def _use_pool(self, kv_layers: tuple[Tensor, ...]) -> None:
-        """Makes the tensors that the graphs read, unless they exist for this KV pool already."""
-        if kv_layers is self._kv_layers:
+    def _use_memory(self, kv_layers: tuple[Tensor, ...], table: Tensor) -> None:
+        """Makes the tensors that the graphs read, unless they exist for this KV pool and table already."""
+        if kv_layers is self._kv_layers and table is self._table:
             return
-        device, num_slots, head_dim = kv_layers[0].device, kv_layers[0].shape[0], kv_layers[0].shape[-1]
+        device, head_dim = kv_layers[0].device, kv_layers[0].shape[-1]
         self._captured.clear()
-        self._kv_layers, self._plans = kv_layers, None
+        self._kv_layers, self._table, self._plans = kv_layers, table, None
         if head_dim > MAX_HEAD_DIM:
             return
-        plans = self._kernels.static_plans(NUM_ROWS, num_slots, *self._heads, device, self._windows)
+        plans = self._kernels.static_plans(NUM_ROWS, *self._heads, device, self._windows)
         padding = torch.from_numpy(_PADDING).expand(3, NUM_ROWS[-1])
         self._padding = padding.contiguous().to(device)
         self._arrays = self._padding.clone()

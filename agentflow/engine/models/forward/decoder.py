@@ -141,10 +141,10 @@ class Decoder:
             sorted({layer.window for layer in weights.layers}),
         )
 
-    def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
-        """Captures the graphs of decode steps, on a GPU."""
+    def prepare(self, kv_layers: tuple[Tensor, ...], table: Tensor) -> None:
+        """Captures the graphs of decode steps, on a GPU. ``table``: as in ``DecodeGraphs``."""
         if self._graphs is not None:
-            self._graphs.prepare(kv_layers)
+            self._graphs.prepare(kv_layers, table)
 
     def forward(self, given: ForwardInput) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in

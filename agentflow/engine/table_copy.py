@@ -1,0 +1,62 @@
+"""What a copy of the scheduler's table of slots must be told before a batch.
+
+There are copies on a device and in the processes of other ranks. A copy gets the changes of the table with
+each batch, in the order of the batches. If a batch was lost, because its launch failed, it gets the rows of
+later batches whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.batch import NO_CHANGES, Batch, SlotChanges
+
+
+class TableCopy:
+    """Knows what a copy has, and finds what a batch changes in it."""
+
+    def __init__(self) -> None:
+        self._number = NO_CHANGES  # of the last changes that it got
+        self._is_known: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # by row
+
+    def forget(self) -> None:
+        """The copy may have missed changes."""
+        self._number = NO_CHANGES
+        self._is_known[:] = False
+
+    def changes(self, batch: Batch) -> SlotChanges:
+        """Returns the changes after which the copy is equal to the batch's table wherever the batch reads it.
+        The copy must get them: the next changes continue them."""
+        table, given = batch.req_to_token, batch.changes
+        if len(self._is_known) < len(table):
+            self._is_known = np.zeros(len(table), dtype=np.bool_)
+        if given is None or given.before != self._number:
+            self.forget()
+        rows, lens = batch.req_rows, batch.kv_lens
+        if batch.trees is not None:
+            rows, lens = (
+                np.concatenate((rows, batch.trees.req_rows)),
+                np.concatenate((lens, batch.trees.prefix_lens)),
+            )
+        if given is not None:
+            self._number = given.number
+            if self._is_known[rows].all():
+                return given
+        is_new = ~self._is_known[rows]
+        rows, lens = rows[is_new], lens[is_new]
+        parts = [table[row, :length] for row, length in zip(rows.tolist(), lens.tolist(), strict=True)]
+        columns = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
+        whole = SlotChanges(
+            *(NO_CHANGES, NO_CHANGES, np.repeat(rows, lens), columns),
+            np.concatenate([np.zeros(0, dtype=np.int32), *parts]),
+        )
+        if given is None:
+            return whole
+        self._is_known[rows] = True
+        return SlotChanges(
+            *(given.number, given.before),
+            np.concatenate((whole.rows, given.rows)),
+            np.concatenate((whole.columns, given.columns)),
+            np.concatenate((whole.slots, given.slots)),
+        )
