@@ -38,7 +38,8 @@ class SlotTable:
         if first < end:
             known_first, known_end = self._written.get(row, (first, end))
             self._written[row] = min(first, known_first), max(end, known_end)
-        return self.slots[row]
+        columns: SlotArray = self.slots[row]
+        return columns
 
     def write_tokens(self, rows: IntArray, columns: IntArray, slots: SlotArray) -> SlotChanges:
         """Writes the slots of a batch's tokens. Returns all changes since the last call; if they do not
