@@ -145,6 +145,9 @@ REMARKS = {
         "`outside_kernels` is the part of a step in which no kernel runs. `choice` figures are for a "
         "vocabulary of 128,256, and `int8` and `int4` ones for the products of one layer; `over_bf16`: the "
         "time of cuBLAS with weights in bfloat16 over their time. "
+        "Workloads run on the whole engine in one process, with token ids as prompts: `without` is the time "
+        "without a part over the time with everything on. `over_flashinfer` and `over_cascade`: the time of "
+        "FlashInfer's attention over ours. "
         "[Kernels](internals/kernels.md#how-a-forward-pass-runs-on-a-gpu) says what was tried."
     ),
     "ablation": (

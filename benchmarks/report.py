@@ -44,6 +44,11 @@ def median_of(result_id: str, runs: list[float], unit: str, *, note: str = "", g
     return Result(result_id, round(statistics.median(runs), 4), unit, [round(r, 4) for r in runs], note, goal)
 
 
+def one_line(error: Exception) -> str:
+    """Returns an error as one line of at most about 200 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 @dataclass
 class Report:
     """All results of one invocation."""

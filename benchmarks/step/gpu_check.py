@@ -2,8 +2,9 @@
 GPU's limits.
 
 Needs Python, torch, numpy and a few small packages; the Makefile's ``WHEELS=`` supplies missing ones. Without
-a GPU it prints a line and exits with 0; with one, it exits with 1 if a check fails. ``--device cpu --tiny``
-tests the program itself.
+a GPU it prints a line and exits with 0; with one, it exits with 1 if a check or a section fails. The results
+are written after each section, so it can be stopped at any time. ``--only`` runs single sections.
+``--device cpu --tiny`` tests the program itself.
 """
 
 from __future__ import annotations
@@ -17,18 +18,28 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
+SECTIONS = ("tokens", "limits", "steps", "choice", "sharing", "quantised", "workloads", "flashinfer")
+"""``tokens`` compares with the CPU; the others measure."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step.gpu_check")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small sizes instead of those of Llama 3.1 8B")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=SECTIONS,
+        metavar="SECTION",
+        help="may be repeated; all: " + ", ".join(SECTIONS),
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="instead of benchmarks/results/GPU/gpu.json"
     )
@@ -41,38 +52,92 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: there is no CUDA GPU here, so nothing was checked")
         return 0
-    return _check(options.device, options.tiny, options.json)
+    return check(options.device, options.tiny, options.only or SECTIONS, options.json)
 
 
-def _check(device_name: str, is_tiny: bool, file: Path | None) -> int:
+@dataclass
+class Check:
+    """The state that all sections share."""
+
+    report: Any
+    device: Any
+    config: Any  # the shape of the model
+    num_slots: int  # of KV pools
+    is_small: bool
+    say: Callable[[str], None]  # prints a line
+    write: Callable[[], None]  # writes the results so far
+
+    @cached_property
+    def limits(self) -> Any:
+        """The limits of this GPU, measured and reported when they are first needed."""
+        from benchmarks.report import median_of
+        from benchmarks.step.limits import Limits
+
+        bytes_s = _read_bytes_s(self.device, self.is_small)
+        flops = _multiply_flops(self.device, self.is_small)
+        self.report.results += [
+            median_of("gpu.read_gb_s", [bytes_s / 1e9], "GB/s", note="the best of some sums"),
+            median_of("gpu.bf16_tflops", [flops / 1e12], "TFLOP/s", note="square product"),
+        ]
+        return Limits(bytes_s, flops)
+
+
+def check(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None) -> int:
+    """Runs sections in their order. One that fails is reported, and the others run."""
     import torch
     from rich.console import Console
 
-    from benchmarks.report import Report
+    from benchmarks.report import Report, one_line
     from benchmarks.step.random_llama import LLAMA_8B, TINY
 
     console, report = Console(), Report("small" if is_tiny else "full")
     device = torch.device(device_name)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    chosen = [section for section in SECTIONS if section in only]
+    if file is None:
+        folder = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        part = "" if len(chosen) == len(SECTIONS) else "-" + "-".join(chosen)
+        file = RESULTS / folder / f"gpu{part}.json"
+    report.extra = {"gpu": name, "date": datetime.date.today().isoformat()}
+    target = file
+
+    def write() -> None:
+        report.write(target)
+
     console.print(f"checking {name} with torch {torch.__version__} …")
-    wrong = differing_tokens(device)
-    console.print("greedy ids equal the CPU's" if not wrong else f"greedy ids differ from the CPU's: {wrong}")
-    differing = differing_choices(device, *((20, 500) if is_tiny else (250, 32_000)))
-    console.print(f"{differing} choices of tokens differ from the CPU's")
-    measure(report, device, TINY if is_tiny else LLAMA_8B, 2_000 if is_tiny else 280_000)
+    config, num_slots = (TINY, 2_000) if is_tiny else (LLAMA_8B, 280_000)
+    shared = Check(report, device, config, num_slots, is_tiny, partial(console.print, markup=False), write)
+    failed = {}
+    for section in chosen:
+        began = time.perf_counter()
+        try:
+            _RUN[section](shared)
+        except Exception as error:
+            failed[section] = one_line(error)
+            report.extra["failed"] = failed
+            shared.say(f"{section} failed: {failed[section]}")
+        write()
+        console.print(f"{section}: {time.perf_counter() - began:.0f} s")
+        gc.collect()  # a model and its graphs refer to each other
+        with contextlib.suppress(RuntimeError):  # of a GPU that has failed
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     report.show(console)
-    folder = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    file = file or RESULTS / folder / "gpu.json"
-    report.extra = {
-        "gpu": name,
-        "date": datetime.date.today().isoformat(),
+    console.print(f"written to {file}")
+    return 1 if failed or report.extra.get("differing") or report.extra.get("differing_choices") else 0
+
+
+def _check_tokens(check: Check) -> None:
+    """Compares with the CPU."""
+    wrong = differing_tokens(check.device)
+    check.say("greedy ids equal the CPU's" if not wrong else f"greedy ids differ from the CPU's: {wrong}")
+    differing = differing_choices(check.device, *((20, 500) if check.is_small else (250, 32_000)))
+    check.say(f"{differing} choices of tokens differ from the CPU's")
+    check.report.extra |= {
         "greedy_ids_equal_cpu": not wrong,
         "differing": wrong,
         "differing_choices": differing,
     }
-    report.write(file)
-    console.print(f"written to {file}")
-    return 1 if wrong or differing else 0
 
 
 def differing_tokens(device: Any, num_tokens: int = 48) -> list[str]:
@@ -176,24 +241,16 @@ def _greedy_ids(runner: Any, num_tokens: int) -> list[list[int]]:
     return [made[len(prompt) :] for made, prompt in zip(tokens, prompts, strict=True)]
 
 
-def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
-    """Compares steps with this GPU's memory bandwidth and matrix throughput, and with torch's kernels, and
-    attention over shared prefixes with attention that reads them for each request."""
+def measure_steps(check: Check) -> None:
+    """Compares steps with this GPU's memory bandwidth and matrix throughput, and with torch's kernels."""
     import torch
 
     from benchmarks.report import median_of
-    from benchmarks.step.limits import Limits
     from benchmarks.step.random_llama import RandomRunner
     from benchmarks.step.work import Shape, batch_of, work_of
 
-    is_small = num_slots < 10_000
-    read_s, multiply_flops = _read_bytes_s(device, is_small), _multiply_flops(device, is_small)
-    limits = Limits(read_s, multiply_flops)
-    report.results.append(median_of("gpu.read_gb_s", [read_s / 1e9], "GB/s", note="the best of some sums"))
-    report.results.append(
-        median_of("gpu.bf16_tflops", [multiply_flops / 1e12], "TFLOP/s", note="square product")
-    )
-    many, context, rows = (4, 100, 256) if is_small else (64, 2_000, 2_048)
+    report, device, config, limits = check.report, check.device, check.config, check.limits
+    many, context, rows = (4, 100, 256) if check.is_small else (64, 2_000, 2_048)
     shapes = {
         "decode1": (Shape(1, context), ">= 0.85"),
         "decode16": (Shape(many // 4, context), ""),
@@ -203,47 +260,42 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
         "prefill2048": (Shape(1, 0, rows), ">= 0.6"),
         "prefill2048_after_6000": (Shape(1, 3 * context, rows), ">= 0.6"),
     }
-    took: dict[tuple[str, str], list[float]] = {}
-    outside: dict[str, list[float]] = {}
+    outside_goals = {"decode1": "< 0.1", "decode64": "< 0.05"}
+    took: dict[str, list[float]] = {}
     for kernels in ("", "torch"):
         with _forced_kernels(kernels):
-            runner = RandomRunner(config, num_slots, torch.bfloat16, device)
-        for name, (shape, _) in shapes.items():
+            runner = RandomRunner(config, check.num_slots, torch.bfloat16, device)
+        for name, (shape, goal) in shapes.items():
             if kernels and name in ("decode256", "shared64"):  # torch's pad and gather: minutes, or no memory
                 continue
-            batch = batch_of(shape, num_slots, config.max_context)
-            took[name, kernels] = _steps_ms(runner, batch, device, 7)
-            if name in ("decode1", "decode64") and not kernels and device.type == "cuda":
-                outside[name] = _outside_kernels(runner, batch, device)
+            batch = batch_of(shape, check.num_slots, config.max_context)
+            steps = _steps_ms(runner, batch, device, 7)
+            if kernels:
+                gains = [torch_ms / ms for torch_ms, ms in zip(steps, took[name], strict=True)]
+                note = f"torch's kernels: {statistics.median(steps):.2f} ms"
+                report.results.append(median_of(f"gpu.{name}_over_torch", gains, "ratio", note=note))
+                continue
+            took[name], work = steps, work_of(shape, config)
+            note = (
+                f"{shape}: {statistics.median(steps):.2f} ms, {work.num_bytes / 1e9:.1f} GB and "
+                f"{work.flops / 1e12:.2f} TFLOP need {limits.ms(work):.2f}"
+            )
+            shares = [limits.ms(work) / ms for ms in steps]
+            report.results.append(median_of(f"gpu.{name}_of_limit", shares, "ratio", note=note, goal=goal))
+            if name in outside_goals and (found := _outside_kernels(runner, batch, device)):
+                note = f"{shape}: of a step while the next one is launched"
+                result = median_of(
+                    f"gpu.{name}_outside_kernels", found, "ratio", note=note, goal=outside_goals[name]
+                )
+                report.results.append(result)
+        check.write()
         del runner
         gc.collect()  # a model and its graphs refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    for name, (shape, goal) in shapes.items():
-        work, ours = work_of(shape, config), took[name, ""]
-        note = (
-            f"{shape}: {statistics.median(ours):.2f} ms, {work.num_bytes / 1e9:.1f} GB and "
-            f"{work.flops / 1e12:.2f} TFLOP need {limits.ms(work):.2f}"
-        )
-        shares = [limits.ms(work) / ms for ms in ours]
-        report.results.append(median_of(f"gpu.{name}_of_limit", shares, "ratio", note=note, goal=goal))
-        if theirs := took.get((name, "torch")):
-            gains = [torch_ms / ms for torch_ms, ms in zip(theirs, ours, strict=True)]
-            note = f"torch's kernels: {statistics.median(theirs):.2f} ms"
-            report.results.append(median_of(f"gpu.{name}_over_torch", gains, "ratio", note=note))
-    for name, goal in (("decode1", "< 0.1"), ("decode64", "< 0.05")):
-        if found := outside.get(name):
-            note = f"{shapes[name][0]}: of a step while the next one is launched"
-            report.results.append(
-                median_of(f"gpu.{name}_outside_kernels", found, "ratio", note=note, goal=goal)
-            )
-    _measure_choice(report, device, read_s, is_small)
-    if device.type == "cuda":
-        _measure_sharing(report, device, config)
-    measure_quantised(report, device, config, read_s)
 
 
-def measure_quantised(report: Any, device: Any, config: Any, read_bytes_s: float) -> None:
+def measure_quantised(check: Check) -> None:
     """Compares the products of a layer with quantised weights with the bandwidth of the memory, and with
     products in bfloat16; in graphs on a GPU, so that only kernels count."""
     import numpy as np
@@ -253,11 +305,13 @@ def measure_quantised(report: Any, device: Any, config: Any, read_bytes_s: float
     from agentflow.kernels.inputs import BlockMatrix
     from agentflow.kernels.ops import kernels_for
     from benchmarks.report import median_of
+    from benchmarks.step.device_time import kernels_ms
 
+    report, device, config, read_bytes_s = check.report, check.device, check.config, check.limits.bytes_s
     kernels = kernels_for(device)
     if not kernels.BLOCK_TYPES:
         return
-    is_gpu, rng = device.type == "cuda", np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     hidden, inner = config.hidden_size, config.intermediate_size
     heads = config.num_heads * config.head_dim
     shapes = [
@@ -274,14 +328,8 @@ def measure_quantised(report: Any, device: Any, config: Any, read_bytes_s: float
             for x, weight in zip(inputs, weights, strict=True):
                 linear(x, weight)
 
-        run()
-        if not is_gpu:
-            return [1e3 * ms for ms in _timed_ms(run, device, 3)]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(20):
-                run()
-        return [1e3 * ms / 20 for ms in _timed_ms(graph.replay, device, 5)]
+        [took] = kernels_ms([run], device, 5, 20 if device.type == "cuda" else 1)
+        return [1e3 * ms for ms in took]
 
     dense = [
         torch_ops.pack_linear(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
@@ -312,7 +360,7 @@ def measure_quantised(report: Any, device: Any, config: Any, read_bytes_s: float
             report.results.append(median_of(f"gpu.{name}_{num}_over_bf16", gains, "ratio", note=note))
 
 
-def _measure_choice(report: Any, device: Any, read_s: float, is_small: bool) -> None:
+def measure_choice(check: Check) -> None:
     """Compares the choice of tokens with reading the logits once: in graphs, so that only kernels count."""
     import numpy as np
     import torch
@@ -320,9 +368,11 @@ def _measure_choice(report: Any, device: Any, read_s: float, is_small: bool) -> 
     from agentflow.kernels.inputs import ChoiceRows
     from agentflow.kernels.ops import kernels_for
     from benchmarks.report import median_of
+    from benchmarks.step.device_time import kernels_ms
 
-    kernels, vocab_size, repeats = kernels_for(device), 1_000 if is_small else 128_256, 10
-    for num_rows in (1, 4) if is_small else (1, 64, 256):
+    device, read_s = check.device, check.limits.bytes_s
+    kernels, vocab_size = kernels_for(device), 1_000 if check.is_small else 128_256
+    for num_rows in (1, 4) if check.is_small else (1, 64, 256):
         logits = 2.5 * torch.randn(num_rows, vocab_size, device=device)
         ones = np.ones(num_rows, dtype=np.float32)
         for name, temperature in (("greedy", 0.0), ("top_p", 1.0)):
@@ -337,79 +387,43 @@ def _measure_choice(report: Any, device: Any, read_s: float, is_small: bool) -> 
             staged = kernels.stage_choice(rows, device)
 
             def choose(logits: Any = logits, staged: Any = staged) -> None:
-                for _ in range(repeats):
-                    kernels.choose_tensor(logits, staged)
+                kernels.choose_tensor(logits, staged)
 
-            run: Callable[[], object] = choose
-            if device.type == "cuda":
-                choose()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    choose()
-                run = graph.replay
-            took = [ms / repeats for ms in _timed_ms(run, device, 5)]
+            [took] = kernels_ms([choose], device, 5, 10)
             limit_ms = 1e3 * logits.nbytes / read_s
             note = (
                 f"{1e3 * statistics.median(took):.1f} us; reading the logits once takes {1e3 * limit_ms:.1f}"
             )
             shares = [limit_ms / ms for ms in took]
-            report.results.append(
+            check.report.results.append(
                 median_of(f"gpu.choice_{name}_{num_rows}_of_limit", shares, "ratio", note=note)
             )
 
 
-def _measure_sharing(report: Any, device: Any, config: Any) -> None:
-    """Compares attention that reads shared prefixes once with attention that reads them for each request,
-    in graphs, so that only kernels count."""
-    import numpy as np
-    import torch
+def _measure_sharing(check: Check) -> None:
+    if check.device.type != "cuda":
+        check.say("sharing was not measured: it needs a GPU")
+        return
+    from benchmarks.step import gpu_attention
 
-    from agentflow.kernels import triton_ops
-    from agentflow.kernels.inputs import AttentionBatch
-    from agentflow.kernels.triton_ops import units
-    from benchmarks.report import median_of
+    gpu_attention.measure(check.report, check.device, check.config, check.limits.bytes_s)
 
-    def graph_ms(levels: tuple[tuple[int, int], ...], least_saving: int) -> list[float]:
-        """Of 64 requests; ``levels``: lengths of runs, and the number of requests that share each."""
-        length, num_slots = sum(length for length, _ in levels), 400_000
-        table = (
-            np.random.default_rng(0).permutation(num_slots).astype(np.int32)[: 64 * length].reshape(64, -1)
-        )
-        start, shared = 0, []
-        for run, num_sharing in levels:
-            for first in range(0, 64, num_sharing):
-                table[first : first + num_sharing, start : start + run] = table[first, start : start + run]
-                shared.append((start + run, np.arange(first, first + num_sharing)))
-            start += run
-        batch = AttentionBatch(
-            *(table, np.arange(64), np.ones(64, dtype=int), np.full(64, length), None), shared=shared
-        )
-        kv_layer = torch.randn(num_slots, 2, config.num_kv_heads, config.head_dim, device=device).bfloat16()
-        q = torch.randn(64, config.num_heads, config.head_dim, device=device).bfloat16()
-        before, units.LEAST_SAVING = units.LEAST_SAVING, least_saving
-        plan = triton_ops.plan_attention(batch, q.dtype, device)
-        units.LEAST_SAVING = before
 
-        def attend() -> None:
-            triton_ops.attention(q, kv_layer, plan, config.head_dim**-0.5)
+def _measure_workloads(check: Check) -> None:
+    from benchmarks.step import gpu_workloads
 
-        attend()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(20):
-                attend()
-        return [ms / 20 for ms in _timed_ms(graph.replay, device, 7)]
+    gpu_workloads.measure(
+        check.report, check.device, check.config, check.num_slots, check.write, is_small=check.is_small
+    )
 
-    cases = {"shared64": ((6_000, 64), (200, 1)), "tree": ((2_000, 64), (2_000, 16), (400, 1))}
-    for name, levels in cases.items():
-        once, each = graph_ms(levels, units.LEAST_SAVING), graph_ms(levels, 1 << 40)
-        gains = [more / less for more, less in zip(each, once, strict=True)]
-        note = (
-            f"{levels}: {1e3 * statistics.median(once):.0f} us instead of {1e3 * statistics.median(each):.0f}"
-        )
-        report.results.append(
-            median_of(f"gpu.{name}_attention_gain", gains, "ratio", note=note, goal=">= 4.0")
-        )
+
+def _compare_flashinfer(check: Check) -> None:
+    if check.device.type != "cuda":
+        check.say("FlashInfer was not compared: it needs a GPU")
+        return
+    from benchmarks.step import gpu_flashinfer
+
+    gpu_flashinfer.measure(check.report, check.device, check.config, check.say)
 
 
 @contextlib.contextmanager
@@ -425,23 +439,29 @@ def _forced_kernels(name: str) -> Iterator[None]:
 def _read_bytes_s(device: Any, is_small: bool) -> float:
     import torch
 
+    from benchmarks.step.device_time import timed_ms
+
     memory = torch.ones((1 << 22) if is_small else (1 << 30), dtype=torch.float32, device=device)
-    return memory.nbytes / (min(_timed_ms(memory.sum, device, 10)) / 1e3)
+    return memory.nbytes / (min(timed_ms(memory.sum, device, 10)) / 1e3)
 
 
 def _multiply_flops(device: Any, is_small: bool) -> float:
     import torch
 
+    from benchmarks.step.device_time import timed_ms
+
     size = 512 if is_small else 8192
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    return 2 * size**3 / (min(_timed_ms(lambda: left @ right, device, 10)) / 1e3)
+    return 2 * size**3 / (min(timed_ms(lambda: left @ right, device, 10)) / 1e3)
 
 
 def _steps_ms(runner: Any, batch: Any, device: Any, runs: int) -> list[float]:
     """Returns the time of each step, after two warm-up steps. On a GPU, the next step is launched before a
     step is collected, and its decoded tokens come from it, as in the engine."""
+    from benchmarks.step.device_time import timed_ms
+
     if device.type != "cuda":
-        return _timed_ms(lambda: runner.run(batch), device, runs)
+        return timed_ms(lambda: runner.run(batch), device, runs)
     following = _following(batch)
     took = []
     step = runner.launch(batch)
@@ -469,7 +489,10 @@ def _following(batch: Any) -> Any:
 
 
 def _outside_kernels(runner: Any, batch: Any, device: Any) -> list[float]:
-    """Returns the share of some steps' time in which no kernel runs."""
+    """Returns the share of some steps' time in which no kernel runs; nothing if the profiler does not see
+    the device."""
+    if device.type != "cuda":
+        return []
     from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -483,7 +506,7 @@ def _outside_kernels(runner: Any, batch: Any, device: Any) -> list[float]:
             if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
         )
         if not spans:
-            return []  # the profiler does not see this GPU
+            return []
         first, until, busy = spans[0][0], spans[0][0], 0.0
         for begin, end in spans:
             busy += max(0.0, end - max(begin, until))
@@ -492,19 +515,16 @@ def _outside_kernels(runner: Any, batch: Any, device: Any) -> list[float]:
     return shares
 
 
-def _timed_ms(call: Callable[[], object], device: Any, runs: int) -> list[float]:
-    """Returns the time of each run until the device is done, after two warm-up runs."""
-    import torch
-
-    took = []
-    for run in range(runs + 2):
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if run >= 2:
-            took.append(1e3 * (time.perf_counter() - began))
-    return took
+_RUN: dict[str, Callable[[Check], object]] = {
+    "tokens": _check_tokens,
+    "limits": lambda check: check.limits,
+    "steps": measure_steps,
+    "choice": measure_choice,
+    "sharing": _measure_sharing,
+    "quantised": measure_quantised,
+    "workloads": _measure_workloads,
+    "flashinfer": _compare_flashinfer,
+}
 
 
 if __name__ == "__main__":

@@ -1,23 +1,16 @@
-"""What the step benchmark holds a step's time against, and the program that checks a GPU, tried on a CPU."""
+"""The work of steps, against which the step benchmark holds their times."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
 
 from agentflow.engine.models.config import DecoderConfig
-from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.rope import RopeConfig
-from benchmarks.step import gpu_check
 from benchmarks.step.growth import LEVEL, tree_batch
 from benchmarks.step.growth_plot import Curve, plot
-from benchmarks.step.random_llama import RandomRunner
 from benchmarks.step.work import Shape, Work, batch_of, work_of, work_of_parts
 
-CPU = torch.device("cpu")
 SMOLLM2 = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=49152,
@@ -71,26 +64,3 @@ def test_a_curve_tells_its_exponent() -> None:
     curve = Curve("x", "n", "ms", [1, 10, 100], [3.0, 30.0, 300.0])
     assert curve.exponent == pytest.approx(1.0)
     assert "growing with exponent 1.00" in plot([curve])
-
-
-@pytest.mark.full
-def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
-    assert gpu_check.differing_tokens(CPU, num_tokens=8) == []
-    assert gpu_check.differing_choices(CPU, 10, 300) == 0
-
-
-def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    right = RandomRunner.__post_init__
-
-    def wrong_at_last(self: RandomRunner) -> None:
-        right(self)
-        made.append(self)
-        if len(made) == 2:
-            weights = self.model.weights
-            wrong = torch.randn(weights.embedding.shape, dtype=weights.final_norm.weight.dtype)
-            weights = replace(weights, embedding=self.kernels.pack_embedding(wrong, None))
-            self.model = Decoder(self.kernels, weights, self.model._head)
-
-    monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)
-    assert "instead of" in gpu_check.differing_tokens(CPU, num_tokens=8)[0]
