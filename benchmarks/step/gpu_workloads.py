@@ -283,7 +283,7 @@ def measure(
     write: Callable[[], None],
     *,
     is_small: bool = False,
-    seconds: float = 76.0,
+    seconds: float = 66.0,
 ) -> None:
     """Measures all workloads under all settings.
 
