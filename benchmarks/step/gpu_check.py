@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
-SECTIONS = ("tokens", "limits", "steps", "choice", "sharing", "quantised", "workloads", "flashinfer")
-"""``tokens`` compares with the CPU; the others measure."""
 
 
 def main() -> int:
@@ -38,7 +36,7 @@ def main() -> int:
         action="append",
         choices=SECTIONS,
         metavar="SECTION",
-        help="may be repeated; all: " + ", ".join(SECTIONS),
+        help=f"run only this one of {', '.join(SECTIONS)}; may be repeated",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="instead of benchmarks/results/GPU/gpu.json"
@@ -52,7 +50,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: there is no CUDA GPU here, so nothing was checked")
         return 0
-    return check(options.device, options.tiny, options.only or SECTIONS, options.json)
+    return run(options.device, options.tiny, options.only or [*SECTIONS], options.json)
 
 
 @dataclass
@@ -82,7 +80,7 @@ class Check:
         return Limits(bytes_s, flops)
 
 
-def check(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None) -> int:
+def run(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None) -> int:
     """Runs sections in their order. One that fails is reported, and the others run."""
     import torch
     from rich.console import Console
@@ -111,7 +109,7 @@ def check(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | Non
     for section in chosen:
         began = time.perf_counter()
         try:
-            _RUN[section](shared)
+            SECTIONS[section](shared)
         except Exception as error:
             failed[section] = one_line(error)
             report.extra["failed"] = failed
@@ -515,7 +513,7 @@ def _outside_kernels(runner: Any, batch: Any, device: Any) -> list[float]:
     return shares
 
 
-_RUN: dict[str, Callable[[Check], object]] = {
+SECTIONS: dict[str, Callable[[Check], object]] = {
     "tokens": _check_tokens,
     "limits": lambda check: check.limits,
     "steps": measure_steps,
@@ -525,6 +523,7 @@ _RUN: dict[str, Callable[[Check], object]] = {
     "workloads": _measure_workloads,
     "flashinfer": _compare_flashinfer,
 }
+"""The sections in their order. ``tokens`` compares with the CPU; the others measure."""
 
 
 if __name__ == "__main__":

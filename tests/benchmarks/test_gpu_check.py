@@ -58,7 +58,7 @@ def test_chosen_sections_are_written_one_by_one(tmp_path: Path, monkeypatch: pyt
         measure(report, device, config, num_slots, written, seconds=0, **options)
 
     monkeypatch.setattr(gpu_workloads, "measure", measured)
-    assert gpu_check.check("cpu", True, ["workloads", "limits", "flashinfer"], file) == 0
+    assert gpu_check.run("cpu", True, ["workloads", "limits", "flashinfer"], file) == 0
     expected = [{f"gpu.{name}_tokens_s", *(f"gpu.{name}_without_{part}" for part in PARTS)} for name in NAMES]
     assert seen[0] == expected[0] | {"gpu.read_gb_s", "gpu.bf16_tflops"}
     assert [now - before for before, now in pairwise(seen)] == expected[1:]
@@ -73,9 +73,9 @@ def test_a_section_that_fails_does_not_end_the_others(
     def failing(check: gpu_check.Check) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setitem(gpu_check._RUN, "sharing", failing)
+    monkeypatch.setitem(gpu_check.SECTIONS, "sharing", failing)
     file = tmp_path / "gpu.json"
-    assert gpu_check.check("cpu", True, ["sharing", "limits"], file) == 1
+    assert gpu_check.run("cpu", True, ["sharing", "limits"], file) == 1
     written = json.loads(file.read_text())
     assert written["failed"] == {"sharing": "RuntimeError: no kernel"}
     assert [result["id"] for result in written["results"]] == ["gpu.read_gb_s", "gpu.bf16_tflops"]
