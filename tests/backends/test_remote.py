@@ -158,11 +158,16 @@ async def test_live_graph_is_delivered_once_and_only_if_it_was_requested() -> No
     assert not cursors.asked_graphs
 
 
-async def test_live_graphs_of_the_tenant_come_also_after_the_connection_broke(server: ThreadServer) -> None:
-    async with af.session(server.url) as other, other.state(program="other") as s:
-        s += HANG + af.gen("first")
-        await anext(aiter(s["first"]))
-        async with proxied(server.port) as proxy:
+async def test_live_graphs_of_the_tenant_come_also_after_the_connection_broke() -> None:
+    """On a separate server, which keeps the sessions of clients that never got its welcome."""
+    with thread_server() as own:
+        async with (
+            proxied(own.port) as proxy,
+            af.session(own.url) as other,
+            other.state(program="other") as s,
+        ):
+            s += HANG + af.gen("first")
+            await anext(aiter(s["first"]))
             num_resumed = 0
             for down in range(400, 1600, 40):  # the answer has more bytes than a step
                 num_connections, proxy.budgets = proxy.num_connections, [Budget(down=down)]

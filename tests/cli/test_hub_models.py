@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import run_cli
+from support.commands import call_cli, run_cli
 from support.engine.adapters import write_plain_adapter
 from support.engine.gguf_models import write_gguf, write_vocabulary
 from support.engine.random_model import write_random_model
@@ -57,7 +57,7 @@ def test_a_model_is_pulled_by_the_command(hub: HubServer, monkeypatch: pytest.Mo
 
 
 def test_a_pull_that_fails_is_one_line(hub: HubServer) -> None:
-    done = run_cli("pull", "no/body")
+    done = call_cli("pull", "no/body")
     assert (done.returncode, done.stdout) == (1, "")
     assert [line.startswith("agentflow: ") for line in done.stderr.splitlines()[-1:]] == [True]
     assert "Traceback" not in done.stderr
@@ -106,7 +106,7 @@ def test_a_pulled_model_is_listed_with_what_it_needs(hub: HubServer, files: dict
 def test_f42l_the_models_at_paths_are_shown(tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "tiny")
     write_gguf(folder, file := tmp_path / "tiny.gguf", vocabulary=partial(write_vocabulary, folder))
-    done = run_cli("models", str(folder), str(file))
+    done = call_cli("models", str(folder), str(file))
     assert done.returncode == 0, done.stderr
     columns, *found = [line.split("\t") for line in done.stdout.splitlines()]
     assert tuple(columns) == LOCAL_COLUMNS
@@ -121,7 +121,7 @@ def test_f42l_a_path_without_a_model_is_one_line(content: bytes | None, tmp_path
     file = tmp_path / "broken.gguf"
     if content is not None:
         file.write_bytes(content)
-    done = run_cli("models", str(file))
+    done = call_cli("models", str(file))
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.strip().splitlines()) == 1
     assert "broken.gguf" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -65,19 +66,20 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_server_without_the_api(capsys: pytest.CaptureFixture[str], answer: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65_536)
+            self.request.sendall(answer)
 
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65_536)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert url in refused(capsys, "--to", url, "--port", "0")
-        thread.join()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            assert url in refused(capsys, "--to", url, "--port", "0")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")

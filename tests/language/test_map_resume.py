@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pandas
-import polars
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -318,6 +316,9 @@ class Arrow:
 
 
 def tables() -> list[Any]:
+    import pandas
+    import polars
+
     columns = {"id": [1, 2], "question": ["a", "b"], "score": [1.5, None], "note": [None, "x"]}
     return [polars.DataFrame(columns), Arrow(polars.DataFrame(columns)), pandas.DataFrame(columns)]
 

