@@ -17,14 +17,16 @@ WISH_TO_END = 40
 """After this many bytes, a walk prefers to end."""
 MOST_BYTES = 3_000
 
-_CLOSING = {byte: rank for rank, byte in enumerate(b'"}],:0123456789nultrefas \\-')}
+_CLOSING = b'"}],:0123456789nultrefas \\-'
 _OPENING = b'{}[]",:-0123456789tfn'
+_NOT_OPENING = bytes(set(range(256)).difference(_OPENING))
+_NOT_ASCII = bytes(range(0x80, 256))
 
 
 class GrowingText(Protocol):
     """A text under a constraint, and its possible continuations."""
 
-    def allowed(self) -> list[int]: ...
+    def allowed(self) -> bytes: ...
 
     def may_end(self) -> bool: ...
 
@@ -32,16 +34,20 @@ class GrowingText(Protocol):
 
 
 class DfaText:
-    """A walk under a DFA."""
+    """A walk under a DFA. ``known``: the bytes that each state allows, where a walk has come."""
 
-    def __init__(self, dfa: Dfa) -> None:
+    def __init__(self, dfa: Dfa, known: dict[int, bytes]) -> None:
         self._dfa = dfa
+        self._known = known
         self._state = START
 
-    def allowed(self) -> list[int]:
-        """The bytes that may come next."""
-        row = self._dfa.transitions[self._state][self._dfa.class_of_byte]
-        return [int(byte) for byte in np.flatnonzero(row != DEAD)]
+    def allowed(self) -> bytes:
+        """The bytes that may come next, in order."""
+        found = self._known.get(self._state)
+        if found is None:
+            row = self._dfa.transitions[self._state][self._dfa.class_of_byte]
+            found = self._known[self._state] = np.flatnonzero(row != DEAD).astype(np.uint8).tobytes()
+        return found
 
     def may_end(self) -> bool:
         """Whether the text is complete."""
@@ -53,17 +59,17 @@ class DfaText:
 
 
 class MatcherText:
-    """A walk under a grammar whose tokens are the 256 bytes."""
+    """A walk under a grammar whose first tokens are the 256 bytes."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
         self.may_end = matcher.may_end
         self.take = matcher.take
 
-    def allowed(self) -> list[int]:
-        """The bytes that may come next."""
-        bits = np.unpackbits(self._matcher.mask().view(np.uint8), bitorder="little")
-        return [int(byte) for byte in np.flatnonzero(bits)]
+    def allowed(self) -> bytes:
+        """The bytes that may come next, in order."""
+        bits = np.unpackbits(self._matcher.mask().view(np.uint8), count=256, bitorder="little")
+        return np.flatnonzero(bits).astype(np.uint8).tobytes()
 
 
 class SingleBytes:
@@ -84,15 +90,17 @@ BYTE_VOCABULARY = LlguidanceVocabulary(SingleBytes(), 256)
 def text_under(compiled: CompiledConstraint) -> GrowingText:
     """Returns a new text under the constraint."""
     if compiled.form == "dfa":
-        return DfaText(_dfa(compiled.payload))
+        return DfaText(*_dfa(compiled.payload))
     return MatcherText(_grammar(compiled.payload, compiled.num_alternatives).matcher())
 
 
-# Most callers read many texts under one constraint.
-_dfa = functools.lru_cache(maxsize=2)(Dfa.from_bytes)
+# Most callers read many texts under one constraint, or with its other policies of whitespace in turn.
+@functools.lru_cache(maxsize=4)
+def _dfa(payload: bytes) -> tuple[Dfa, dict[int, bytes]]:
+    return Dfa.from_bytes(payload), {}
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _grammar(payload: bytes, num_alternatives: int) -> LlguidanceGrammar:
     return LlguidanceGrammar(payload.decode(), BYTE_VOCABULARY, num_alternatives)
 
@@ -112,17 +120,17 @@ def walk(text: GrowingText, chance: random.Random, prefix: bytes = b"") -> bytes
     return None
 
 
-def _next_byte(allowed: list[int], place: int, chance: random.Random, prefix: bytes) -> int:
+def _next_byte(allowed: bytes, place: int, chance: random.Random, prefix: bytes) -> int:
     if place < len(prefix) and prefix[place] in allowed:
         return prefix[place]
     if place > WISH_TO_END:
-        return min(allowed, key=lambda byte: (_CLOSING.get(byte, 99), byte))
+        return next((byte for byte in _CLOSING if byte in allowed), allowed[0])
     if 0x22 in allowed and chance.random() < 0.25:
         return 0x22
-    structure = [byte for byte in allowed if byte in _OPENING]
+    structure = allowed.translate(None, _NOT_OPENING)
     if structure and chance.random() < 0.5:
         return chance.choice(structure)
-    ascii_bytes = [byte for byte in allowed if byte < 0x80]
+    ascii_bytes = allowed.translate(None, _NOT_ASCII)
     return chance.choice(ascii_bytes if ascii_bytes and chance.random() < 0.8 else allowed)
 
 

@@ -19,6 +19,7 @@ from support.engine.tool_requests import (
     UNSTABLE,
     calls_of,
     check,
+    compile_once,
     prose_of,
     request,
     state_for,
@@ -28,7 +29,6 @@ from support.engine.tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
@@ -90,7 +90,7 @@ async def answer(
         asked.params,
         seed=0,
         on_text=on_text,
-        constraint=None if use.constraint() is None else compile_constraint(use.constraint()),
+        constraint=None if use.constraint() is None else compile_once(use.constraint()),
         jump_forward=jumps,
     )
     pieces += output.finish(end.text[len("".join(deltas)) :])

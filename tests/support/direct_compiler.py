@@ -3,6 +3,7 @@ takes longer than most of them run."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,13 +19,15 @@ from agentflow.engine.grammar.compiler.messages import CompileFailure, CompileLi
 from agentflow.errors import AgentflowError
 from agentflow.protocol.constraint import Constraint
 
+_compiled = functools.lru_cache(256)(compile_constraint)  # many tests have the same tools
+
 
 class _DirectCompiler(ConstraintCompiler):
     async def _wait_for(self, constraint: Constraint, tenant: str) -> Outcome:
         _check_sendable(constraint)
         outcome: Outcome
         try:
-            outcome = _of_tenant(compile_constraint(constraint), tenant)
+            outcome = _of_tenant(_compiled(constraint), tenant)
             self._num_compiled += 1
         except AgentflowError as error:
             outcome = CompileFailure(error.code, str(error), param=error.param)

@@ -1,4 +1,4 @@
-"""Numbers of Hypothesis's examples where the profile's own are too few."""
+"""Numbers of examples, Hypothesis's and others, that depend on the profile."""
 
 from hypothesis import settings
 
@@ -8,4 +8,9 @@ _OF_FULL = 100
 def examples(number: int) -> settings:
     """Settings for ``number`` examples in ``make test-full``; other profiles have them in proportion,
     ``make test`` a quarter."""
-    return settings(max_examples=number * settings.default.max_examples // _OF_FULL)
+    return settings(max_examples=times(number))
+
+
+def times(number: int) -> int:
+    """The same for a loop."""
+    return max(1, number * settings.default.max_examples // _OF_FULL)

@@ -18,12 +18,14 @@ from support.engine.tool_requests import (
     USER,
     calls_of,
     check,
+    compile_once,
     prose_of,
     request,
     state_for,
     use_of,
 )
 from support.engine.tool_template_shapes import TEMPLATES
+from support.examples import times
 from support.faults import has_param
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
@@ -42,10 +44,10 @@ from benchmarks.constrained.text_walks import text_under, walk
 def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
     choice = CHOICES[chosen]
     use = use_of(ALL[name], request(choice, tools))
-    compiled = compile_constraint(use.constraint().check())
+    compiled = compile_once(use.constraint().check())
     assert (compiled.form == "dfa") == (tools is REGULAR or choice.name is not None)
     counts = set()
-    for seed in range(25):
+    for seed in range(times(50)):
         text = walk(text_under(compiled), random.Random(seed))
         if text is None:
             continue
@@ -134,7 +136,7 @@ def test_either_calls_or_the_requested_constraint(name, form, tools):
     otherwise, beginning = FORMS[form]
     use = use_of(ALL[name], request(AUTO, tools))
     compiled = compile_constraint(use.constraint(otherwise).check())
-    plain, calls_only = (compile_constraint(one) for one in (otherwise, use.calls))
+    plain, calls_only = (compile_once(one) for one in (otherwise, use.calls))
     is_regular = plain.form == calls_only.form == "dfa"
     assert (compiled.form == "dfa") == is_regular
     start = (use.form.mark or '{"name": "weather", "parameters": {"city": "').encode()

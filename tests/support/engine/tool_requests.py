@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import jsonschema
 from msgspec.structs import replace
 from support.engine.tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tools import ToolUse, tool_use
@@ -25,6 +27,7 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import CompletionRequest
 
+compile_once = functools.cache(compile_constraint)
 ALL = {**TEMPLATES, **{name: WITHOUT_TOOLS[name] for name in ("chatml", "inst")}}
 WEATHER = ToolSpec(
     "weather",
