@@ -1,8 +1,8 @@
 """Processes that have imported the modules of child processes, and fork one wherever a test starts one.
 
-A process that runs an engine on the fake model, or reads an image, imports for most of a second and works for
-a few milliseconds. A fork of a template has the imports already; everything else is as in a new process: its
-parent, its process group, its environment, its descriptors and its main module.
+A process that runs an engine, or reads an image, imports for seconds and works for a few milliseconds. A fork
+of a template has the imports already; everything else is as in a new process: its parent, its process group,
+its environment, its descriptors and its main module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 
 ENGINE = "agentflow.engine.process.worker"
 _IMPORTED = {
-    ENGINE: ("support.engine_loaders", ENGINE),
+    ENGINE: ("agentflow.engine.models.torch_runner", "support.engine_loaders", ENGINE),
     "support.compile_worker": ("agentflow.engine.grammar.compiler.compile", "support.compile_worker"),
     "agentflow.engine.media.worker": ("av", "PIL.ImageOps", "agentflow.engine.media.worker"),
 }
