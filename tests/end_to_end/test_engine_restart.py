@@ -93,6 +93,7 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(tiny, max_running)
                     assert "the engine is restarting" in body["reason"]
                 elif engine_pid(server) not in (killed, None):
                     return
+                await anyio.sleep(0.01)  # noqa: TID251 - the engine needs the processor to load
 
     options = ("--model", str(tiny), "--dtype", "float32", "--kv-tokens", "3000")
     options += ("--max-running", str(max_running))

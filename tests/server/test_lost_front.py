@@ -39,6 +39,7 @@ from support.fake_engine import TEMPLATE, FakeEngine
 from agentflow.cli.main import main
 from agentflow.server.models import open_models as module
 from agentflow.server.models.models import EngineModel, Models
+from agentflow.server.stores import fronts
 
 @asynccontextmanager
 async def open_models(models, *, gate, **options):
@@ -55,6 +56,7 @@ async def open_models(models, *, gate, **options):
         group.cancel_scope.cancel()
 
 module.open_models = open_models
+fronts.LIFE_MS, fronts.BEAT_S = 3_000, 0.5
 sys.exit(main(["serve", "--port", "0", "--model", "fake=openai:none", *sys.argv[1:]]))
 """
 
@@ -151,6 +153,7 @@ async def test_what_clients_see_survives_a_killed_server(tmp_path: Path) -> None
                     if lost.status_code == 200 and lost.json()["status"] == "failed":
                         break
                     assert lost.status_code in (200, 503)
+                    await anyio.sleep(0.05)  # noqa: TID251 - another process has no event
             assert lost.json()["error"]["type"] == "engine_down"
             assert (await there.get(f"/v1/programs/{program}/variables/done")).json()["value"] == value
             pending = await there.get(f"/v1/programs/{program}/variables/pending")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import anyio.lowlevel
+import anyio
 import anyio.to_thread
 
 
@@ -36,7 +36,6 @@ class Hold:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Waits for a condition that has no event, and yields the processor to other processes meanwhile."""
-    while not is_so():
-        os.sched_yield()  # another process may need this processor to get there
-        await anyio.lowlevel.checkpoint()
+    """Waits for a condition that has no event, and leaves the processor to other processes meanwhile."""
+    while not is_so():  # noqa: ASYNC110 - there is no event
+        await anyio.sleep(0.002)  # noqa: TID251 - another process may need this processor to get there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,19 @@ def write_adapter(model: Path, folder: Path, *, seed: int = 0, **settings: Any) 
 
 def merged_logits(model: Path, adapter: Path | None, token_ids: list[int]) -> torch.Tensor:
     """The logits of PEFT's merged model: [tokens, vocabulary]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = _merged(model, adapter)(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@functools.lru_cache(maxsize=4)  # the adapters of one test
+def _merged(model: Path, adapter: Path | None) -> Any:
     from peft import PeftModel
 
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     if adapter is not None:
         base = PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    with torch.inference_mode():
-        logits: torch.Tensor = base.eval()(torch.tensor([token_ids])).logits[0]
-    return logits
+    return base.eval()
 
 
 def write_plain_adapter(
