@@ -372,3 +372,13 @@ def assert_exact(result: torch.Tensor, case: Case, rows: Rows | None = None) -> 
     """The attention of a case is within its error's bound."""
     assert result.dtype == case.q.dtype
     assert exact_attention(case, rows).excess(result) <= 1
+
+
+if __name__ == "__main__":  # .ci/run compiles what the tests load while it installs packages
+    levels = [made.level for made, param in zip(NATIVE, NATIVE_PARAMS, strict=True) if not param.marks]
+    if PRESENT_FLAGS.issuperset(native_library.AVX512_BF16):
+        levels = [*levels, "amx"]  # as test_trapped_tiles does where it is not there
+    for level in dict.fromkeys(levels):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_library, "FLAGS", quick_flags(level))
+            native_library.load_library(level)

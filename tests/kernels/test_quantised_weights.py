@@ -92,7 +92,7 @@ def triton_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kernels", "block_type"), [*triton_cases()])
-@examples(32)  # an example takes Triton's interpreter a sixth of a second
+@examples(24)  # an example takes Triton's interpreter a sixth of a second
 @PRODUCTS
 def test_a_product_of_triton_is_that_of_the_dequantised_weight(
     kernels: NativeAt, block_type: str, num_rows: int, num_out: int, seed: int, has_bias: bool
@@ -149,9 +149,23 @@ def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: NativeAt, block
     assert torch.equal(together, torch.cat([kernels.exact_linear(rows, weight) for rows in x.split(26)]))
 
 
-@KERNELS
-@given(half=st.integers(1, 50), num_rows=st.integers(1, 20), seed=st.integers(0, 99))
+GATED = given(half=st.integers(1, 50), num_rows=st.integers(1, 20), seed=st.integers(0, 99))
+
+
+@NATIVE_KERNELS
+@GATED
 def test_a_gated_product(kernels: NativeAt, half: int, num_rows: int, seed: int) -> None:
+    assert_gated_product(kernels, half, num_rows, seed)
+
+
+@pytest.mark.parametrize("kernels", [] if TRITON is None else [TRITON])
+@examples(24)
+@GATED
+def test_a_gated_product_of_triton(kernels: NativeAt, half: int, num_rows: int, seed: int) -> None:
+    assert_gated_product(kernels, half, num_rows, seed)
+
+
+def assert_gated_product(kernels: NativeAt, half: int, num_rows: int, seed: int) -> None:
     parts = [random_matrix("Q4_1", half, seed + i) for i in range(2)]
     x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(seed))
     dense = reference_ops.pack_linear(torch.cat([dequantised(part) for part in parts]), None)
