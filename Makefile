@@ -67,7 +67,9 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 
 # Tests marked as slow and broad run in test-full only, those in a browser in test-ui, those on Node.js in
 # test-clients, those of the stack in compose-check, those of other projects' servers in test-peers.
-MARKS := -m 'not full and not ui and not clients and not stack and not peers and not only_gpu'
+# Their folders are not even imported.
+ELSEWHERE := $(addprefix --ignore tests/,ui clients stack peers)
+MARKS := $(ELSEWHERE) -m 'not full and not ui and not clients and not stack and not peers and not only_gpu'
 
 ADAPTER_MARKS := -m 'not full'
 
@@ -77,7 +79,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadf
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS := -m 'not ui and not clients and not stack and not peers and not only_gpu'
+test-full: MARKS := $(ELSEWHERE) -m 'not ui and not clients and not stack and not peers and not only_gpu'
 test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export FULL_KERNELS := 1
@@ -243,7 +245,6 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, pyright, spelling, and the direction
 	$(BIN)/mypy
 	$(BIN)/mypy build/typed_docs
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pyright --pythonpath $(BIN)/python build/typed_docs
 	$(BIN)/typos
 	$(BIN)/codespell
 	$(BIN)/python -m pytest tests/test_import_directions.py
@@ -326,3 +327,8 @@ $(VENV)/.installed-ui: $(VENV)/.installed-dev
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[engine,server,docs]'
 	@touch $@
+
+# All that .ci/run needs, in one step.
+$(VENV)/.installed-all: pyproject.toml $(VENV)/.torch
+	@$(PIP) --no-build-isolation -e '.[engine,server,dev,ui,docs]'
+	@cd $(VENV) && touch .installed .installed-dev .installed-ui .installed-docs $(@F)
