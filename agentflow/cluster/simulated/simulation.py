@@ -28,6 +28,7 @@ from agentflow.engine.cache.radix_cache import TokenArray, token_run
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling.decode_run import DecodeRun, decoding
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -76,6 +77,8 @@ class _Engine:
     feed: Feed
     runner: FakeRunner | None
     batch: Batch | None = None
+    run: DecodeRun | None = None  # takes the place of batches while requests only decode
+    has_new: bool = False  # a request has come since the run began
     took_s: float = 0.0
     is_busy: bool = False  # a batch ends, or begins at this moment
     wakes: int = 0  # counts; an older event to begin a batch is void
@@ -89,7 +92,7 @@ class _Live:
     index: int  # in the workload
     served: Served
     prompt: TokenArray
-    num_output: int  # the tokens that it generates
+    tokens: list[int]  # its output, as the workload has it
     output: list[int] = field(default_factory=list)  # received
     attempt: int = 0  # the id of the request in the engine
     request: Request | None = None
@@ -149,6 +152,8 @@ class SimulatedCluster:
         self._num_missing: dict[int, int] = {}
         self._left_of_state = Counter(arrival.state for arrival in workload.arrivals if arrival.state)
         self._epochs: Counter[Replica] = Counter()
+        # A run knows all outputs before, and ends before its requests move.
+        self._may_run = new_runner is None and not losses
         self._engines: dict[Replica, _Engine] = {}
         for number in range(num_engines):
             self._engines[number] = self._new_engine(number)
@@ -235,7 +240,7 @@ class SimulatedCluster:
             served = Served(arrival, self.now_s)
             self.served.append(served)
             prompt = arrival.prompt if self._make_prompt is None else self._make_prompt(index, self.outputs)
-            lives.append(_Live(index, served, prompt, len(arrival.output)))
+            lives.append(_Live(index, served, prompt, arrival.output.tolist()))
         self._send(lives)
 
     def _send(self, lives: Sequence[_Live]) -> None:
@@ -271,8 +276,13 @@ class SimulatedCluster:
         self._live[live.attempt] = live
         submit = Submit(live.attempt, [], _PARAMS, origin=self._origins.origin(arrival))
         tokens = np.frombuffer(live.call.run, dtype=np.int32)
-        live.request = Request.of(submit, tokens, arrival.max_new_tokens - len(live.output))
-        engine.scheduler.add(live.request)
+        request = live.request = Request.of(submit, tokens, arrival.max_new_tokens - len(live.output))
+        if self._may_run:
+            request.tokens[request.num_prompt : request.num_prompt + len(live.tokens)] = live.tokens
+        if engine.run is not None:
+            engine.has_new = True
+            engine.run.charge()
+        engine.scheduler.add(request)
         self._wake(engine)
 
     def _advance(self, engine: _Engine, row: Row) -> None:
@@ -286,15 +296,17 @@ class SimulatedCluster:
             return
         number = len(live.output)
         if engine.runner is None:
-            request.tokens[request.num_tokens - 1] = live.served.arrival.output[number]
-        live.output.append(int(request.tokens[request.num_tokens - 1]))
+            token = request.tokens[request.num_tokens - 1] = live.tokens[number]
+        else:
+            token = int(request.tokens[request.num_tokens - 1])
+        live.output.append(token)
         call = live.call
         assert call is not None
         if not call.has_started:
             call.has_started = True
             live.served.first_s = live.served.first_s or self.now_s
             self.policy.started(call, self.now_s)
-        if number + 1 < live.num_output:
+        if number + 1 < len(live.tokens):
             return
         live.served.num_cached, live.served.ended_s = request.num_cached, self.now_s
         engine.scheduler.finish(request)
@@ -330,6 +342,8 @@ class SimulatedCluster:
         """The engine's next batch begins, if it has any work."""
         if engine is not self._engines[engine.number] or wake != engine.wakes:
             return
+        if self._may_run and self._begin_in_run(engine):
+            return
         engine.batch = engine.scheduler.schedule()
         engine.is_busy = engine.batch is not None
         if engine.batch is not None:
@@ -339,10 +353,56 @@ class SimulatedCluster:
             engine.wakes += 1
             self._push(self.now_s + engine.scheduler.resumes_in_s, _STEP_BEGINS, (engine, engine.wakes))
 
+    def _begin_in_run(self, engine: _Engine) -> bool:
+        """Begins a step without a batch, if requests only decode and none ends in it."""
+        run = engine.run
+        if run is not None and engine.has_new:  # since the last step ended
+            self._stop_run(engine, run)
+            run = None
+        if run is None:
+            requests = decoding(engine.scheduler)
+            left = [len(live.tokens) - len(live.output) for live in map(self._live_of, requests)]
+            num_steps = min(left, default=0) - 1
+            if num_steps < 1:
+                return False
+            run = engine.run = DecodeRun(engine.scheduler, requests, num_steps)
+        num_read = run.launch()
+        if num_read is None:
+            self._stop_run(engine, run)
+            return False
+        engine.is_busy = True
+        engine.took_s = self.cost.decode_s(run.num_rows, num_read)
+        self._push(self.now_s + engine.took_s, _STEP_ENDS, engine)
+        return True
+
+    def _stop_run(self, engine: _Engine, run: DecodeRun) -> None:
+        run.stop()
+        engine.run, engine.has_new = None, False
+        for request in engine.scheduler.running.values():
+            live = self._live_of(request)
+            number = len(live.output)
+            live.output += live.tokens[number : number + run.num_completed]
+
+    def _live_of(self, request: Request) -> _Live:
+        return self._live[request.id]
+
     def _end_step(self, engine: _Engine) -> None:
         """The engine's batch ends."""
         if engine is not self._engines[engine.number]:
             return
+        if engine.run is not None:
+            engine.run.complete(engine.took_s)
+            if engine.has_new or not engine.run.may_continue:
+                self._stop_run(engine, engine.run)
+        else:
+            self._end_batch(engine)
+        update = engine.feed.flush()
+        if update is not None and engine.is_reachable:
+            self._transmit(update)
+        engine.wakes += 1
+        self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
+
+    def _end_batch(self, engine: _Engine) -> None:
         assert engine.batch is not None
         if engine.runner is None:
             output = BatchOutput(np.zeros(len(engine.batch.sampled.rows), dtype=np.int64), None)
@@ -350,11 +410,6 @@ class SimulatedCluster:
             output = run_batch(engine.runner, engine.batch)
         for row in engine.scheduler.complete(output, engine.took_s):
             self._advance(engine, row)
-        update = engine.feed.flush()
-        if update is not None and engine.is_reachable:
-            self._transmit(update)
-        engine.wakes += 1
-        self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
 
     # Reports.
 

@@ -254,12 +254,13 @@ class FairLongestPrefix(Policy):
         return tenant.next([request for request in prompts if request.tenant == tenant.name], is_blocked)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        tenant = self._tenants[request.tenant]
+        name, number = request.extra_key.tenant, request.origin.program
+        tenant = self._tenants[name]
         self._in_step[tenant] = None
         tenant.charge(request, num_tokens)
         if self.charged is not None:
-            self.charged.add(tenant.name, tenant.weight, request.origin.program, num_tokens)
-        program = self._programs.get((request.tenant, request.origin.program))
+            self.charged.add(name, tenant.weight, number, num_tokens)
+        program = self._programs.get((name, number)) if number else None
         if program is not None:
             program.num_tokens += num_tokens
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass
 
 from agentflow.engine.batch import Batch, BatchOutput
@@ -112,7 +112,7 @@ class InFlight:
         next_output = num_computed = num_generated = 0
         for row in launched.rows:
             first = next_output
-            next_output += len(row.targets)
+            next_output += 1 if row.targets is SAMPLED_ONCE else len(row.targets)
             if row.withdrawn_slots is not None:
                 self._memory.slots.release(row.withdrawn_slots)
                 continue
@@ -259,6 +259,11 @@ class InProgressPrefixes:
 
     def __contains__(self, request: Request) -> bool:
         return request.id in self._requests
+
+    @property
+    def ids(self) -> KeysView[int]:
+        """The ids of the requests."""
+        return self._requests.keys()
 
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether a running request is about to compute the first token that ``request``, of which ``match``

@@ -108,7 +108,7 @@ class Pace:
 
     def bound_s(self, ready: Iterable[Request]) -> float:
         """The longest step, in seconds, while these requests decode; infinity without a bound."""
-        urgent = [request for request in ready if is_urgent(request)]
+        urgent = [request for request in ready if request.origin.objective == "latency"]
         reader_s = self._lowest_reader_s(urgent)
         if not urgent or not self._cost.is_known:
             return math.inf
@@ -122,8 +122,8 @@ class Pace:
     @staticmethod
     def _lowest_reader_s(requests: Iterable[Request]) -> float:
         """The lowest bound that a reader of these asks for."""
-        bounds = [request.origin.tpot_s for request in requests]
-        return min([bound_s for bound_s in bounds if bound_s is not None], default=math.inf)
+        origins = [request.origin for request in requests]
+        return min([one.tpot_s for one in origins if one.tpot_s is not None], default=math.inf)
 
     def ran(self, took_s: float) -> None:
         """A step has run, in ``took_s`` seconds."""

@@ -57,6 +57,9 @@ def make_rows(work: Sequence[Work]) -> list[Row]:
     for request, count in work:
         start = request.num_computed
         num_left = request.num_tokens + request.num_pending - start
+        if num_left == 1 and count == 1 and _is_plain(request):
+            singles.append(Row(request, start, 1, SAMPLED_ONCE))
+            continue
         num_tokens = count if count < num_left else num_left
         if num_tokens:
             row = Row(request, start, num_tokens, _targets(request, num_tokens))
@@ -67,6 +70,13 @@ def make_rows(work: Sequence[Work]) -> list[Row]:
         if num_tokens < count:
             row.first_node, row.num_nodes = request.num_nodes_computed, count - num_tokens
     return singles + chunks + nodes
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether its last token has no other target than the next one, which is sampled."""
+    if request.wants_scores or request.embeds or request.tree is not None:
+        return False
+    return request.max_new_tokens > 0
 
 
 def _targets(request: Request, num_tokens: int) -> Targets:

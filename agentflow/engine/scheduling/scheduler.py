@@ -43,7 +43,7 @@ from agentflow.engine.scheduling.policies import Clock, FirstCome, LongestPrefix
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
-from agentflow.engine.scheduling.step_limits import PassSize, StepCost, batch_features
+from agentflow.engine.scheduling.step_limits import Features, PassSize, StepCost, batch_features
 from agentflow.engine.submit import Objective, Origin
 from agentflow.errors import BadArgument, PromptTooLong
 
@@ -261,7 +261,8 @@ class Scheduler:
         """Schedules one token of each request that decodes, and with it the tokens that a grammar has forced
         since, as far as the budget allows. Preempts requests first if slots are missing."""
         while True:
-            ready = [r for r in self.running.values() if r not in self._prefills]
+            prefilling = self._prefills.ids
+            ready = [request for number, request in self.running.items() if number not in prefilling]
             bound_s = self._pace.bound_s(ready)
             if self._in_flight:
                 ready = [r for r in self.running.values() if self._can_decode_ahead(r)]
@@ -271,7 +272,8 @@ class Scheduler:
             limit = max(budget, len(decoding) + 1)
             draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding), bound_s=bound_s)
             for request in decoding:
-                if request.num_to_compute > 1:
+                num_known = request.num_tokens + request.num_pending
+                if num_known - request.num_computed != 1 and request.num_to_compute > 1:
                     draft.add(request, min(request.num_to_compute - 1, draft.num_free - 1))
             missing = draft.num_tokens - self.memory.num_available
             if missing <= 0:
@@ -457,11 +459,33 @@ class Scheduler:
             self.cost.observe(self._in_flight.features, took_s)
             self._pace.ran(took_s)
         results = self._in_flight.complete(output)
+        self._count_step()
+        return results
+
+    def _count_step(self) -> None:
         self._pass_size.fits()
         self._counters.steps += 1
         self.memory.num_steps += 1
         self._reserve.stepped()
-        return results
+
+    def only_decodes(self, requests: Sequence[Request]) -> bool:
+        """Whether a step now only decodes the running ``requests``, without a bound on its time, as in a
+        ``DecodeRun``."""
+        if len(self._prefills) or (len(self.waiting) and self.memory.has_free_row) or self._held_back:
+            return False
+        if self._in_flight or self._retries or self.media is not None or self._pass_size.limit < math.inf:
+            return False
+        is_free = self.cost.is_known and not self.pauses.paused
+        return is_free and self._pace.bound_s(requests) == math.inf
+
+    def decoded(self, features: Features, took_s: float) -> None:
+        """A step without a batch (``DecodeRun``) has run: its amounts, and its duration."""
+        self.cost.observe(features, took_s)
+        self._pace.ran(took_s)
+        num_tokens = int(features[1])
+        self.memory.num_computed += num_tokens
+        self._counters.generated(num_tokens)
+        self._count_step()
 
     def discard(self) -> list[Request]:
         """The oldest batch in flight failed: frees its slots and the slots of the batch launched after it.

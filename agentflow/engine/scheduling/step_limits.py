@@ -86,9 +86,12 @@ class StepCost:
         kind = 1 if features[4] > 0 else 0
         relative = features / took_s
         keep = 1 - 1 / MEMORY_STEPS
-        self._matrices[kind] = keep * self._matrices[kind] + np.outer(relative, relative)
-        self._targets[kind] = keep * self._targets[kind] + relative
-        self._scale = np.maximum(self._scale, relative)
+        matrix, target = self._matrices[kind], self._targets[kind]
+        matrix *= keep
+        matrix += relative[:, None] * relative
+        target *= keep
+        target += relative
+        np.maximum(self._scale, relative, out=self._scale)
         self._num_observed += 1
         if self._num_observed < 4 * FIT_EVERY or self._num_observed % FIT_EVERY == 0:
             self._fit()
@@ -107,11 +110,10 @@ def _fit_nonnegative(matrix: Features, target: Features) -> Features:
     """A non-negative solution of the normal equations ``matrix @ x = target``: drops the most negative
     coefficient and solves for the rest again."""
     used = list(range(len(target)))
-    while True:
-        found = np.linalg.solve(matrix[np.ix_(used, used)], target[used])
-        if (found >= 0).all() or len(used) == 1:
-            break
+    found = np.linalg.solve(matrix, target)
+    while len(used) > 1 and found.min() < 0:
         del used[int(found.argmin())]
+        found = np.linalg.solve(matrix[np.ix_(used, used)], target[used])
     coefficients = np.zeros(len(target))
     coefficients[used] = np.maximum(found, 0)
     return coefficients

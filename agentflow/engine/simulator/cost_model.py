@@ -26,7 +26,13 @@ class CostModel:
 
     def step_s(self, batch: Batch) -> float:
         """Returns the time of one batch."""
-        passes, rows, logits, reads, pairs = features(batch)
+        return self._seconds(*features(batch))
+
+    def decode_s(self, num_rows: int, num_read: int) -> float:
+        """Returns the time of a pass in which requests decode that have ``num_read`` tokens together."""
+        return self._seconds(1.0, num_rows, num_rows, float(num_read), 0.0)
+
+    def _seconds(self, passes: float, rows: float, logits: float, reads: float, pairs: float) -> float:
         per_row_s = self.row_s * rows + self.logits_s * logits
         return self.base_s * passes + per_row_s + self.read_s * reads + self.pair_s * pairs
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, LeastTokens
-from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
+from agentflow.cluster.simulated.simulation import MODEL, Loss, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated, simulate
-from agentflow.engine.simulator.workload import Workload, beside, chains, map_reduce, unshared
+from agentflow.engine.simulator.workload import (
+    Workload,
+    agent_sessions,
+    beside,
+    chains,
+    chat,
+    map_reduce,
+    unshared,
+)
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)
 CONFIG = SchedulerConfig(max_running=4, token_budget=256)
@@ -87,3 +98,43 @@ def test_a_simulation_that_is_cut_has_the_same_past() -> None:
     assert ended == sorted(one.ended_s for one in whole.served if one.ended_s <= cut_s)
     assert all(one.first_s <= cut_s or one.first_s == math.inf for one in cut.served)
     assert any(one.ended_s == math.inf for one in cut.served)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    per_s=st.sampled_from([5.0, 20.0, 80.0]),
+    kv_tokens=st.sampled_from([900, 2000, 20_000]),
+    max_running=st.integers(1, 6),
+    limit=st.sampled_from([0, 200]),
+)
+def test_runs_of_decode_steps_are_the_steps_one_by_one(
+    seed: int, per_s: float, kv_tokens: int, max_running: int, limit: int
+) -> None:
+    arrivals = beside(
+        unshared(num_requests=12, per_s=per_s, prompt=60, output=90, limit=limit, num_tenants=2, seed=seed),
+        chat(num_chats=4, per_s=per_s / 4, turns=3, system=80, message=20, reply=70, pause_s=0.2, seed=seed),
+        agent_sessions(
+            num_sessions=2, per_s=per_s, turns=3, first=100, last=400, output=90, least_gap_s=0.1,
+            most_gap_s=0.5, seed=seed,
+        ),
+    )  # fmt: skip
+    workload = Workload("w", arrivals, kv_tokens)
+    shape = EngineShape(COST, max_running, kv_tokens)
+
+    def run(losses: Sequence[Loss]) -> Simulated:
+        return SimulatedCluster(
+            workload,
+            SchedulerConfig(max_running=max_running, token_budget=64),
+            Router(shape, MODEL),
+            num_engines=2,
+            cost=COST,
+            max_context=800,
+            losses=losses,
+        ).run()
+
+    # With losses, each step is scheduled; no replica has this number.
+    runs, steps = run([]), run([Loss(0.0, 99, 0.0)])
+    assert times(runs) == times(steps)
+    assert runs.counters == steps.counters
+    assert runs.elapsed_s == steps.elapsed_s
