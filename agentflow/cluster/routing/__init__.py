@@ -1,7 +1,8 @@
 """The router: which replica runs a request.
 
 Read ``prefix_tree`` (which tokens each replica holds), ``feed`` (how the router learns it), ``load`` (what a
-request would cost on each replica), and ``router`` (places requests by this cost).
+request would cost on each replica), ``families`` (the work of requests that will continue it), and ``router``
+(places requests by this cost).
 
 For servers of other makes, which report nothing: ``sent_cache`` (what a server's cache holds of the prompts
 that it was sent), ``learned_cost`` (how long its requests take), and ``text_router`` (the router on both,

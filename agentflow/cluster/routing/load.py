@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,6 +100,7 @@ class Call:
     barred: Sequence[Replica] = ()  # replicas that it must not run on
     # Set by a router:
     replica: Replica = -1
+    placed_s: float = 0.0  # when
     num_hit: int = 0  # tokens that the replica was expected to hold
     prompt_s: float = 0.0  # the time of the others
     expected_tokens: int = 0  # of output
@@ -136,6 +137,11 @@ class _Load:
     # By tenant: the requests that wait, and their part of ``queue_s``.
     queued: dict[str, tuple[int, float]] = field(default_factory=dict)
 
+    @property
+    def num_requests(self) -> int:
+        """Those that wait or run."""
+        return self.num_waiting + self.num_running
+
 
 class Loads:
     """The loads of all replicas. ``shape``: of each engine."""
@@ -151,6 +157,8 @@ class Loads:
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
         self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
         self._is_uneven = False
+        self.on_busy: Callable[[Replica, bool], None] | None = None
+        """Called when a replica gets its first request, and when its last one leaves."""
         self._resize(8)
 
     def _resize(self, size: int) -> None:
@@ -183,6 +191,11 @@ class Loads:
         """The numbers of all replicas."""
         return sorted(self._present)
 
+    @property
+    def num_replicas(self) -> int:
+        """How many there are."""
+        return len(self._present)
+
     def add(self, replica: Replica) -> None:
         """A replica without requests joins."""
         if replica >= len(self._loads):
@@ -193,6 +206,8 @@ class Loads:
 
     def remove(self, replica: Replica) -> None:
         """A replica is gone. Its requests are removed by ``ended``, before or later."""
+        if self._loads[replica].num_requests:
+            self._is_busy(replica, False)
         self._present.remove(replica)
         self._sum_others -= self._others[replica]
         self._ready[replica], self._others[replica] = math.inf, 0.0
@@ -210,7 +225,9 @@ class Loads:
             self._refresh(replica)
 
     def set_slowness(self, replica: Replica, factor: float) -> None:
-        """How long the replica takes, by the time of an engine of the shape."""
+        """How long the replica takes, by the time of an engine of the shape. It may join later."""
+        if replica >= len(self._loads):
+            self._resize(max(replica + 1, 2 * len(self._loads)))
         self._slowness[replica] = factor
         self._is_uneven = bool((self._slowness != 1.0).any())
 
@@ -218,6 +235,10 @@ class Loads:
         """The replica reports this many tokens in its cache."""
         self._loads[replica].cached_tokens = num_tokens
         self._refresh(replica)
+
+    def _is_busy(self, replica: Replica, is_busy: bool) -> None:
+        if self.on_busy is not None:
+            self.on_busy(replica, is_busy)
 
     # Decisions.
 
@@ -284,6 +305,11 @@ class Loads:
             own[list(call.barred)] = math.inf
         return Terms(own, others)
 
+    def work_s(self, call: Call, num_output: int) -> float:
+        """How much longer the steps of the replica were because of a request that was placed there."""
+        cost = self._shape.cost
+        return call.prompt_s + num_output * (cost.row_s + cost.logits_s + cost.read_s * call.num_tokens)
+
     def expected_output(self, call: Call) -> int:
         """The length of its output if it is not known: the mean of others of its kind, or of all. An
         application's prompts begin alike, and so do the turns of a session."""
@@ -306,9 +332,11 @@ class Loads:
         """The request is sent to the replica, which is expected to hold this many of its tokens."""
         load, cost = self._loads[replica], self._shape.cost
         missing = call.num_tokens - num_hit
-        call.replica, call.num_hit, call.load = replica, num_hit, load
+        call.replica, call.placed_s, call.num_hit, call.load = replica, now_s, num_hit, load
         call.expected_tokens, call.has_started = self.expected_output(call), False
         call.prompt_s = cost.row_s * missing + cost.pair_s * missing * (num_hit + missing / 2)
+        if not load.num_requests:
+            self._is_busy(replica, True)
         if not load.num_waiting:
             load.since = now_s
         load.num_waiting += 1
@@ -355,6 +383,8 @@ class Loads:
             self._output += LEARNED_PART * (num_output - self._output)
             self._mean_output = round(self._output)
             self._learn(_kind(call), num_output)
+        if not load.num_requests and load is self._loads[call.replica] and call.replica in self._present:
+            self._is_busy(call.replica, False)
         self._refresh(call.replica)
 
     def _learn(self, kind: Hashable, num_output: int) -> None:

@@ -20,6 +20,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored, root_digest
@@ -29,22 +30,33 @@ Replica: TypeAlias = int
 POPULAR = 2
 
 
+@dataclass(slots=True, eq=False)
+class Family:
+    """A request and those that continue it (``families``)."""
+
+    replica: Replica  # where it began
+    began_s: float
+    num_expected: float  # requests that will probably continue it, besides those that have come
+
+
 class Match(NamedTuple):
     """Which tokens of a prompt the replicas hold.
 
     - ``hits``: how many each replica holds. Replicas that hold none are missing.
     - ``num_popular``: tokens that at least ``POPULAR`` requests in progress share. A replica that computes
       them again will need them again.
+    - ``family``: that the prompt continues: it begins with the whole prompt with which the family began.
     """
 
     hits: dict[Replica, int]
     num_popular: int
+    family: Family | None = None
 
 
 class Edge:
     """``run`` after ``start`` tokens, below ``parent``."""
 
-    __slots__ = ("below", "children", "digests", "held", "key", "parent", "run", "running", "start")
+    __slots__ = ("below", "children", "digests", "family", "held", "key", "parent", "run", "running", "start")
 
     def __init__(self, run: TokenRun, start: int, parent: Edge | None) -> None:
         self.run = run
@@ -56,6 +68,7 @@ class Edge:
         self.below: dict[Replica, int] = {}  # how many children have a part that the replica reported
         self.running: dict[Replica, int] = {}  # unfinished requests of which the prompt covers the edge
         self.key: Hashable = None  # roots only
+        self.family: Family | None = None  # the prompt with which it began ends here
 
     @property
     def end(self) -> int:
@@ -82,6 +95,7 @@ class PrefixTree:
         """Which tokens of ``run`` the replicas hold."""
         hits: dict[Replica, int] = {}
         num_popular = 0
+        family: Family | None = None
         found = self._roots.get(key)
         if found is None:
             return Match(hits, 0)
@@ -101,13 +115,14 @@ class PrefixTree:
                         num_popular = end
                 break
             done += len(piece)
+            family = child.family or family
             hits.update(child.held)
             if child.running:
                 hits.update(dict.fromkeys(child.running, done // TOKEN_BYTES))
                 if sum(child.running.values()) >= POPULAR:
                     num_popular = done // TOKEN_BYTES
             edge = child
-        return Match(hits, num_popular)
+        return Match(hits, num_popular, family)
 
     # Reports.
 
@@ -198,6 +213,17 @@ class PrefixTree:
             done += len(child.run)
             edge = child
 
+    def mark(self, key: Hashable, run: TokenRun, family: Family) -> None:
+        """The family begins with this run, with which prompts in progress begin."""
+        edge, done, size = self._root(key)[0], 0, len(run)
+        while done < size:
+            child = edge.children[run[done : done + TOKEN_BYTES]]
+            if len(child.run) > size - done:
+                child = self._split(child, (size - done) // TOKEN_BYTES)
+            done += len(child.run)
+            edge = child
+        edge.family = family
+
     def end(self, replica: Replica, key: Hashable, run: TokenRun) -> None:
         """Undoes one ``begin``."""
         edge, done, size = self._roots[key][0], 0, len(run)
@@ -281,6 +307,8 @@ class PrefixTree:
             if edge.children or edge.running:
                 return
             if longest > edge.start:
+                if edge.end - longest >= BLOCK_TOKENS:
+                    edge.family = None  # others may begin with what is left
                 edge.run = edge.run[: (longest - edge.start) * TOKEN_BYTES]
                 return
             parent = edge.parent

@@ -19,11 +19,12 @@ from typing import Protocol
 
 import numpy as np
 
+from agentflow.cluster.routing.families import Families, begins_family
 from agentflow.cluster.routing.feed import Follower, Update
 from agentflow.cluster.routing.load import Call, EngineShape, Loads
-from agentflow.cluster.routing.prefix_tree import PrefixTree, Replica
+from agentflow.cluster.routing.prefix_tree import Family, PrefixTree, Replica
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
-from agentflow.engine.cache.radix_cache import common_prefix_len
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, common_prefix_len
 from agentflow.errors import Overloaded
 
 AFFINITY_S = 1e-3
@@ -72,6 +73,7 @@ class Router:
     def __init__(self, shape: EngineShape, model: str = "", *, divides_groups: bool = True) -> None:
         self.tree = PrefixTree(model)
         self.loads = Loads(shape)
+        self.families = Families()
         self._divides_groups = divides_groups
         self._followers: dict[Replica, Follower] = {}
         self._num_cached: dict[Replica, int] = {}  # reported tokens
@@ -84,6 +86,7 @@ class Router:
             self._followers[replica] = Follower(self.tree, replica)
         self._num_cached[replica] = 0
         self.loads.add(replica)
+        self.families.add(replica)
 
     def lose(self, replica: Replica) -> None:
         """A replica is gone, and what it held."""
@@ -132,17 +135,26 @@ class Router:
     def ended(self, call: Call, num_output: int, now_s: float) -> None:
         """A request left its replica, with this many generated tokens; 0: it did not end by itself."""
         self.loads.ended(call, num_output, now_s)
+        if num_output:
+            self.families.ended(now_s - call.placed_s, self.loads.work_s(call, num_output))
         self.tree.end(call.replica, call.key, call.run)
 
     def _place_one(self, call: Call, now_s: float) -> None:
-        hits, num_popular = self.tree.match(call.key, call.run)
-        own, others = self.loads.terms(call, hits, now_s, num_popular=num_popular)
+        match = self.tree.match(call.key, call.run)
+        own, others = self.loads.terms(call, match.hits, now_s, num_popular=match.num_popular)
         own += others
+        begins = begins_family(match.hits, call.num_tokens, self.loads.num_replicas)
+        if begins and (delay_s := self.families.delay_s(len(own), now_s)) is not None:
+            own += delay_s
         for place in (("program", call.program), ("group", call.task_group)):
             if place[1] is not None and (last := self._last_replica.get(place)) is not None:
                 own[last] -= AFFINITY_S
         replica = int(own.argmin())
-        self._send(call, replica, float(own[replica]), hits, now_s)
+        self._send(call, replica, float(own[replica]), match.hits, now_s)
+        if begins:
+            self.tree.mark(call.key, call.run, self.families.began(replica, now_s))
+        elif match.family is not None:
+            self.families.continued(match.family, now_s)
 
     def _place_group(self, members: Sequence[Call], now_s: float) -> None:
         """Places a task group on as many replicas, 1, 2, 4 and so on, as it ends on with the least cost."""
@@ -156,14 +168,17 @@ class Router:
         longest = max(members, key=lambda call: len(call.run))
         num_common = min(common_prefix_len(first.run, call.run) for call in members[1:])
         mean_hits = _mean(hits)
+        num_replicas = self.loads.num_replicas
+        begins = begins_family(mean_hits, longest.num_tokens, num_replicas)
         best: tuple[float, list[Replica]] | None = None
-        num_replicas = len(self.loads.replicas)
         parts = 1
         while parts <= min(count, num_replicas):
             size = -(-count // parts)
             own, others = self.loads.terms(
                 longest, mean_hits, now_s, num_popular=num_popular, count=size, num_common=num_common
             )
+            if begins and (delay_s := self.families.delay_s(len(own), now_s)) is not None:
+                others += delay_s / parts
             total = count * own + others
             chosen = np.argpartition(total, parts - 1)[:parts]
             cost = count * float(own[chosen].max()) + float(others[chosen].sum())
@@ -175,11 +190,19 @@ class Router:
         if best is None or best[0] == np.inf:
             raise _no_replica()
         size = -(-count // len(best[1]))
-        for number, (call, its_hits) in enumerate(zip(members, hits, strict=True)):
-            replica = best[1][number // size]
+        common = first.run[: num_common * TOKEN_BYTES]
+        is_one = 2 * num_common >= longest.num_tokens  # family in each part, not one for each member
+        family: Family | None = None
+        for number, (call, match) in enumerate(zip(members, matches, strict=True)):
+            replica, its_hits = best[1][number // size], match.hits
             if number % size:
                 its_hits = {**its_hits, replica: max(its_hits.get(replica, 0), num_common)}
             self._send(call, replica, 0.0, its_hits, now_s)
+            if begins and not (is_one and number % size):
+                family = self.families.began(replica, now_s)
+                self.tree.mark(call.key, common if is_one else call.run, family)
+            elif (family := family if begins else match.family) is not None:
+                self.families.continued(family, now_s)
 
     def _send(
         self, call: Call, replica: Replica, cost: float, hits: Mapping[Replica, int], now_s: float

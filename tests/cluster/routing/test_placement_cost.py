@@ -46,7 +46,7 @@ def test_a_request_goes_where_it_costs_least(
 ) -> None:
     router = loaded(num_replicas, earlier)
     one = request(99, 0, length)
-    hits, num_popular = router.tree.match("key", one.run)
+    hits, num_popular, _ = router.tree.match("key", one.run)
     costs = [
         float(terms.own[replica] + terms.others[replica])
         for replica in range(num_replicas)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentflow.cluster.routing.prefix_tree import PrefixTree
+from agentflow.cluster.routing.prefix_tree import Family, PrefixTree
 from agentflow.engine.cache.blocks import (
     BLOCK_TOKENS,
     BlocksRemoved,
@@ -35,6 +35,10 @@ class Holdings:
         self.blocks: dict[bytes, tuple[object, bytes]] = {}
         self.prompts: Counter[tuple[object, bytes]] = Counter()
 
+    @property
+    def in_progress(self) -> list[tuple[object, bytes]]:
+        return sorted(self.prompts)
+
     def apply(self, report: BlocksStored | BlocksRemoved) -> None:
         if isinstance(report, BlocksRemoved):
             for digest in report.digests:
@@ -58,6 +62,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.caches = [self.new_cache(replica) for replica in REPLICAS]
         self.slots = itertools.count()
         self.seen: list[tuple[str, bytes]] = []
+        self.marked: dict[tuple[object, bytes], Family] = {}  # by the prompt that a family begins with
 
     def new_cache(self, replica: int) -> RadixCache:
         def on_blocks(report: BlocksStored | BlocksRemoved) -> None:
@@ -96,6 +101,14 @@ class TreeMachine(RuleBasedStateMachine):
             if not prompts[key, run]:
                 del prompts[key, run]
 
+    @rule(replica=st.sampled_from(REPLICAS), data=st.data())
+    def begins_a_family(self, replica: int, data: st.DataObject) -> None:
+        prompts = self.holdings[replica].in_progress
+        if prompts:
+            key, run = data.draw(st.sampled_from(prompts))
+            self.marked[key, run] = Family(replica, 0.0, 0.0)
+            self.tree.mark(key, run, self.marked[key, run])
+
     @rule(replica=st.sampled_from(REPLICAS))
     def is_lost(self, replica: int) -> None:
         self.tree.forget(replica)
@@ -108,7 +121,16 @@ class TreeMachine(RuleBasedStateMachine):
 
     def expect(self, key: str, run: bytes) -> None:
         hits = {replica: self.holdings[replica].hit(key, run) for replica in REPLICAS}
-        assert self.tree.match(key, run).hits == {replica: hit for replica, hit in hits.items() if hit}
+        match = self.tree.match(key, run)
+        assert match.hits == {replica: hit for replica, hit in hits.items() if hit}
+        # A prompt continues the family of each one in progress that it begins with; the longest counts.
+        in_progress = {prompt for one in self.holdings for prompt in one.prompts}
+        known = [prompt for prompt in self.marked.keys() & in_progress if run.startswith(prompt[1])]
+        least = max((len(begin) for its_key, begin in known if its_key == key), default=0)
+        if least:
+            found = next(prompt for prompt, family in self.marked.items() if family is match.family)
+            assert found[0] == key
+            assert len(found[1]) >= least
 
     @invariant()
     def is_sound(self) -> None:
@@ -158,3 +180,17 @@ def test_blocks_that_are_reported_again_count_once() -> None:
     assert tree.num_blocks == 2
     assert tree.remove(0, stored.digests)
     assert tree.num_blocks == 0
+
+
+def test_the_rest_of_an_evicted_prompt_begins_no_family() -> None:
+    tree = PrefixTree("m")
+    shared, own = tokens(1, 2), tokens(3)
+    root = blocks_of(shared + own)
+    tree.begin(0, "", shared + own)
+    tree.mark("", shared + own, family := Family(0, 0.0, 0.0))
+    assert tree.store(0, root)
+    tree.end(0, "", shared + own)
+    assert tree.match("", shared + own + tokens(4)).family is family
+    assert tree.match("", shared + tokens(4)).family is None
+    assert tree.remove(0, root.digests[2:])
+    assert tree.match("", shared + own + tokens(4)).family is None

@@ -1,0 +1,134 @@
+"""The work that requests will bring which continue others: the later turns of a conversation or an agent, the
+branches of a tree.
+
+A request *begins a family* if no prefix ties it to few replicas: less than half of its prompt is held
+anywhere, or more than half of the replicas hold about as much of it. The requests that continue it (their
+prompts begin with its whole prompt) will go where it is. So the choice of its replica decides where all of
+them run, and the load that the replica has at this moment says little about the load that they will meet: a
+replica with the fewest requests may have the most families, which have just begun.
+
+``Families`` learns how many requests continue a family, for how long, and how much work each of them is. A
+replica *expects* what its families have not brought yet. To begin a family there costs::
+
+    requests that will continue it * their mean time * (work that the replica expects / lifetime of a family)
+
+in seconds: the last factor is the part of the time that the others will take from the family. Where requests
+continue nothing, or all replicas expect as much, this changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.cluster.routing.prefix_tree import Family, Replica
+
+Seconds = NDArray[np.float64]
+
+WEIGHT = 1.0
+REMEMBERED = 1024
+"""Means follow about this many of the latest requests."""
+LIFETIMES = 2.0
+"""What a family has not brought after this many lifetimes is expected less and less."""
+
+
+class Families:
+    """The families on all replicas."""
+
+    def __init__(self) -> None:
+        self._expected: Seconds = np.zeros(8)  # requests, by replica
+        self._expected_at = 0.0  # they have been reduced up to this time
+        self._num_begun = self._num_continued = 0.0
+        self._age_s = _Mean()  # of a family when a request continues it
+        self._request_s = _Mean()  # from the placement of a request to its end
+        self._work_s = _Mean()  # the engine's time for a request
+
+    @property
+    def num_followers(self) -> float:
+        """How many requests continue a family."""
+        return self._num_continued / self._num_begun if self._num_begun else 0.0
+
+    @property
+    def _lifetime_s(self) -> float:
+        return 2 * self._age_s.value
+
+    def expected(self, replica: Replica) -> float:
+        """How many requests the replica expects of its families."""
+        return float(self._expected[replica])
+
+    def add(self, replica: Replica) -> None:
+        """A replica joins, without families."""
+        if replica >= len(self._expected):
+            size = max(replica + 1, 2 * len(self._expected))
+            self._expected = np.pad(self._expected, (0, size - len(self._expected)))
+        self._expected[replica] = 0.0
+
+    def delay_s(self, size: int, now_s: float) -> Seconds | None:
+        """What it costs to begin a family on each of ``size`` replicas; None: nothing is known."""
+        lifetime_s, followers = self._lifetime_s, self.num_followers
+        if not followers or not lifetime_s:
+            return None
+        self._reduce(now_s)
+        taken_s = self._work_s.value / lifetime_s
+        factor: float = WEIGHT * followers * self._request_s.value * taken_s
+        return factor * self._expected[:size]
+
+    def began(self, replica: Replica, now_s: float) -> Family:
+        """A request that begins a family was sent to the replica."""
+        self._count(begins=True)
+        self._reduce(now_s)
+        followers = self.num_followers
+        self._expected[replica] += followers
+        return Family(replica, now_s, followers)
+
+    def continued(self, family: Family, now_s: float) -> None:
+        """A request was placed that continues a family."""
+        self._count(begins=False)
+        self._age_s.add(now_s - family.began_s)
+        if family.num_expected > 0:
+            self._reduce(now_s)
+            number = min(1.0, family.num_expected)
+            family.num_expected -= number
+            left = self._expected[family.replica] - number
+            self._expected[family.replica] = max(0.0, left)
+
+    def ended(self, request_s: float, work_s: float) -> None:
+        """A request has ended, after this time and with this much work for the engine."""
+        self._request_s.add(request_s)
+        self._work_s.add(work_s)
+
+    def _count(self, *, begins: bool) -> None:
+        keep = 1 - 1 / REMEMBERED
+        self._num_begun = keep * self._num_begun + begins
+        self._num_continued = keep * self._num_continued + (not begins)
+
+    def _reduce(self, now_s: float) -> None:
+        """Expects less of families that have brought nothing for long."""
+        passed_s = now_s - self._expected_at
+        if passed_s > 0:
+            self._expected_at = now_s
+            if self._lifetime_s:
+                self._expected *= math.exp(-passed_s / (LIFETIMES * self._lifetime_s))
+
+
+def begins_family(hits: Mapping[Replica, int], num_tokens: int, num_replicas: int) -> bool:
+    """Whether a request of ``num_tokens`` tokens begins a family. ``hits``: how many of them each replica
+    holds."""
+    most = max(hits.values(), default=0)
+    if 2 * most < num_tokens:
+        return True
+    return 2 * sum([2 * hit >= most for hit in hits.values()]) > num_replicas
+
+
+class _Mean:
+    """The mean of the latest values."""
+
+    def __init__(self) -> None:
+        self.value, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._count = min(REMEMBERED, self._count + 1)
+        self.value += (value - self.value) / self._count
