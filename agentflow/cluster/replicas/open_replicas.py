@@ -10,6 +10,7 @@ import anyio.to_thread
 
 from agentflow.cluster.replicas.measured_cost import measured_shape
 from agentflow.cluster.replicas.replica_set import ReplicaSet
+from agentflow.cluster.replicas.shared_devices import BusyObserver, SharedDevices, SharedEngine, gpus_of
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.engine.client import EngineClient
@@ -46,15 +47,35 @@ async def open_replicas(
     replicas: Sequence[EngineOptions],
     shutdown: ShutdownBudget | None = None,
     start_child: StartChild = start_process,
+    shared: SharedDevices | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """Loads a model in several processes and serves it within the scope. ``replicas``: the options of each,
-    which differ in their devices, threads and memory. A single one is opened without a router.
-    ``start_child``: starts a process."""
+    """Loads a model in several processes and serves it within the scope.
+
+    Args:
+        replicas: The options of each, which differ in their devices, threads and memory. A single one is
+            opened without a router.
+        shutdown: Limits the time to end the processes.
+        start_child: Starts a process.
+        shared: The devices, if other models use them, too.
+    """
     options = replicas[0]
+    shared = shared or SharedDevices()
     if len(replicas) == 1:
         async with open_engine(options, shutdown, start_child) as client:
-            yield client
+            engine = shared.add(gpus_of(options))
+            client.observe(BusyObserver(shared, engine))
+            try:
+                yield client
+            finally:
+                shared.remove(engine)
         return
+    engines: list[SharedEngine] = []
+
+    def router(shape: EngineShape, loaded: Loaded) -> Policy:
+        policy = Router(shape, loaded.info.identity)
+        engines.extend(shared.add_replicas(policy.loads, replicas))
+        return policy
+
     folder, adapters = find_model(options)
     opening = replicated_engine(
         [engine_start(one, folder, reports=True) for one in replicas],
@@ -67,11 +88,16 @@ async def open_replicas(
         exits_when_down=options.exit_on_engine_failure,
         shutdown=shutdown,
         start_child=start_child,
+        router=router,
     )
     async with opening as client:
-        for name, adapter in adapters.items():
-            await client.load_adapter(name, adapter)
-        yield client
+        try:
+            for name, adapter in adapters.items():
+                await client.load_adapter(name, adapter)
+            yield client
+        finally:
+            for engine in engines:
+                shared.remove(engine)
 
 
 @asynccontextmanager
