@@ -68,6 +68,9 @@ def main() -> int:
     parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a quick look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--only", metavar="PART", help="run only the figures whose id contains this")
+    parser.add_argument(
+        "--exact", action="store_true", help="cluster: only simulated figures, which are equal on any machine"
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="of a soak run (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="of a soak run's server (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder of a soak run's results")
@@ -77,7 +80,7 @@ def main() -> int:
         from benchmarks.soak import run as soak
 
         return soak.main(options.minutes, options.out, console, options.replicas)
-    report = Report(options.scale)
+    report = Report(options.scale, is_exact=options.exact)
     benchmark = importlib.import_module(f"benchmarks.{NAMES[options.name][0]}")
     benchmark.run(report, console, options.only or "")
     report.show(console)

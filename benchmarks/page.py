@@ -86,11 +86,12 @@ REMARKS = {
         "target, so documents wait."
     ),
     "cluster": (
-        "All figures but `decisions_per_s` are simulated: the scheduler, the cache and the router are the "
+        "With `--exact`, all figures are simulated: the scheduler, the cache and the router are the "
         "real ones, and time follows the costs of a model with the shapes of Llama 3.1 8B on one NVIDIA "
         "H200, so the same commit gives the same figures on any machine. Programs arrive at 0.8 of the rate "
-        "that one replica serves, times the replicas. Requests count once as many programs end as begin. A "
-        "request is good if its first token comes within a second and each further one within 50 ms. `ray` "
+        "that one replica serves, times the replicas. Requests count once as many programs end as begin. "
+        "Routers are compared on four replicas, over workloads from three seeds: their ratios are the runs. "
+        "A request is good if its first token comes within a second and each further one within 50 ms. `ray` "
         "is Ray Serve's prefix router with its defaults, `ray-32` the same with a limit on the difference of "
         "queues, and `sglang` the cache-aware policy of SGLang's router. [The router](internals/router.md) "
         "describes ours."

@@ -57,12 +57,14 @@ class Report:
     results: list[Result] = field(default_factory=list)
     load: machine.OthersLoad = field(default_factory=machine.OthersLoad)
     extra: dict[str, Any] = field(default_factory=dict)
+    is_exact: bool = False  # only figures that do not depend on the speed of the machine
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the file."""
         others = round(self.load.cores(), 3)
+        disturbed = others > MAX_OTHERS_CORES and not self.is_exact
         return {
-            "machine": {**machine.describe(), "others_cores": others, "disturbed": others > MAX_OTHERS_CORES},
+            "machine": {**machine.describe(), "others_cores": others, "disturbed": disturbed},
             "commit": machine.commit(),
             "scale": self.scale,
             "results": [asdict(result) for result in self.results],

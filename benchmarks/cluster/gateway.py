@@ -8,11 +8,14 @@ it sends, and is compared with the router that reads the replicas' reports, and 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import anyio
@@ -46,12 +49,13 @@ CONVERSATIONS, TURNS = 7, 4
 def measure_gateway(report: Report, console: Console, only: str, served: Mapping[str, float]) -> None:
     """Measures the figures whose id contains ``only``. ``served``: the programs that a replica serves in a
     second, of the workloads of which this is known."""
-    if any(only in f"cluster.{name}" for name in ("gateway_overhead_ms", "gateway_token_us")):
+    is_timed = any(only in f"cluster.{name}" for name in ("gateway_overhead_ms", "gateway_token_us"))
+    if is_timed and not report.is_exact:
         console.print("the gateway before a server without a model", style="dim")
         anyio.run(_overhead, report)
     if only in "cluster.gateway_hit_gap":
         _simulated_hits(report, console, served)
-    if only in "cluster.gateway_real_hits":
+    if only in "cluster.gateway_real_hits" and not report.is_exact:
         console.print("the gateway before two servers with the default model", style="dim")
         anyio.run(_real_hits, report)
 
@@ -170,14 +174,22 @@ class _Text:
         self._router.ended(call, num_output or None, now_s)
 
 
+def _hit_rates(name: str, seconds: float, served_per_s: float | None) -> list[float]:
+    """The hit rates of a workload with the router that reads reports, the one over text, and in turns."""
+    case = next(case for case in CASES if case.name == name)
+    workload = case.workload(NUM_REPLICAS, LOAD * (served_per_s or case.programs_per_s()), seconds)
+    policies = (case.router(), _Text(NUM_REPLICAS, case.kv_tokens), RoundRobin())
+    return [case.run(workload, NUM_REPLICAS, policy).hit_rate for policy in policies]
+
+
 def _simulated_hits(report: Report, console: Console, served: Mapping[str, float]) -> None:
     gaps, notes = [], []
-    for case in CASES:
-        per_s = LOAD * (served.get(case.name) or case.programs_per_s())
-        workload = case.workload(NUM_REPLICAS, per_s, SECONDS[report.scale])
-        console.print(f"{case.name}: {len(workload.arrivals):,} requests, simulated", style="dim")
-        policies = (case.router(), _Text(NUM_REPLICAS, case.kv_tokens), RoundRobin())
-        fed, text, turns = (case.run(workload, NUM_REPLICAS, policy).hit_rate for policy in policies)
+    console.print("the gateway's router, simulated", style="dim")
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        seconds = SECONDS[report.scale]
+        running = [pool.submit(_hit_rates, one.name, seconds, served.get(one.name)) for one in CASES]
+        rates = [future.result() for future in running]
+    for case, (fed, text, turns) in zip(CASES, rates, strict=True):
         gaps.append(100 * (fed - text))
         notes.append(f"{case.name} {text:.3f} ({fed:.3f}, round robin {turns:.3f})")
     note = (

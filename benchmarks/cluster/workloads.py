@@ -46,8 +46,8 @@ class Case:
     Args:
         name: Of its figures.
         note: What it is.
-        make: Makes the programs of a number of replicas, at a rate of programs in a second; 0: all at the
-            start.
+        make: Makes the programs of a number of replicas, at a rate of programs in a second (0: all at the
+            start), from a seed.
         burst: Programs that keep one replica busy, to measure how many it serves.
         with_pauses: They do so with their pauses, because the memory that they hold meanwhile is the limit.
         warm_s: The time after which as many programs run as arrive later: about that of a program.
@@ -60,7 +60,7 @@ class Case:
 
     name: str
     note: str
-    make: Callable[[int, int, float], list[Arrival]]
+    make: Callable[[int, int, float, int], list[Arrival]]
     burst: int
     warm_s: float
     steady_s: float
@@ -70,10 +70,10 @@ class Case:
     max_running: int = 64
     max_context: int = 16_384
 
-    def workload(self, num_replicas: int, per_s: float, seconds: float) -> Workload:
+    def workload(self, num_replicas: int, per_s: float, seconds: float, seed: int = 0) -> Workload:
         """The programs of ``seconds`` seconds for a number of replicas, ``per_s`` for each."""
         count = max(2, round(per_s * seconds * num_replicas))
-        return Workload(self.name, self.make(num_replicas, count, per_s * num_replicas), self.kv_tokens)
+        return Workload(self.name, self.make(num_replicas, count, per_s * num_replicas, seed), self.kv_tokens)
 
     def config(self, scale: int = 1) -> SchedulerConfig:
         """Of a replica, or of one engine that is ``scale`` times as large."""
@@ -118,7 +118,7 @@ class Case:
         """How many programs one replica serves in a second, without the time in which the batch fills and
         empties: ``burst`` programs run at any time, until three times as many have begun. Counted while the
         second third of them ends."""
-        arrivals = self.make(1, 3 * self.burst, float(self.burst))
+        arrivals = self.make(1, 3 * self.burst, float(self.burst), 0)
         programs = _in_turns(arrivals, self.burst)
         workload = self._busy(Workload(self.name, arrivals, self.kv_tokens))
         done = self.run(workload, 1, RoundRobin())
@@ -143,11 +143,11 @@ class Case:
         ]
         return replace(workload, arrivals=arrivals)
 
-    def steady(self, name: str, num_replicas: int, per_s: float) -> Steady:
+    def steady(self, name: str, num_replicas: int, per_s: float, seed: int = 0) -> Steady:
         """Simulates programs at a rate for each replica, under the policy of this name (``OURS``, ``LARGE``
         or a published one). Measures the requests that come in ``steady_s`` seconds after ``warm_s``."""
         start_s, end_s = self.warm_s, self.warm_s + self.steady_s
-        workload = self.workload(num_replicas, per_s, end_s)
+        workload = self.workload(num_replicas, per_s, end_s, seed)
         longest = max(len(arrival.output) for arrival in workload.arrivals)
         until_s = end_s + TTFT_S + TPOT_S * longest  # no request is good that has not ended by then
         if name == LARGE:
@@ -188,6 +188,16 @@ class Steady:
     latency_s: float
     ttft_p99_s: float
 
+    @classmethod
+    def mean(cls, several: Sequence[Steady]) -> Steady:
+        """The mean of workloads that differ by their seeds."""
+
+        def part(name: str) -> float:
+            return float(np.mean([getattr(one, name) for one in several]))
+
+        rest = {name: part(name) for name in ("goodput", "hit_rate", "latency_s", "ttft_p99_s")}
+        return cls(num_requests=sum(one.num_requests for one in several), **rest)
+
 
 def _in_turns(arrivals: list[Arrival], count: int) -> list[list[int]]:
     """Lets each program begin when another has ended, so that ``count`` run at any time. Returns the
@@ -210,18 +220,27 @@ def goodput(served: Sequence[Served]) -> float:
     return float(np.mean([one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in served]))
 
 
-def _mix(num_replicas: int, count: int, per_s: float) -> list[Arrival]:
+def _mix(num_replicas: int, count: int, per_s: float, seed: int) -> list[Arrival]:
     """Half of the programs are chats, and a tenth of the others map-reduce."""
     documents = max(1, count // 40)
     return beside(
-        conversations(count - documents, per_s * (count - documents) / count),
-        map_reduce(num_programs=documents, per_s=per_s * documents / count, width=20, chunk=1024, seed=4),
+        conversations(count - documents, per_s * (count - documents) / count, 9 + seed),
+        map_reduce(
+            num_programs=documents, per_s=per_s * documents / count, width=20, chunk=1024, seed=4 + seed
+        ),
     )
 
 
-def _agents(num_replicas: int, count: int, per_s: float) -> Sequence[Arrival]:
+def _agents(num_replicas: int, count: int, per_s: float, seed: int) -> list[Arrival]:
     return agent_sessions(
-        num_sessions=count, per_s=per_s, turns=15, first=4000, last=30_000, output=450, most_gap_s=4.0
+        num_sessions=count,
+        per_s=per_s,
+        turns=15,
+        first=4000,
+        last=30_000,
+        output=450,
+        most_gap_s=4.0,
+        seed=seed,
     )
 
 
@@ -229,8 +248,8 @@ CASES = [
     Case(
         "few_shot",
         "SGLang: questions after the examples of one of 8 tasks for each replica",
-        lambda n, count, per_s: few_shot(
-            num_requests=count, per_s=per_s, num_tasks=8 * n, examples=2000, output=32
+        lambda n, count, per_s, seed: few_shot(
+            num_requests=count, per_s=per_s, num_tasks=8 * n, examples=2000, output=32, seed=seed
         ),
         burst=300,
         warm_s=3,
@@ -241,7 +260,9 @@ CASES = [
     Case(
         "tree_of_thought",
         "SGLang: programs of 40 thoughts",
-        lambda n, count, per_s: tree_of_thought(num_programs=count, per_s=per_s, question=1500),
+        lambda n, count, per_s, seed: tree_of_thought(
+            num_programs=count, per_s=per_s, question=1500, seed=seed
+        ),
         burst=16,
         warm_s=8,
         steady_s=6,
@@ -251,8 +272,15 @@ CASES = [
     Case(
         "chat",
         "SGLang: conversations of 6 turns under one system message",
-        lambda n, count, per_s: chat(
-            num_chats=count, per_s=per_s, turns=6, system=400, message=200, reply=150, pause_s=4.0
+        lambda n, count, per_s, seed: chat(
+            num_chats=count,
+            per_s=per_s,
+            turns=6,
+            system=400,
+            message=200,
+            reply=150,
+            pause_s=4.0,
+            seed=seed,
         ),
         burst=150,
         warm_s=30,
@@ -262,7 +290,7 @@ CASES = [
     Case(
         "applications",
         "Parrot, figure 17: four applications",
-        lambda n, count, per_s: applications(count, per_s),
+        lambda n, count, per_s, seed: applications(count, per_s, seed),
         burst=200,
         warm_s=20,
         steady_s=10,
@@ -280,7 +308,7 @@ CASES = [
     Case(
         "multi_agent",
         "Parrot, figure 18: coders and reviewers in three rounds",
-        lambda n, count, per_s: multi_agent(num_programs=count, per_s=per_s),
+        lambda n, count, per_s, seed: multi_agent(num_programs=count, per_s=per_s, seed=seed),
         burst=16,
         warm_s=20,
         steady_s=12,
@@ -289,7 +317,7 @@ CASES = [
     Case(
         "agents",
         "sessions of 15 turns up to 30,000 tokens, tools of 1 to 4 s",
-        lambda n, count, per_s: list(_agents(n, count, per_s)),
+        _agents,
         burst=16,
         warm_s=70,
         steady_s=20,

@@ -170,9 +170,9 @@ def background(count: int, per_s: float) -> list[Arrival]:
     return unshared(num_requests=count, prompt=512, output=50, per_s=per_s, seed=5)
 
 
-def conversations(count: int, per_s: float) -> list[Arrival]:
+def conversations(count: int, per_s: float, seed: int = 9) -> list[Arrival]:
     """Requests with the mean lengths of ShareGPT, 161 and 338 tokens (Kwon et al., 2023)."""
-    return unshared(num_requests=count, prompt=161, output=338, per_s=per_s, seed=9)
+    return unshared(num_requests=count, prompt=161, output=338, per_s=per_s, seed=seed)
 
 
 def document_chain(seed: int, chunk: int = 1024) -> list[Arrival]:
@@ -201,16 +201,16 @@ APPLICATIONS = {"productivity": (7437, 7, 704, 19), "images": (1116, 8, 89, 40)}
 of the output, and the part of the requests in percent."""
 
 
-def applications(count: int, per_s: float) -> list[Arrival]:
+def applications(count: int, per_s: float, seed: int = 0) -> list[Arrival]:
     """Requests of ``APPLICATIONS``."""
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(7 + seed)
     names = [*APPLICATIONS]
     prompts = {
         name: unshared(num_requests=1, prompt=2 * APPLICATIONS[name][0], seed=i)
         for i, name in enumerate(names)
     }
     chosen = random.choice(len(names), count, p=[APPLICATIONS[name][3] / 100 for name in names])
-    rest = unshared(num_requests=count, prompt=20, output=1500, per_s=per_s, seed=8)
+    rest = unshared(num_requests=count, prompt=20, output=1500, per_s=per_s, seed=8 + seed)
     arrivals: list[Arrival] = []
     for number, (index, one) in enumerate(zip(chosen, rest, strict=True)):
         shared, query, output, _ = APPLICATIONS[names[index]]
