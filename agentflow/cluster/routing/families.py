@@ -7,8 +7,9 @@ prompts begin with its whole prompt) will go where it is. So the choice of its r
 them run, and the load that the replica has at this moment says little about the load that they will meet: a
 replica with the fewest requests may have the most families, which have just begun.
 
-``Families`` learns how many requests continue a family, for how long, and how much work each of them is. A
-replica *expects* what its families have not brought yet. To begin a family there costs::
+``Families`` learns how many requests continue a family of a kind (those that begin with the same tokens), for
+how long, and how much work each of them is. A replica *expects* what its families have not brought yet. To
+begin a family there costs::
 
     requests that will continue it * their mean time * (work that the replica expects / lifetime of a family)
 
@@ -19,18 +20,22 @@ continue nothing, or all replicas expect as much, this changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.cluster.routing.prefix_tree import Family, Replica
+from agentflow.cluster.routing.prefix_tree import Family, Kind, Replica
 
 Seconds = NDArray[np.float64]
 
 WEIGHT = 1.0
 REMEMBERED = 1024
 """Means follow about this many of the latest requests."""
+KNOWN_FAMILIES = 8
+"""A kind with fewer families is expected to be like all others."""
+MAX_KINDS = 4096
 LIFETIMES = 2.0
 """What a family has not brought after this many lifetimes is expected less and less."""
 
@@ -41,15 +46,18 @@ class Families:
     def __init__(self) -> None:
         self._expected: Seconds = np.zeros(8)  # requests, by replica
         self._expected_at = 0.0  # they have been reduced up to this time
-        self._num_begun = self._num_continued = 0.0
+        self._all = Kind()
+        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._age_s = _Mean()  # of a family when a request continues it
         self._request_s = _Mean()  # from the placement of a request to its end
         self._work_s = _Mean()  # the engine's time for a request
 
-    @property
-    def num_followers(self) -> float:
-        """How many requests continue a family."""
-        return self._num_continued / self._num_begun if self._num_begun else 0.0
+    def num_followers(self, kind: Hashable) -> float:
+        """How many requests continue a family of the kind."""
+        known = self._kinds.get(kind)
+        if known is None or known.num_begun < KNOWN_FAMILIES:
+            known = self._all
+        return known.num_continued / known.num_begun if known.num_begun else 0.0
 
     @property
     def _lifetime_s(self) -> float:
@@ -66,9 +74,9 @@ class Families:
             self._expected = np.pad(self._expected, (0, size - len(self._expected)))
         self._expected[replica] = 0.0
 
-    def delay_s(self, size: int, now_s: float) -> Seconds | None:
-        """What it costs to begin a family on each of ``size`` replicas; None: nothing is known."""
-        lifetime_s, followers = self._lifetime_s, self.num_followers
+    def delay_s(self, kind: Hashable, size: int, now_s: float) -> Seconds | None:
+        """What it costs to begin a family of the kind on each of ``size`` replicas; None: nothing."""
+        lifetime_s, followers = self._lifetime_s, self.num_followers(kind)
         if not followers or not lifetime_s:
             return None
         self._reduce(now_s)
@@ -76,17 +84,23 @@ class Families:
         factor: float = WEIGHT * followers * self._request_s.value * taken_s
         return factor * self._expected[:size]
 
-    def began(self, replica: Replica, now_s: float) -> Family:
-        """A request that begins a family was sent to the replica."""
-        self._count(begins=True)
+    def began(self, kind: Hashable, replica: Replica, now_s: float) -> Family:
+        """A request that begins a family of the kind was sent to the replica."""
+        known = self._kinds.pop(kind, None) or Kind()
+        self._kinds[kind] = known
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
+        for one in (self._all, known):
+            _count(one, begins=True)
         self._reduce(now_s)
-        followers = self.num_followers
+        followers = self.num_followers(kind)
         self._expected[replica] += followers
-        return Family(replica, now_s, followers)
+        return Family(replica, now_s, followers, known)
 
     def continued(self, family: Family, now_s: float) -> None:
         """A request was placed that continues a family."""
-        self._count(begins=False)
+        for one in (self._all, family.kind):
+            _count(one, begins=False)
         self._age_s.add(now_s - family.began_s)
         if family.num_expected > 0:
             self._reduce(now_s)
@@ -99,11 +113,6 @@ class Families:
         """A request has ended, after this time and with this much work for the engine."""
         self._request_s.add(request_s)
         self._work_s.add(work_s)
-
-    def _count(self, *, begins: bool) -> None:
-        keep = 1 - 1 / REMEMBERED
-        self._num_begun = keep * self._num_begun + begins
-        self._num_continued = keep * self._num_continued + (not begins)
 
     def _reduce(self, now_s: float) -> None:
         """Expects less of families that have brought nothing for long."""
@@ -121,6 +130,12 @@ def begins_family(hits: Mapping[Replica, int], num_tokens: int, num_replicas: in
     if 2 * most < num_tokens:
         return True
     return 2 * sum([2 * hit >= most for hit in hits.values()]) > num_replicas
+
+
+def _count(kind: Kind, *, begins: bool) -> None:
+    keep = 1 - 1 / REMEMBERED
+    kind.num_begun = keep * kind.num_begun + begins
+    kind.num_continued = keep * kind.num_continued + (not begins)
 
 
 class _Mean:

@@ -315,7 +315,7 @@ class Loads:
         application's prompts begin alike, and so do the turns of a session."""
         if call.output_tokens:
             return call.output_tokens
-        known = self._kinds.get(_kind(call))
+        known = self._kinds.get(kind_of(call))
         return self._mean_output if known is None else max(1, round(known[1]))
 
     def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
@@ -382,7 +382,7 @@ class Loads:
         if num_output:
             self._output += LEARNED_PART * (num_output - self._output)
             self._mean_output = round(self._output)
-            self._learn(_kind(call), num_output)
+            self._learn(kind_of(call), num_output)
         if not load.num_requests and load is self._loads[call.replica] and call.replica in self._present:
             self._is_busy(call.replica, False)
         self._refresh(call.replica)
@@ -449,7 +449,8 @@ class Loads:
             self._closed_s[replica] = self._output * step_s if is_closed else 0.0
 
 
-def _kind(call: Call) -> Hashable:
+def kind_of(call: Call) -> Hashable:
+    """What the request has in common with others: its first tokens."""
     return call.key, call.run[: KIND_TOKENS * TOKEN_BYTES]
 
 

@@ -20,7 +20,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored, root_digest
@@ -31,12 +31,22 @@ POPULAR = 2
 
 
 @dataclass(slots=True, eq=False)
+class Kind:
+    """Families that begin with the same tokens: how many there were, and requests that continued them, the
+    latest at full weight (``families``)."""
+
+    num_begun: float = 0.0
+    num_continued: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Family:
     """A request and those that continue it (``families``)."""
 
     replica: Replica  # where it began
     began_s: float
     num_expected: float  # requests that will probably continue it, besides those that have come
+    kind: Kind = field(default_factory=Kind)
 
 
 class Match(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.routing.families import REMEMBERED, Families, begins_family
+from agentflow.cluster.routing.families import KNOWN_FAMILIES, REMEMBERED, Families, begins_family
 from agentflow.cluster.routing.load import Call, EngineShape
 from agentflow.cluster.routing.prefix_tree import Family
 from agentflow.cluster.routing.router import Router
@@ -44,7 +44,7 @@ def test_expected_requests_are_those_that_families_have_not_brought(
     begun: list[Family] = []
     for replica, begins, which in steps:
         if begins or not begun:
-            begun.append(families.began(replica, 0.0))
+            begun.append(families.began("kind", replica, 0.0))
             reference.kinds.append(True)
             reference.promised.append((replica, reference.followers()))
         else:
@@ -52,7 +52,7 @@ def test_expected_requests_are_those_that_families_have_not_brought(
             reference.kinds.append(False)
             place, number = reference.promised[which % len(begun)]
             reference.promised[which % len(begun)] = place, max(0.0, number - 1)
-        assert families.num_followers == pytest.approx(reference.followers())
+        assert families.num_followers("kind") == pytest.approx(reference.followers())
     for replica in range(3):
         expected = sum(number for place, number in reference.promised if place == replica)
         assert families.expected(replica) == pytest.approx(expected, abs=1e-6)
@@ -62,17 +62,33 @@ def test_old_families_are_expected_to_bring_less() -> None:
     families = Families()
     families.add(0)
     families.add(1)
-    first = families.began(0, 0.0)
+    first = families.began("kind", 0, 0.0)
     for number in range(4):
         families.continued(first, 1.0 + number)
     families.ended(1.0, 0.1)
-    families.began(0, 5.0)
-    families.began(1, 5.0)
-    sooner, later = families.delay_s(2, 5.0), families.delay_s(2, 50.0)
+    families.began("kind", 0, 5.0)
+    families.began("kind", 1, 5.0)
+    sooner, later = families.delay_s("kind", 2, 5.0), families.delay_s("kind", 2, 50.0)
     assert sooner is not None
     assert later is not None
     assert sooner[0] > sooner[1] > later[1] > 0
     assert sooner[0] / sooner[1] == pytest.approx(later[0] / later[1])
+
+
+def test_kinds_differ_in_what_continues_them() -> None:
+    families = Families()
+    families.add(0)
+    for number in range(KNOWN_FAMILIES + 1):
+        families.began("alone", 0, float(number))
+        family = families.began("long", 0, float(number))
+        for _ in range(4):
+            families.continued(family, number + 1.0)
+    families.ended(1.0, 0.1)
+    assert families.num_followers("long") == pytest.approx(4, rel=0.01)
+    assert families.num_followers("new") == pytest.approx(2, rel=0.02)
+    families.began("long", 0, 10.0)
+    assert families.delay_s("alone", 1, 10.0) is None
+    assert families.delay_s("long", 1, 10.0) is not None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +142,7 @@ def test_a_conversation_begins_where_fewer_have_just_begun() -> None:
         for turn in range(3):
             run += sequence(100 + 10 * number + turn, 100)
             assert cluster.turn(run) == replica
-    assert cluster.router.families.num_followers == pytest.approx(3, rel=0.01)
+    assert cluster.router.families.num_followers("kind") == pytest.approx(3, rel=0.01)
     for number, replica in enumerate((0, 0, 0, 1)):  # they pause now: no replica has any load
         cluster.turn(sequence(50 + number, 600), barred=[one for one in range(3) if one != replica])
     expected = [cluster.router.families.expected(replica) for replica in range(3)]
@@ -139,8 +155,8 @@ def test_requests_that_continue_nothing_are_placed_by_load_alone() -> None:
     cluster = Conversations(2)
     for number in range(20):
         cluster.turn(sequence(number, 600))
-    assert cluster.router.families.num_followers == 0
-    assert cluster.router.families.delay_s(2, cluster.now_s) is None
+    assert cluster.router.families.num_followers("kind") == 0
+    assert cluster.router.families.delay_s("kind", 2, cluster.now_s) is None
 
 
 def test_the_members_of_a_group_continue_what_they_share() -> None:
@@ -148,11 +164,11 @@ def test_the_members_of_a_group_continue_what_they_share() -> None:
     shared = sequence(1, 800)
     members = [Call(i, "key", shared + sequence(2 + i, 50), task_group="g") for i in range(4)]
     cluster.router.place(members, 0.0)
-    assert cluster.router.families.num_followers == pytest.approx(3, rel=0.01)
+    assert cluster.router.families.num_followers("kind") == pytest.approx(3, rel=0.01)
     family = cluster.router.tree.match("key", shared + sequence(9, 50)).family
     assert family is not None
     assert family.replica == members[0].replica
     # Members that share little begin each for itself.
     others = [Call(10 + i, "key", sequence(1, 50) + sequence(20 + i, 800), task_group="h") for i in range(4)]
     cluster.router.place(others, 0.0)
-    assert cluster.router.families.num_followers == pytest.approx(3 / 5, rel=0.02)
+    assert cluster.router.families.num_followers("kind") == pytest.approx(3 / 5, rel=0.02)
