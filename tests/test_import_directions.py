@@ -105,6 +105,8 @@ ROOMS = {
     "backends": (
         "local",
         "websocket",
+        "op_queue",
+        "cursors",
         "remote",
         "apis",
         "several",

@@ -5,26 +5,27 @@ nothing runs twice. A session that the server no longer has, after a restart for
 unfinished ops fail, and the client opens another one in its place. ``OpQueue`` keeps each op until the server
 acknowledges it. ``Cursors`` knows how much of each variable and state was received: it tells the server where
 to continue, and drops repeated events. ``RemoteConnection`` runs the session, ``Remote`` opens its
-websockets."""
+websockets.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import replace
+from typing import Literal
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import anyio
 import anyio.lowlevel
-import msgspec
 from websockets.exceptions import InvalidURI
 from websockets.uri import WebSocketURI, parse_uri
 
+from agentflow.backends.cursors import Cursors
+from agentflow.backends.op_queue import OpQueue
 from agentflow.backends.websocket import WebSocket, WebSocketEnded, open_websocket, shown_url
 from agentflow.errors import (
     AgentflowError,
@@ -38,19 +39,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.events import (
-    Capabilities,
-    Delta,
-    ErrorInfo,
-    Event,
-    GraphReply,
-    Reached,
-    StateFailed,
-    StatsReply,
-    Value,
-    VarFailed,
-)
-from agentflow.protocol.op_table import GRAPH_TICKET, declared, kind_of, opened
+from agentflow.protocol.events import Capabilities, ErrorInfo
 from agentflow.protocol.wire import (
     SESSION_PARAM,
     SESSION_PATH,
@@ -59,7 +48,6 @@ from agentflow.protocol.wire import (
     Bye,
     Events,
     Hello,
-    Ops,
     Refused,
     Resume,
     Welcome,
@@ -512,253 +500,3 @@ class RemoteConnection:
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
                 self.send([self._cursors.asked_graphs.get(ticket) or ops.GetStats(ticket)])
-
-
-# The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
-FRAME_OVERHEAD_BYTES = 64
-# The size of an ``Upload`` without its data: the names of its fields, a digest and two numbers.
-UPLOAD_OVERHEAD_BYTES = 256
-# A server decodes a frame in one step, and rejects a frame with very many values, so many small ops take
-# several frames.
-USUAL_FRAME_BYTES = 128 * 1024
-
-
-class OpQueue:
-    """Encoded ops, waiting or sent, oldest first, until the server acknowledges them."""
-
-    def __init__(self, *, binary: bool, frame_bytes: int) -> None:
-        self.frame_bytes = frame_bytes
-        self._binary = binary
-        self._encoder = msgspec.msgpack.Encoder() if binary else msgspec.json.Encoder()
-        self._waiting: deque[bytes] = deque()
-        self._sent: deque[bytes] = deque()
-        self._num_acked = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._sent)
-
-    def fitting(self, op: ops.Op) -> Sequence[ops.Op]:
-        """The op, or the parts of an upload that would not fit into a frame."""
-        if not isinstance(op, ops.Upload):
-            return (op,)
-        room = self.frame_bytes - FRAME_OVERHEAD_BYTES - UPLOAD_OVERHEAD_BYTES
-        most = room if self._binary else room // 4 * 3  # base64
-        if len(op.data) <= most or most <= 0:
-            return (op,)
-        return [
-            msgspec.structs.replace(op, at=op.at + first, data=op.data[first : first + most])
-            for first in range(0, len(op.data), most)
-        ]
-
-    def encoded(self, op: ops.Op) -> bytes:
-        """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is
-        not Unicode."""
-        name = kind_of(op)
-        try:
-            data = self._encoder.encode(op)
-        except (UnicodeEncodeError, OverflowError) as error:
-            raise BadArgument(f"{name}: a text holds half a surrogate pair: {error}") from None
-        if len(data) > self.frame_bytes - FRAME_OVERHEAD_BYTES:
-            raise FrameTooLarge(
-                f"{name}: the op takes {len(data):,} bytes, and the server accepts frames of at most "
-                f"{self.frame_bytes:,} bytes: append the text in smaller parts"
-            )
-        return data
-
-    def add(self, data: bytes) -> int:
-        """Adds an encoded op, and returns its number."""
-        self._waiting.append(data)
-        return self._num_acked + len(self)
-
-    def next_frame(self) -> bytes | None:
-        """An ``Ops`` frame with as many waiting ops as fit, which count as sent from now on."""
-        if not self._waiting:
-            return None
-        first = self._num_acked + len(self._sent) + 1
-        room = min(self.frame_bytes - FRAME_OVERHEAD_BYTES, USUAL_FRAME_BYTES)
-        taken: list[msgspec.Raw] = []
-        while self._waiting and (room >= len(self._waiting[0]) or not taken):
-            data = self._waiting.popleft()
-            room -= len(data) + 1  # JSON puts a comma between
-            taken.append(msgspec.Raw(data))
-            self._sent.append(data)
-        return encode(Ops(first, cast("tuple[ops.Op, ...]", tuple(taken))), binary=self._binary)
-
-    def acknowledge(self, ack: int) -> None:
-        """The server has accepted the ops up to number ``ack``."""
-        last = self._num_acked + len(self._sent)
-        if ack > last:
-            raise ProtocolError(f"the server acknowledged op {ack}, but only {last} were sent")
-        while self._num_acked < ack:
-            self._sent.popleft()
-            self._num_acked += 1
-
-    def resume(self, ack: int) -> None:
-        """Continues on a new connection: the ops after ``ack`` wait again."""
-        self.acknowledge(ack)
-        self._waiting.extendleft(reversed(self._sent))
-        self._sent.clear()
-
-    def is_acknowledged(self, number: int) -> bool:
-        """Whether the server has accepted the op with this number."""
-        return number <= self._num_acked
-
-
-@dataclass(slots=True)
-class _StateCursor:
-    num_unfinished: int = 0  # variables
-    ticket: int = 0  # the last one submitted
-    reached: int = 0
-    has_failed: bool = False
-    is_closing: bool = False
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether more events of the state will arrive."""
-        return self.num_unfinished > 0 or (self.reached < self.ticket and not self.has_failed)
-
-
-@dataclass(slots=True)
-class _VariableCursor:
-    state: int
-    num_chars: int = 0
-
-
-class Cursors:
-    """Follows the submitted ops and the received events.
-
-    A ``Close`` is delayed until all events of the state have arrived: after a broken connection, the server
-    could not repeat the events of a closed state."""
-
-    def __init__(self) -> None:
-        # Tickets of ops.GetStats and ops.GetGraph, with the op's number; those of ops.GetGraph with the op.
-        self.unanswered: dict[int, int] = {}
-        self.asked_graphs: dict[int, ops.GetGraph] = {}
-        self._states: dict[int, _StateCursor] = {}
-        self._variables: dict[int, _VariableCursor] = {}
-        self._due: list[ops.Close] = []
-
-    def submit(self, op: ops.Op) -> bool:
-        """Follows an op. False if it must be delayed; ``due_closes`` returns it later."""
-        self._states |= {state_id: _StateCursor() for state_id in opened(op)}
-        for var_id, _ in declared(op):
-            self._variables[var_id] = _VariableCursor(op.state)  # type: ignore[union-attr]
-            if op.state in self._states:  # type: ignore[union-attr]
-                self._states[op.state].num_unfinished += 1  # type: ignore[union-attr]
-        match op:
-            case ops.SubmitGraph():
-                self._states[op.state].ticket = GRAPH_TICKET
-            case ops.Await():
-                if op.state in self._states:
-                    self._states[op.state].ticket = op.ticket
-            case ops.Close():
-                state = self._states.get(op.state)
-                if state is not None and state.is_pending:
-                    state.is_closing = True
-                    return False
-                self._states.pop(op.state, None)
-            case _:
-                pass
-        return True
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether any state is open, or an answer is due."""
-        return bool(self._states or self.unanswered)
-
-    def failures(self, error: ErrorInfo) -> list[Event]:
-        """The events that end everything with ``error``."""
-        return [
-            *[VarFailed(var_id, error) for var_id in self._variables],
-            *[
-                StateFailed(state_id, error)
-                for state_id, state in self._states.items()
-                if not state.has_failed
-            ],
-            *[
-                GraphReply(ticket, None, error)
-                if ticket in self.asked_graphs
-                else StatsReply(ticket, None, error)
-                for ticket in self.unanswered
-            ],
-        ]
-
-    def receive(self, events: Iterable[Event]) -> list[Event]:
-        """The events without the parts that were received before. ``ProtocolError`` for a gap."""
-        return [new for event in events if (new := self._receive(event)) is not None]
-
-    def due_closes(self) -> list[ops.Close]:
-        """The delayed closes that may be sent now."""
-        due, self._due = self._due, []
-        return due
-
-    def resume(self, session: str, secret: str) -> Resume:
-        """The positions from which the server continues."""
-        return Resume(
-            session,
-            secret,
-            {var_id: variable.num_chars for var_id, variable in self._variables.items()},
-            {state_id: state.reached for state_id, state in self._states.items() if not state.has_failed},
-        )
-
-    def _receive(self, event: Event) -> Event | None:
-        match event:
-            case Delta():
-                return self._receive_text(event)
-            case Value():
-                value = self._receive_text(event)
-                self._finish(event.var)
-                return value
-            case VarFailed():
-                return event if self._finish(event.var) else None
-            case Reached() | StateFailed():
-                return event if self._receive_state(event) else None
-            case StatsReply() | GraphReply() if self.unanswered.pop(event.ticket, None) is not None:
-                self.asked_graphs.pop(event.ticket, None)
-                return event
-            case _:  # a reply received before, or an event that only other clients request
-                return None
-
-    def _receive_text(self, event: Delta | Value) -> Delta | Value | None:
-        variable = self._variables.get(event.var)
-        if variable is None:  # its end was received before the connection broke
-            return None
-        at = variable.num_chars
-        if event.at > at:
-            raise ProtocolError(
-                f"the server continued variable {event.var} at character {event.at}, "
-                f"but only {at} characters came before"
-            )
-        new = event.text[at - event.at :]
-        variable.num_chars += len(new)
-        if not new and isinstance(event, Delta) and not event.reasoning:
-            return None
-        return event if event.at == at else msgspec.structs.replace(event, at=at, text=new)
-
-    def _finish(self, var_id: int) -> bool:
-        variable = self._variables.pop(var_id, None)
-        if variable is None:
-            return False
-        state = self._states.get(variable.state)
-        if state is not None:
-            state.num_unfinished -= 1
-            self._close_if_done(variable.state, state)
-        return True
-
-    def _receive_state(self, event: Reached | StateFailed) -> bool:
-        state = self._states.get(event.state)
-        if state is None or state.has_failed:
-            return False
-        if isinstance(event, Reached):
-            if event.ticket <= state.reached:
-                return False
-            state.reached = event.ticket
-        else:
-            state.has_failed = True
-        self._close_if_done(event.state, state)
-        return True
-
-    def _close_if_done(self, state_id: int, state: _StateCursor) -> None:
-        if state.is_closing and not state.is_pending:
-            del self._states[state_id]
-            self._due.append(ops.Close(state_id))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.session_peer import Listener, gen
 
-from agentflow.backends.remote import Cursors
+from agentflow.backends.cursors import Cursors
 from agentflow.errors import Cancelled, ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.events import (

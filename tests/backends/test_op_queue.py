@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.remote import FRAME_OVERHEAD_BYTES, OpQueue
+from agentflow.backends.op_queue import FRAME_OVERHEAD_BYTES, OpQueue
 from agentflow.errors import BadArgument, FrameTooLarge, ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.wire import UnreadOps, client_frames, op_reader

@@ -16,7 +16,8 @@ from support.session_peer import HANG, count_words, gen, opened
 from support.wire_server import Budget, ThreadServer, proxied, thread_server
 
 import agentflow as af
-from agentflow.backends.remote import Cursors, Remote
+from agentflow.backends.cursors import Cursors
+from agentflow.backends.remote import Remote
 from agentflow.errors import (
     BadArgument,
     FrameTooLarge,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.asgi_peer import bench, check_still_served, connected
 
-from agentflow.backends.remote import USUAL_FRAME_BYTES
+from agentflow.backends.op_queue import USUAL_FRAME_BYTES
 from agentflow.errors import FrameTooLarge
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message, ToolSpec
