@@ -27,7 +27,7 @@ from typing import (
 
 import anyio
 
-from agentflow.backends.apis.environment_key import VENDORS, environment_key, is_same_server
+from agentflow.backends.apis.addresses.environment_key import VENDORS, environment_key, is_same_server
 from agentflow.backends.apis.prices import Price
 from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
@@ -171,7 +171,7 @@ def _with_fallback(backend: Backend, url: str | None, options: SessionOptions) -
             f"session: fallback must be a list of addresses or backends, not {short_repr(given)}",
             param="fallback",
         )
-    from agentflow.backends.apis.addresses import api_backend
+    from agentflow.backends.apis.addresses.api_address import api_backend
     from agentflow.backends.apis.fallback import Fallback
 
     first = url or os.environ.get("AGENTFLOW_URL") or ""
@@ -317,14 +317,14 @@ def _chosen_backend(url: str | None, options: SessionOptions, first: str | None 
             param=name,
         )
     if url.startswith(VENDORS):
-        from agentflow.backends.apis.addresses import vendor_backend
+        from agentflow.backends.apis.addresses.api_address import vendor_backend
 
         if _chosen(options, "model"):
             raise BadArgument(f"session: {url!r:.200} names the model: leave out model=", param="model")
         return vendor_backend(url, options.get("api_key"), options.get("embed_model"))
     api_key = options.get("api_key") or environment_key(url, first or url)
     if url.startswith(("http://", "https://")):
-        from agentflow.backends.apis.asked_server import AskedServer
+        from agentflow.backends.apis.addresses.asked_server import AskedServer
 
         return AskedServer(url, api_key=api_key, **_chosen(options, *_OF_MODEL))
     from agentflow.backends.remote import Remote

@@ -1,12 +1,13 @@
 """The interface between a map and the backend that runs its generations in batches of a vendor.
 
-The map says when all generations of a stage have been asked for, keeps the record of each batch, and shows
-the progress. The backend collects the generations, sends them as batches, and follows these.
+The map says when all generations of a stage have been asked for, when an input runs again, keeps the record
+of each batch, and shows the progress. The backend collects the generations, sends them as batches, follows
+these, and keeps the answers of an input for its next attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,7 @@ class BatchRecord(msgspec.Struct, omit_defaults=True):
     sent_at: float = 0.0  # in seconds since 1970
     batch: str = ""  # the vendor's id; empty before the vendor has answered
     is_read: bool = False  # its results were received once
+    rejected: tuple[str, ...] = ()  # the ids of requests whose answers no attempt takes again
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,37 @@ class BatchCounts:
     num_failed: int = 0
 
 
+class InputAnswers(Protocol):
+    """The backend's side: the answers to the requests of each input, by the label of its states."""
+
+    async def reject(self, label: str, texts: Collection[str]) -> None:
+        """The input has failed because generated values were invalid: no later attempt takes their answers.
+
+        Args:
+            label: Of the input.
+            texts: The invalid texts. If no answer has one of them, all answers are rejected.
+        """
+
+    def repeat(self, label: str) -> None:
+        """The next attempt begins. Its requests get the answers of the last one."""
+
+    def end(self, label: str) -> None:
+        """The input has ended: its answers are not needed any more."""
+
+
 class BatchNotes(Protocol):
     """The map's side."""
 
     @property
+    def repeats(self) -> bool:
+        """Whether a failed input runs again, so that its answers are kept."""
+
+    @property
     def is_kept(self) -> bool:
         """Whether records outlive the map: then its batches go on after its end."""
+
+    def connect(self, answers: InputAnswers) -> None:
+        """Tells ``answers`` from now on which inputs run again and which have ended."""
 
     @property
     def is_fed(self) -> bool:
@@ -51,7 +78,8 @@ class BatchNotes(Protocol):
         """The batches of earlier maps, in the order in which they were sent."""
 
     async def keep(self, record: BatchRecord) -> None:
-        """Keeps a new record, or its changes, before it returns."""
+        """Keeps a new record, or its changes, before it returns. ``rejected`` has the ids since the last
+        change."""
 
     def show(self, counts: BatchCounts) -> None:
         """Shows the progress."""

@@ -162,7 +162,8 @@ class Usage(Record, msgspec.Struct, frozen=True):
     cost: float = 0.0
     """In US dollars, of models behind an API whose price is known."""
     saved_calls: int = 0
-    """Generations that took their text from an earlier call (speculative execution)."""
+    """Generations that took their text from an earlier call (speculative execution, or an input of a map in
+    batches that ran again)."""
     saved_tokens: int = 0
     """The prompt tokens that these calls would have had, estimated."""
     miss_reason: str = ""

@@ -1,11 +1,9 @@
 """Models behind HTTP APIs: OpenAI, Anthropic and compatible servers.
 
-Reading order: ``openai``, ``anthropic``, ``compatible`` and ``asked_server`` are the backends, ``serving``
-opens them, ``addresses`` finds them by an address, and ``environment_key`` finds their key. ``generator`` is
-their ``Generator``: it sends a ``conversation`` in an ``api_format`` (``chat``, ``responses``, ``messages``)
-over ``http``, and collects ``answers``. ``decisions`` answers questions about a state, ``embeddings`` serves
-``flow.embed``, and ``fallback`` asks several models in turn. ``speculation`` keeps the text of a call for
-several gens, ``prefix_gate`` lets the first branch of a fork go ahead, and ``hedging`` makes a slow call a
-second time. ``batches`` sends the requests of a map in batches of the vendor. ``capability_table`` has the
-features of models, ``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
+Reading order: ``openai``, ``anthropic`` and ``compatible`` are the backends, ``serving`` opens them, and
+``addresses`` finds them and their keys by an address. ``generation`` has their ``Generator``, whose calls are
+written in a format (``chat``, ``responses``, ``messages``), sent over ``http``, and collected as ``answers``.
+``embeddings`` serves ``flow.embed``, ``fallback`` asks several models in turn, and ``batches`` sends the
+requests of a map in batches of the vendor. ``capability_table`` has the features of models,
+``strict_schema`` the schemas that OpenAI enforces, and ``prices`` the costs.
 """

@@ -11,9 +11,9 @@ import anyio
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import EmbeddingFacts
-from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
-from agentflow.backends.apis.addresses import api_backend
-from agentflow.backends.apis.asked_server import AskedServer
+from agentflow.backends.apis.addresses.api_address import api_backend
+from agentflow.backends.apis.addresses.asked_server import AskedServer
 from agentflow.backends.apis.http.api_errors import is_endpoint_fault, is_transient
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiBackend
@@ -46,8 +46,8 @@ from agentflow.runtime.generator import (
 )
 
 if TYPE_CHECKING:  # they import httpx2
-    from agentflow.backends.apis.conversation import ApiContext
-    from agentflow.backends.apis.generator import ApiGenerator
+    from agentflow.backends.apis.generation.conversation import ApiContext
+    from agentflow.backends.apis.generation.generator import ApiGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _ignore(events: Iterable[Any]) -> None:
 
 
 def _generator(backend: object, connection: Connection) -> ApiGenerator:
-    from agentflow.backends.apis.generator import ApiGenerator
+    from agentflow.backends.apis.generation.generator import ApiGenerator
 
     generator = getattr(connection, "generator", None)
     if not isinstance(generator, ApiGenerator):
@@ -151,6 +151,9 @@ class FallbackGenerator:
     Args:
         candidates: The generators, in the order in which they are asked.
     """
+
+    takes_places = False
+    """As of ``ApiGenerator``."""
 
     def __init__(self, candidates: Sequence[ApiGenerator]) -> None:
         self._candidates = list(candidates)

@@ -46,9 +46,9 @@ from agentflow.runtime.circuit import Circuit
 from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # they import httpx2
-    from agentflow.backends.apis.api_format import ApiFormat
     from agentflow.backends.apis.batches.batch_api import BatchApi
     from agentflow.backends.apis.embeddings import ApiEmbedder
+    from agentflow.backends.apis.generation.api_format import ApiFormat
     from agentflow.backends.apis.http.transport import ApiTransport
 
 # Valid in a header without escaping.
@@ -323,7 +323,8 @@ async def generating(
     decisions_api: bool | None = False,
 ) -> AsyncIterator[Connection]:
     """A connection to a model whose requests have the format ``api``. ``embedder``: makes its embeddings."""
-    from agentflow.backends.apis.generator import ApiGenerator
+    from agentflow.backends.apis.generation.calls import ApiCalls
+    from agentflow.backends.apis.generation.generator import ApiGenerator
 
     if settings.batch_notes is not None:
         async with _generating_in_batches(
@@ -333,14 +334,11 @@ async def generating(
         return
     async with open_task_group() as tasks:
         generator = ApiGenerator(
-            transport,
-            api,
+            ApiCalls(transport, api, features, billing=billing, hedge_after_s=settings.hedge_after_s),
             features,
             tasks,
             on_unsupported=settings.on_unsupported,
             speculates=settings.speculate,
-            hedge_after_s=settings.hedge_after_s,
-            billing=billing,
             decisions_api=decisions_api,
             embedder=embedder,
         )
@@ -362,7 +360,7 @@ async def _generating_in_batches(
     """As ``generating``, for a map whose requests go into batches. Decisions are requests of batches, too."""
     from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
     from agentflow.backends.apis.batches.batched_format import BatchedFormat
-    from agentflow.backends.apis.batches.batched_generator import BatchedGenerator
+    from agentflow.backends.apis.batches.batched_generator import BatchedCalls, BatchedGenerator
     from agentflow.backends.apis.batches.collector import Collector
     from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
 
@@ -373,15 +371,14 @@ async def _generating_in_batches(
     try:
         async with open_task_group() as tasks:
             collector = Collector(endpoints, notes, tasks, settings.max_retries)
-            generator = BatchedGenerator(
+            calls = BatchedCalls(
                 collector,
                 transport,
                 BatchedFormat(api, endpoints),
                 features,
-                tasks,
-                on_unsupported=settings.on_unsupported,
                 billing=billing._replace(price=price),
             )
+            generator = BatchedGenerator(calls, features, tasks, on_unsupported=settings.on_unsupported)
 
             def num_calls() -> int:
                 return connection.interpreter.num_active() + generator.num_more_calls

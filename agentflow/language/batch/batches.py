@@ -4,8 +4,8 @@ Each input's program is traced, which guarantees that it waits for nothing but t
 inputs run on a separate link, whose backend sends the generations of a stage together.
 
 With ``resume``, a file has a line for each change of a batch, so that an interrupted map finds its batches
-again: before a batch is sent, when the vendor has answered, and when its results were received. The file is
-removed when all inputs have results.
+again: before a batch is sent, when the vendor has answered, when its results were received, and when one of
+these made an input fail. The file is removed when all inputs have results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, Cancelled, InvalidValue, RunFailed
 from agentflow.language.batch.inputs import Key
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
@@ -31,7 +31,7 @@ from agentflow.language.graphs.trace import GraphRun, trace
 from agentflow.language.link import Link
 from agentflow.language.program import Program, name_of
 from agentflow.protocol import ops
-from agentflow.protocol.batches import BatchCounts, BatchRecord
+from agentflow.protocol.batches import BatchCounts, BatchRecord, InputAnswers
 from agentflow.runtime.locked_file import open_locked, write_all
 
 FORMAT: Final = 1
@@ -65,10 +65,14 @@ def batched_run(
         graph, texts = _graph_of(graph, args, kwargs), ((), {})
     first, *rest = graph.ops
     assert isinstance(first, ops.Open)
-    name = hashlib.blake2b(repr(label).encode(), digest_size=16).hexdigest()
-    graph = replace(graph, ops=(msgspec.structs.replace(first, label=name), *rest))
+    graph = replace(graph, ops=(msgspec.structs.replace(first, label=_state_label(label)), *rest))
     # All values are reported, because each has a part of the costs.
     return GraphRun(link, graph, *texts, index=index, is_streamed=True)
+
+
+def _state_label(label: Key) -> str:
+    """The label of the input's states."""
+    return hashlib.blake2b(repr(label).encode(), digest_size=16).hexdigest()
 
 
 def _graph_of(program: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
@@ -89,10 +93,13 @@ class MapNotes:
 
     Args:
         show: Shows the progress.
+        repeats: Whether a failed input runs again.
     """
 
-    def __init__(self, show: Callable[[BatchCounts], None]) -> None:
+    def __init__(self, show: Callable[[BatchCounts], None], *, repeats: bool) -> None:
         self._show = show
+        self.repeats = repeats
+        self._answers: InputAnswers | None = None  # a replay has none
         self.file: BatchFile | None = None
         """Keeps the records. Without one, they end with the map."""
         self._writing = anyio.Lock()
@@ -124,6 +131,35 @@ class MapNotes:
     def show(self, counts: BatchCounts) -> None:
         """Shows the progress."""
         self._show(counts)
+
+    def connect(self, answers: InputAnswers) -> None:
+        """Takes the backend's side."""
+        self._answers = answers
+
+    async def fail(self, label: Key, error: Exception) -> None:
+        """An attempt at the input has failed."""
+        texts = _invalid_texts(error)
+        if texts and self._answers is not None:
+            await self._answers.reject(_state_label(label), texts)
+
+    def repeat(self, label: Key) -> None:
+        """The next attempt at the input begins."""
+        if self._answers is not None:
+            self._answers.repeat(_state_label(label))
+
+    def end(self, label: Key) -> None:
+        """The input has ended."""
+        if self._answers is not None:
+            self._answers.end(_state_label(label))
+
+
+def _invalid_texts(error: BaseException | None) -> set[str]:
+    """The generated texts that made an attempt fail, because they are no values of their types."""
+    if isinstance(error, BaseExceptionGroup):
+        return {text for inner in error.exceptions for text in _invalid_texts(inner)}
+    if isinstance(error, InvalidValue):
+        return {error.text}
+    return _invalid_texts(error.__cause__) if isinstance(error, RunFailed | Cancelled) else set()
 
 
 class _Header(msgspec.Struct):
@@ -183,6 +219,7 @@ class BatchFile:
             known = self._records.get(record.tag)
             if known is not None:
                 record.requests, record.sent_at = known.requests, known.sent_at
+                record.rejected = known.rejected + record.rejected
             self._records[record.tag] = record
 
     def records(self) -> list[BatchRecord]:
@@ -194,7 +231,7 @@ class BatchFile:
         is_known = record.tag in self._records
         self._records[record.tag] = record
         # The requests of a record never change.
-        changed = BatchRecord(record.tag, batch=record.batch, is_read=record.is_read) if is_known else record
+        changed = msgspec.structs.replace(record, requests=(), sent_at=0.0) if is_known else record
         self._write(msgspec.json.encode(changed))
 
     def _write(self, data: bytes) -> None:

@@ -120,7 +120,7 @@ class _MapWork(Generic[ResultT]):
         if backend is not None:
             from agentflow.language.batch.batches import MapNotes  # not every program runs in batches
 
-            self._notes = MapNotes(self._show_batches)
+            self._notes = MapNotes(self._show_batches, repeats=retries > 0)
             if not link.is_replay:  # a replay has the answers of batches among all others
                 self._batched = batched(backend, self._notes, link.capabilities.model)
         self._keys: list[Key] = []  # of the file, in the order of the inputs
@@ -323,8 +323,8 @@ class _MapWork(Generic[ResultT]):
             while True:
                 run: Run | None = None
                 try:
-                    # Each attempt is a separate run with new samples; the runs of other inputs keep their
-                    # numbers.
+                    # Each attempt is a separate run with new samples, except of requests that were answered
+                    # in batches; the runs of other inputs keep their numbers.
                     try:
                         run, result = self._begin(index, run_index + num_failed * _RUNS_OF_AN_ATTEMPT, item)
                     finally:
@@ -334,6 +334,8 @@ class _MapWork(Generic[ResultT]):
                     break
                 except Exception as error:
                     num_failed += 1
+                    if self._notes is not None:
+                        await self._notes.fail(self._label(index), error)
                     pause = pause_s(error, num_failed)
                     if pause is None or num_failed > self._retries or not self._link.is_alive:
                         raise
@@ -341,11 +343,15 @@ class _MapWork(Generic[ResultT]):
                 finally:
                     used += run.record.usage if run is not None else Usage()
                 await anyio.sleep(pause)  # noqa: TID251  # the back-off before the next attempt
+                if self._notes is not None:
+                    self._notes.repeat(self._label(index))
         except Exception as error:
             self._end_in_failure(index, item, error, used)
         else:
             self._keep(index, item, ended, used)
         finally:
+            if self._notes is not None:
+                self._notes.end(self._label(index))
             self.tally.usage += used
             self._num_running -= 1
             self._wake_feed()
@@ -357,7 +363,7 @@ class _MapWork(Generic[ResultT]):
         if self._notes is not None:
             from agentflow.language.batch.batches import batched_run
 
-            label = self._keys[index] if self._keys else index
+            label = self._label(index)
             work = batched_run(self._link, self._program, args, kwargs, index=run_index, label=label)
             return work.run, work.result
         if isinstance(self._program, Graph):
@@ -379,6 +385,10 @@ class _MapWork(Generic[ResultT]):
             name=name_of(self._program),
         )
         return run, partial(execute, run, self._program, args, kwargs)
+
+    def _label(self, index: int) -> Key:
+        """Tells the requests of an input from those of other inputs."""
+        return self._keys[index] if self._keys else index
 
     def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:
         try:

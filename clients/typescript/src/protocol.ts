@@ -886,7 +886,10 @@ export interface Usage {
   written_tokens: number;
   /** In US dollars, of models behind an API whose price is known. */
   cost: number;
-  /** Generations that took their text from an earlier call to an API. */
+  /**
+   * Generations that took their text from an earlier call to an API: by speculation, or because an input
+   * of a map in batches ran again.
+   */
   saved_calls: number;
   /** The prompt tokens that these calls would have had, estimated. */
   saved_tokens: number;

@@ -26,9 +26,9 @@ from support.apis.fake_server import (
 
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
-from agentflow.backends.apis.api_format import Call
 from agentflow.backends.apis.capability_table import model_facts
-from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.generation.api_format import Call
+from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.messages.anthropic_messages import AnthropicMessages
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors
 from agentflow.errors import (

@@ -19,7 +19,7 @@ from support.apis.fake_server import FakeServer, fake_server
 
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
-from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http import file_slots
 from agentflow.backends.apis.http.file_slots import (
     FilledBody,

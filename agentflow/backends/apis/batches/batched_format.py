@@ -8,9 +8,9 @@ from collections import Counter
 import msgspec
 
 from agentflow.backends.apis.answers.answer import Answer
-from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.batches.batch_api import BatchApi
-from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.file_slots import filled_size, without_nonce
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.errors import BadArgument
@@ -21,12 +21,12 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BatchedFormat:
-    """Writes the requests of ``inner`` as lines of a batch. The path of a request ends in its id, after a
+    """Writes the requests of ``inner`` as lines of a batch. The path of a request ends in its key, after a
     ``#``.
 
-    The id is the same when an interrupted program runs again: a digest of the state's label and of the
-    request, without its seed, which may differ then. Equal requests of one label are numbered; they are
-    interchangeable.
+    The key is the same when an interrupted program runs again: a digest of the state's label and of the
+    request, without its seed, which may differ then. Equal requests of one label are numbered. They are
+    interchangeable: the collector chooses the id in the batch.
     """
 
     def __init__(self, inner: ApiFormat, api: BatchApi) -> None:
@@ -49,15 +49,15 @@ class BatchedFormat:
             digest.update(len(part).to_bytes(8, "big") + part)
         identity = digest.hexdigest()
         self._counts[identity] += 1
-        request_id = f"{identity}-{self._counts[identity]}"
-        body = self._api.line(request_id, request.path, fields)
+        key = f"{identity}-{self._counts[identity]}"
+        body = self._api.line(key, request.path, fields)
         if (size := filled_size(body)) > self._api.max_bytes:
             raise BadArgument(
                 f"a request of {size:,} bytes does not fit into a batch, which has at most "
                 f"{self._api.max_bytes:,}: show fewer or smaller images"
             )
         # No request waits for another one's prefix: all of a stage run in one batch.
-        return request._replace(path=f"{request.path}#{request_id}", body=body, gate=None)
+        return request._replace(path=f"{request.path}#{key}", body=body, gate=None)
 
     def sink(self, request: Request, answer: Answer) -> EventSink:
         """The reader of an answer."""

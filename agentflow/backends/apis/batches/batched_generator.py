@@ -1,4 +1,4 @@
-"""The generator of a map in batches."""
+"""The generator of a map in batches, and its calls."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anyio.abc import TaskGroup
 
+from agentflow.backends.apis.answers.answer import Answer
 from agentflow.backends.apis.answers.verification import OnUnsupported
-from agentflow.backends.apis.api_format import ApiFormat, Request
 from agentflow.backends.apis.batches.collector import Collector
-from agentflow.backends.apis.conversation import ApiContext
-from agentflow.backends.apis.generator import ApiGenerator
+from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.calls import ApiCalls
+from agentflow.backends.apis.generation.conversation import ApiContext
+from agentflow.backends.apis.generation.generator import ApiGenerator
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prices import Billing
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities
-from agentflow.runtime.generator import Decided, StateHint
+from agentflow.runtime.generator import Decided, OnText, StateHint
 
 
-class BatchedGenerator(ApiGenerator):
-    """Generates in batches. It sends nothing itself.
+class BatchedCalls(ApiCalls):
+    """Calls that are requests of batches.
 
     Args:
         collector: Answers the calls.
-        transport: As for ``ApiGenerator``, as are the other arguments. Nothing is sent over it.
+        transport: As for ``ApiCalls``, as are the other arguments. Nothing is sent over it.
     """
-
-    max_questions = math.inf  # a question that waited for another one would have to wait for a batch
 
     def __init__(
         self,
@@ -35,21 +35,63 @@ class BatchedGenerator(ApiGenerator):
         transport: ApiTransport,
         api: ApiFormat,
         capabilities: Capabilities,
+        *,
+        billing: Billing,
+    ) -> None:
+        super().__init__(transport, api, capabilities, billing=billing)
+        self._collector = collector
+
+    async def answer(
+        self,
+        context: ApiContext,
+        request: Request,
+        call: Call,
+        on_text: OnText,
+        on_reasoning: OnText | None,
+        *,
+        is_held: bool = False,
+    ) -> Answer:
+        """As ``ApiCalls.answer``."""
+        answer = await super().answer(context, request, call, on_text, on_reasoning, is_held=is_held)
+        self._collector.note_text(context.label, request.path, answer.text)
+        return answer
+
+    async def send(
+        self,
+        request: Request,
+        new_sink: Callable[[], EventSink],
+        headers: Mapping[str, str],
+        context: ApiContext,
+    ) -> bool:
+        """As ``ApiCalls.send``, by the collector."""
+        return await self._collector.answer(
+            context.label, request.path, request.body, new_sink, request.images
+        )
+
+    async def reject(self, context: ApiContext, requests: Sequence[Request]) -> None:
+        """No later attempt at the input takes the answers to these requests."""
+        await self._collector.reject_requests(context.label, [request.path for request in requests])
+
+
+class BatchedGenerator(ApiGenerator):
+    """Generates in batches.
+
+    Args:
+        calls: Makes the calls.
+        capabilities: As for ``ApiGenerator``, as are the other arguments.
+    """
+
+    max_questions = math.inf  # a question that waited for another one would have to wait for a batch
+
+    def __init__(
+        self,
+        calls: BatchedCalls,
+        capabilities: Capabilities,
         tasks: TaskGroup,
         *,
         on_unsupported: OnUnsupported,
-        billing: Billing,
     ) -> None:
-        super().__init__(
-            transport,
-            api,
-            capabilities,
-            tasks,
-            on_unsupported=on_unsupported,
-            speculates=False,
-            billing=billing,
-        )
-        self._collector = collector
+        super().__init__(calls, capabilities, tasks, on_unsupported=on_unsupported, speculates=False)
         self._num_open: dict[ApiContext, int] = {}  # the undecided questions of each decide
 
     @property
@@ -74,12 +116,3 @@ class BatchedGenerator(ApiGenerator):
     def hint(self, context: ApiContext, hint: StateHint) -> None:
         """Takes no hint: the answer to a request of a batch comes as a whole, so no call goes on for later
         gens, no prefix is warmed, and a request has no trace."""
-
-    async def _send(
-        self,
-        request: Request,
-        new_sink: Callable[[], EventSink],
-        headers: Mapping[str, str],
-        context: ApiContext,
-    ) -> None:
-        await self._collector.answer(request.path, request.body, new_sink, request.images)

@@ -2,6 +2,10 @@
 
 A call *parks* until its batch has ended. A stage is complete when nothing can happen before a parked call is
 answered: the map begins no more inputs, and each state waits for its call or for a value of another state.
+
+The answers of an input are kept while it may run again: equal requests of its next attempt get them, so that
+only failed requests, and those that follow them, are paid again. Requests of a later map find their answers
+at the vendor, by the records of the batches.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import copy
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -52,8 +56,27 @@ class _ParkedCall:
     path: str
     line: bytes  # with slots for files
     files: tuple[Image, ...] = ()  # of the slots; until the batch was sent
+    label: str = ""  # of its input
     ended: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome | None = None
+    text: str | None = None  # of the answer, as the program got it
+
+
+@dataclass(eq=False)
+class _Input:
+    """An input that has not ended.
+
+    Attributes:
+        calls: The calls of its latest attempt, by the keys of their requests, without rejected ones.
+        has_rejected: Whether an answer of this attempt was rejected.
+        answers: The answers that its next attempt gets, by the ids of the requests.
+        charged: The ids of the requests that were charged.
+    """
+
+    calls: dict[str, _ParkedCall] = field(default_factory=dict)
+    has_rejected: bool = False
+    answers: dict[str, bytes] = field(default_factory=dict)
+    charged: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -97,35 +120,104 @@ class Collector:
         self._has_come = anyio.Event()
         self._sent: list[_Batch] = []
         self._by_request: dict[str, _Batch] = {}
-        self._taken: set[str] = set()  # the ids of the calls of this map
+        # The ids that no call may take: another one of the same attempt has them, or they failed or were
+        # rejected.
+        self._taken: set[str] = set()
+        self._inputs: dict[str, _Input] = {}  # by label
         for record in notes.records():
+            self._taken.update(record.rejected)
+            record = msgspec.structs.replace(record, rejected=())
             batch = _Batch(record, was_read=record.is_read)
             if record.batch:
                 batch.candidates = [Candidate(record.batch, is_certain=True)]
             self._by_request |= dict.fromkeys(record.requests, batch)
+        notes.connect(self)
 
     async def answer(
-        self, path: str, body: bytes, make_sink: Callable[[], EventSink], files: tuple[Image, ...] = ()
-    ) -> None:
+        self,
+        label: str,
+        path: str,
+        body: bytes,
+        make_sink: Callable[[], EventSink],
+        files: tuple[Image, ...] = (),
+    ) -> bool:
         """Parks until the request is answered, and reads the answer into a sink.
 
         Args:
-            path: The path of the request, ``#``, and its id.
+            label: Of the input.
+            path: The path of the request, ``#``, and its key.
             body: Its line in a batch.
             make_sink: Makes the sink.
             files: The files of the body's slots.
+
+        Returns:
+            Whether no earlier call was charged for the answer.
         """
-        path, _, request_id = path.partition("#")
-        call = _ParkedCall(request_id, path, body, files)
-        # An earlier call has the request if its first one had failed.
-        ids = itertools.chain([request_id], _following(request_id))
-        self._take(call, next(one for one in ids if one not in self._taken))
+        path, _, key = path.partition("#")
+        call = _ParkedCall(key, path, body, files, label)
+        owner = self._inputs.setdefault(label, _Input())
+        owner.calls[key] = call
+        self._take(call, next(one for one in _ids(key) if one not in self._taken))
         message = await self._parked(call)
-        sink = make_sink()
-        for event in self._api.events(path, message):
-            sink.event(event)  # all of them: the usage of the whole answer is charged
-        if not sink.is_over:
-            sink.close()
+        try:
+            sink = make_sink()
+            for event in self._api.events(path, message):
+                sink.event(event)  # all of them: the usage of the whole answer is charged
+            if not sink.is_over:
+                sink.close()
+        except AgentflowError:
+            await self._reject(label, [key])
+            raise
+        is_new = call.request_id not in owner.charged
+        owner.charged.add(call.request_id)
+        return is_new
+
+    def note_text(self, label: str, path: str, text: str) -> None:
+        """The program gets this text as the answer to a request; the arguments are those of ``answer``."""
+        owner = self._inputs.get(label)
+        call = None if owner is None else owner.calls.get(path.partition("#")[2])
+        if call is not None:
+            call.text = text
+
+    async def reject(self, label: str, texts: Collection[str]) -> None:
+        """No later attempt at the input takes the answers with these texts. If this attempt has no such
+        answer, and none was rejected before, no later attempt takes any of its answers."""
+        owner = self._inputs.get(label)
+        if owner is None:
+            return
+        answered = {key: call.text for key, call in owner.calls.items() if call.text is not None}
+        found = [key for key, text in answered.items() if text in texts]
+        await self._reject(label, found if found or owner.has_rejected else list(answered))
+
+    async def reject_requests(self, label: str, paths: Iterable[str]) -> None:
+        """No later attempt at the input takes the answers to these requests."""
+        await self._reject(label, [path.partition("#")[2] for path in paths])
+
+    async def _reject(self, label: str, keys: Iterable[str]) -> None:
+        owner = self._inputs.get(label)
+        if owner is None:
+            return
+        by_batch: dict[_Batch, list[str]] = {}
+        for call in [owner.calls.pop(key) for key in keys if key in owner.calls]:
+            owner.has_rejected = True
+            owner.answers.pop(call.request_id, None)
+            by_batch.setdefault(self._by_request[call.request_id], []).append(call.request_id)
+        for batch, ids in by_batch.items():
+            await self._notes.keep(msgspec.structs.replace(batch.record, rejected=tuple(ids)))
+
+    def repeat(self, label: str) -> None:
+        """The requests of the next attempt get the answers of the last one."""
+        owner = self._inputs.get(label)
+        if owner is None:
+            return
+        for call in owner.calls.values():
+            if call.ended.is_set() and not isinstance(call.outcome, AgentflowError):
+                self._taken.discard(call.request_id)
+        owner.calls, owner.has_rejected = {}, False
+
+    def end(self, label: str) -> None:
+        """Drops the answers of an input."""
+        self._inputs.pop(label, None)
 
     async def _parked(self, call: _ParkedCall) -> bytes:
         self._num_parked += 1
@@ -135,7 +227,8 @@ class Collector:
         finally:
             if not call.ended.is_set():  # cancelled
                 self._num_parked -= 1
-                self._pool.pop(call.request_id, None)
+                if self._pool.get(call.request_id) is call:
+                    del self._pool[call.request_id]
                 call.ended.set()
         if isinstance(call.outcome, bytes):
             return call.outcome
@@ -161,7 +254,12 @@ class Collector:
         self._taken.add(request_id)
 
     def _place(self, call: _ParkedCall) -> None:
-        """Puts the call into the batch that an earlier map sent with it, or into the next one."""
+        """Answers the call if its answer is kept. Otherwise, puts it into the batch that was sent with its
+        request, or into the next one."""
+        owner = self._inputs.get(call.label)
+        if owner is not None and (answer := owner.answers.get(call.request_id)) is not None:
+            self._end(call, answer)
+            return
         batch = self._by_request.get(call.request_id)
         if batch is None:
             self._pool[call.request_id] = call
@@ -363,17 +461,34 @@ class Collector:
         for call in calls:
             batch.calls.pop(call.request_id, None)
             outcome = batch.outcomes.pop(call.request_id, None)
+            if isinstance(outcome, bytes):
+                self._keep_answer(call, outcome, was_charged=batch.was_read)
             if outcome is None:
                 outcome = batch.error or batch.state.missing
             if call.ended.is_set():  # cancelled
+                call.outcome = outcome
                 continue
             if isinstance(outcome, AgentflowError) and is_known:
                 # An earlier map has reported that failure.
                 self._place_again(call)
                 continue
-            call.outcome = outcome or EngineFailed("a batch ended without an outcome")
-            self._num_parked -= 1
-            call.ended.set()
+            self._end(call, outcome or EngineFailed("a batch ended without an outcome"))
+
+    def _end(self, call: _ParkedCall, outcome: Outcome) -> None:
+        call.outcome = outcome
+        call.line, call.files = b"", ()
+        self._num_parked -= 1
+        call.ended.set()
+
+    def _keep_answer(self, call: _ParkedCall, answer: bytes, *, was_charged: bool) -> None:
+        """Keeps the answer for the next attempt, also if the call was cancelled."""
+        owner = self._inputs.get(call.label)
+        if owner is None:
+            return
+        if was_charged:
+            owner.charged.add(call.request_id)
+        if self._notes.repeats:
+            owner.answers[call.request_id] = answer
 
     def _release(self, batch: _Batch) -> None:
         """The calls go into the next batch."""
@@ -407,6 +522,12 @@ class Collector:
                         await self._api.cancel(batch.record.batch)
                     except AgentflowError:
                         continue  # it has ended meanwhile, or the vendor cannot be reached
+
+
+def _ids(key: str) -> Iterator[str]:
+    """The ids of requests that are equal to the one with this key, in the order in which calls take them."""
+    identity = key.rpartition("-")[0]
+    return (f"{identity}-{number}" for number in itertools.count(1))
 
 
 def _following(request_id: str) -> Iterator[str]:

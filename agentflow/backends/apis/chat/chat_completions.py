@@ -13,16 +13,22 @@ from typing import Any, TypeAlias
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
-from agentflow.backends.apis.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext, MessageNode, images_of, prefix_key, shared_gate
+from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.conversation import (
+    ApiContext,
+    MessageNode,
+    images_of,
+    prefix_key,
+    shared_gate,
+)
+from agentflow.backends.apis.generation.prefix_gate import PrefixGate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.backends.apis.http.file_slots import slot_part, without_nonce
 from agentflow.backends.apis.http.transport import EventSink
-from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec

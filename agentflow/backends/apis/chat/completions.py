@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, Answer, TokenInfo
-from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.chat_completions import (
     ChoicePart,
@@ -18,7 +17,8 @@ from agentflow.backends.apis.chat.chat_completions import (
 )
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext
+from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.errors import NotSupported

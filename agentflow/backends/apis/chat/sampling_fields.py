@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from agentflow.backends.apis.api_format import Call
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour
+from agentflow.backends.apis.generation.api_format import Call
 from agentflow.errors import NotSupported
 
 KEPT_HERE: Final = ("stop", "stop_regex")

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.conversation import (
+from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.conversation import (
     IMAGE_TOKENS,
     ApiContext,
     MessageNode,

@@ -13,11 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from agentflow.backends.apis.answers.answer import Answer
-from agentflow.backends.apis.api_format import Call, Request
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.conversation import ApiContext, images_of, prefix_key, shared_gate
+from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.conversation import ApiContext, images_of, prefix_key, shared_gate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.file_slots import slot_url, without_nonce
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader, call_item

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from agentflow.backends.apis.addresses.asked_server import AskedServer
+from agentflow.backends.apis.addresses.environment_key import VENDORS, environment_key
 from agentflow.backends.apis.anthropic import Anthropic
-from agentflow.backends.apis.asked_server import AskedServer
-from agentflow.backends.apis.environment_key import VENDORS, environment_key
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import BadArgument
 

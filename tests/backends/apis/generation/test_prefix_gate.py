@@ -13,8 +13,8 @@ from support.apis import openai_answers, responses_answers
 from support.apis.fake_server import Answer, Hold, fake_server
 
 import agentflow as af
-from agentflow.backends.apis import prefix_gate
-from agentflow.backends.apis.prefix_gate import PrefixGate
+from agentflow.backends.apis.generation import prefix_gate
+from agentflow.backends.apis.generation.prefix_gate import PrefixGate
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 

@@ -8,7 +8,7 @@ import pytest
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, fake_server
 
 import agentflow as af
-from agentflow.backends.apis import addresses, environment_key
+from agentflow.backends.apis.addresses import api_address, environment_key
 
 pytestmark = pytest.mark.anyio
 KEY = "af-secret"
@@ -136,7 +136,7 @@ def test_the_key_of_a_vendor_does_not_go_to_a_host_of_its_name(monkeypatch: pyte
     def record(address: str, api_key: str | None = None, first: str | None = None) -> None:
         given[address] = api_key
 
-    monkeypatch.setattr(addresses, "api_backend", record)
+    monkeypatch.setattr(api_address, "api_backend", record)
     others = ["http://openai/v1", "openai:gpt-4.1-nano"]
     af.session("openai:gpt-4.1-mini", api_key="sk-2", fallback=others)
     assert given == {"http://openai/v1": None, "openai:gpt-4.1-nano": "sk-2"}

@@ -18,7 +18,7 @@ from agentflow.backends.apis.http.transport import open_http
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
-CERTIFICATE = Path(__file__).parents[2] / "support" / "localhost_for_tests.pem"
+CERTIFICATE = Path(__file__).parents[3] / "support" / "localhost_for_tests.pem"
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 

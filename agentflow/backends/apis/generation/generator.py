@@ -1,37 +1,31 @@
 """The ``Generator`` of the backends behind an API.
 
-A context is a list of messages (``conversation``). Each call sends it whole, in the format of the API, and
-streams the answer. A constraint that the API cannot enforce is refused, or with ``on_unsupported="retry"``
-checked: an answer that violates it is asked for again, with the reason.
+A context is a list of messages (``conversation``). Each call (``calls``) sends it whole, in the format of the
+API, and streams the answer. A constraint that the API cannot enforce is refused, or with
+``on_unsupported="retry"`` checked.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NoReturn
 
 import anyio
-import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.backends.apis import decisions
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
-from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of, requirement
-from agentflow.backends.apis.answers.visible_text import StopFilter
-from agentflow.backends.apis.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
-from agentflow.backends.apis.conversation import ApiContext, num_chars_of, prefix_key
 from agentflow.backends.apis.embeddings import ApiEmbedder
-from agentflow.backends.apis.hedging import Lane, Race
-from agentflow.backends.apis.http.transport import ApiTransport, EventSink
-from agentflow.backends.apis.prices import FREE, Billing
-from agentflow.backends.apis.speculation import (
+from agentflow.backends.apis.generation import decisions
+from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.calls import ApiCalls
+from agentflow.backends.apis.generation.conversation import ApiContext, num_chars_of, prefix_key
+from agentflow.backends.apis.generation.speculation import (
     Ahead,
     call_params,
     disagreement,
@@ -42,12 +36,10 @@ from agentflow.errors import (
     AgentflowError,
     BadArgument,
     EngineFailed,
-    InvalidValue,
     NotSupported,
     ProtocolError,
     RequestRefused,
     RunFailed,
-    ServerLost,
 )
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
@@ -70,82 +62,68 @@ from agentflow.runtime.task_group import first_of, open_task_group
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWERS = 3
-"""The answers that are asked for until one satisfies a constraint."""
 MAX_CHAT_TOP_LOGPROBS = 20
 MAX_UNSCORED = 10_000
 MIN_WARMED_TOKENS = 1024
 """The fewest new tokens of a prefix for which a request is sent ahead."""
-LONG_CONSTRAINT = 2_000
-"""Constraints with at least as many characters may take a tenth of a second to translate."""
 
 
 class ApiGenerator:
     """Generates with a model behind an API.
 
     Args:
-        transport: Sends the requests.
-        api: The format of the API.
+        calls: Makes the calls.
         capabilities: The model's capabilities. With ``on_unsupported="retry"``, its constraints have the
             kinds that are checked, too.
-        billing: The costs of the calls.
         tasks: Runs the calls that go on after their generations (``speculation``).
         on_unsupported: ``retry``: other constraints, and schemas that the API cannot enforce, are checked.
         decisions_api: Whether the API has OpenAI's endpoint for decisions; None: it may have one.
         speculates: Whether calls go on for later gens of their turn; None: where the API cannot continue a
             turn.
-        hedge_after_s: The seconds until a call whose answer has not begun is made a second time.
         embedder: Makes the embeddings; None: there are none.
     """
 
     max_questions: float = decisions.MAX_AT_ONCE
     """The most questions of one decide that are asked at the same time."""
+    takes_places = False
+    """Whether hints of a state's place in its program have an effect."""
 
     def __init__(
         self,
-        transport: ApiTransport,
-        api: ApiFormat,
+        calls: ApiCalls,
         capabilities: Capabilities,
         tasks: TaskGroup,
         *,
         on_unsupported: OnUnsupported = "error",
         speculates: bool | None = None,
-        hedge_after_s: float | None = None,
-        billing: Billing = FREE,
         decisions_api: bool | None = False,
         embedder: ApiEmbedder | None = None,
     ) -> None:
-        self._billing = billing
+        self._calls = calls
         self._embedder = embedder
         if embedder is not None:
             capabilities = msgspec.structs.replace(capabilities, embedding_models=(embedder.model,))
         self.capabilities = capabilities
-        self._transport = transport
-        self._api = api
         self._on_unsupported = on_unsupported
         self._decisions_api = decisions_api
         self._tasks = tasks
         self._speculates = not capabilities.continuation if speculates is None else speculates
-        self._hedge_after_s = hedge_after_s
-        self._num_hedged = 0
         self._num_failed_speculations = 0
-        self._total = Usage()
         self._unscored: set[int] = set()  # hashes of choices that are no single tokens
-        self._num_running = 0
 
     @property
     def endpoint(self) -> str:
         """The model and its server, for messages."""
-        return self._transport.endpoint
+        return self._calls.transport.endpoint
 
     @property
     def circuit(self) -> Circuit:
         """The circuit of the endpoint."""
-        return self._transport.circuit
+        return self._calls.transport.circuit
 
     def circuit_open(self) -> AgentflowError:
         """The error of a call that is not made, because the circuit is open."""
-        return self._transport.circuit_open()
+        return self._calls.transport.circuit_open()
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
         """An empty context."""
@@ -281,19 +259,20 @@ class ApiGenerator:
             messages = [Message("user", context.open_text)]
         key = prefix_key(context.program.encode(), context.cache_salt.encode())
         body = decisions.request_body(self.capabilities.model, messages, questions, key)
-        await self._billing.until_ready(len(body), 0)
-        with self._billing.charged(len(body), 0) as charged:  # the model writes nothing
+        await self._calls.billing.until_ready(len(body), 0)
+        with self._calls.billing.charged(len(body), 0) as charged:  # the model writes nothing
             try:
-                found = await self._transport.post(decisions.PATH, body)
-                probabilities, usage = decisions.read_answers(found, questions, self._transport.errors.server)
+                found = await self._calls.transport.post(decisions.PATH, body)
+                server = self._calls.transport.errors.server
+                probabilities, usage = decisions.read_answers(found, questions, server)
             except (ProtocolError, anyio.get_cancelled_exc_class()):  # the endpoint may have read the request
-                self._total += charged(Usage(len(body) // CHARS_PER_TOKEN))
+                self._calls.total += charged(Usage(len(body) // CHARS_PER_TOKEN))
                 raise
             except AgentflowError:
                 charged(Usage())
                 raise
             usage = charged(usage)
-        self._total += usage
+        self._calls.total += usage
         return Decided(probabilities, usage, "endpoint")
 
     async def _decided(self, context: ApiContext, question: Question) -> Decided:
@@ -338,11 +317,11 @@ class ApiGenerator:
     async def _first_token(self, context: ApiContext, most: int) -> Answer | None:
         """An answer of one token, with the ``most`` likeliest ones. None if the server reports none, or
         fewer."""
-        params = msgspec.structs.replace(self._greedy(), max_tokens=self._api.min_tokens, top_logprobs=most)
-        call = Call(params)
+        least = self._calls.api.min_tokens
+        call = Call(msgspec.structs.replace(self._greedy(), max_tokens=least, top_logprobs=most))
         try:
-            request = self._api.request(context, call)
-            return await self._streamed(context, request, call, lambda text: None, None, is_held=True)
+            request = self._calls.api.request(context, call)
+            return await self._calls.answer(context, request, call, lambda text: None, None, is_held=True)
         except (NotSupported, RequestRefused):
             return None
 
@@ -392,7 +371,7 @@ class ApiGenerator:
         if self._embedder is None:
             raise NotSupported(f"{self.capabilities.model} makes no embeddings here: give embed_model=")
         made = await self._embedder.embed(texts, options)
-        self._total += made.usage
+        self._calls.total += made.usage
         return made
 
     def watching(self) -> NoReturn:
@@ -405,7 +384,7 @@ class ApiGenerator:
 
     async def stats(self) -> Stats:
         """The counters of this session; those of the server are not known."""
-        total = self._total
+        total = self._calls.total
         return Stats(
             self.capabilities.model,
             steps=None,
@@ -420,7 +399,7 @@ class ApiGenerator:
             cached_slots=None,
             in_use_slots=None,
             total_slots=None,
-            running=self._num_running,
+            running=self._calls.num_running,
             waiting=None,
             peak_resident_bytes=None,
             restarts=None,
@@ -429,14 +408,14 @@ class ApiGenerator:
             saved_calls=total.saved_calls,
             saved_tokens=total.saved_tokens,
             failed_speculations=self._num_failed_speculations,
-            hedged_calls=self._num_hedged,
+            hedged_calls=self._calls.num_hedged,
         )
 
     def _greedy(self) -> GenParams:
         """The parameters of a select, before which the model does not reason if that can be avoided."""
         return GenParams(
             temperature=0.0 if self.capabilities.accepts("temperature") else None,
-            max_reasoning_tokens=0 if self._api.may_stop_reasoning else None,
+            max_reasoning_tokens=0 if self._calls.api.may_stop_reasoning else None,
         )
 
     # Warming
@@ -458,12 +437,12 @@ class ApiGenerator:
 
     async def _run_warming(self, asked: ApiContext) -> None:
         # Tools, and whether they may be called, are part of the prefix.
-        call = Call(GenParams(max_tokens=self._api.min_tokens), is_reply=bool(asked.tools))
+        call = Call(GenParams(max_tokens=self._calls.api.min_tokens), is_reply=bool(asked.tools))
         try:
-            request = self._api.request(asked, call)
-            if request.gate is None or not request.gate.of(self).is_needed:
+            request = self._calls.api.request(asked, call)
+            if request.gate is None or not request.gate.of(self._calls).is_needed:
                 return
-            answer = await self._streamed(asked, request, call, lambda text: None, None, is_held=True)
+            answer = await self._calls.answer(asked, request, call, lambda text: None, None, is_held=True)
             # Its output is none of the program's: limits of output tokens would be used up by a hint.
             request.gate.usage += msgspec.structs.replace(answer.usage, output_tokens=0, reasoning_tokens=0)
         except AgentflowError as error:  # the forks do without it, and their gens say why
@@ -498,7 +477,7 @@ class ApiGenerator:
             asked.parts = []
         asked.trace, context.trace = context.trace, ""
         call = Call(call_params("" if continues else turn, upcoming, params))
-        request = self._api.request(asked, call)
+        request = self._calls.api.request(asked, call)
         ahead = context.ahead = Ahead(turn if continues else "", params, self)
         context.is_ahead_inherited = False
         self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
@@ -506,7 +485,7 @@ class ApiGenerator:
     async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: Request, call: Call) -> None:
         with ahead.scope:
             try:
-                answer = await self._streamed(asked, request, call, ahead.extend, ahead.think)
+                answer = await self._calls.answer(asked, request, call, ahead.extend, ahead.think)
                 answer.deliver()
                 ahead.finish(answer)
             except AgentflowError as error:
@@ -572,7 +551,7 @@ class ApiGenerator:
         if not is_first:
             saved = self._estimated_prompt(context)
             usage += Usage(saved_calls=1, saved_tokens=saved)
-            self._total += Usage(saved_calls=1, saved_tokens=saved)
+            self._calls.total += Usage(saved_calls=1, saved_tokens=saved)
         answer.usage = usage
         generated = answer.deliver()
         context.answer(answer.text, (), answer.reasoning or None)
@@ -606,13 +585,13 @@ class ApiGenerator:
         context.open_answer()
         call = Call(params, constraint, is_reply)
         try:
-            request = await self._request(context, call)
+            request = await self._calls.request(context, call)
         except NotSupported:
             if constraint is None or self._on_unsupported != "retry":
                 raise
-            answer = await self._verified(context, call, constraint, on_text, on_reasoning)
+            answer = await self._calls.verified(context, call, constraint, on_text, on_reasoning)
         else:
-            answer = await self._streamed(context, request, call, on_text, on_reasoning)
+            answer = await self._calls.answer(context, request, call, on_text, on_reasoning)
         is_required = is_reply and bool(context.tools) and context.choice.mode == "required"
         if is_required and not answer.calls and answer.finish_reason != "length":
             raise RunFailed(
@@ -622,174 +601,3 @@ class ApiGenerator:
         generated = answer.deliver()
         context.answer(answer.text, answer.calls, answer.reasoning or None, answer.native)
         return generated
-
-    async def _request(self, context: ApiContext, call: Call) -> Request:
-        """The request for a call, made in a thread if its constraint takes long to translate."""
-        if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
-            return self._api.request(context, call)
-        return await anyio.to_thread.run_sync(self._api.request, context, call)
-
-    async def _streamed(
-        self,
-        context: ApiContext,
-        request: Request,
-        call: Call,
-        on_text: OnText,
-        on_reasoning: OnText | None,
-        *,
-        is_held: bool = False,
-    ) -> Answer:
-        """The answer to one request, which is delivered except for its end, unless it ``is_held``."""
-        params, unwrap = call.params, request.unwrap
-        written = params if unwrap is None else msgspec.structs.replace(params, stop=(), stop_regex=None)
-
-        def new_answer() -> Answer:
-            answer = Answer(
-                written,
-                on_text,
-                on_reasoning,
-                is_reply=call.is_reply,
-                is_held=is_held or unwrap is not None,
-            )
-            answer.on_begin = has_begun
-            return answer
-
-        headers = {"traceparent": context.trace} if context.trace else {}
-        context.trace = ""
-        gate = request.gate
-        async with nullcontext(_no_gate) if gate is None else gate.of(self).passed() as has_begun:
-
-            async def exchange(lane: Lane[Answer] | None) -> Answer:
-                return await self._exchange(context, request, call, headers, new_answer, lane)
-
-            if self._hedge_after_s is None:
-                answer = await exchange(None)
-            else:
-                race = Race(exchange, self._hedge_after_s)
-                try:
-                    answer = await race.result()
-                finally:
-                    self._num_hedged += race.is_hedged
-        self._total += answer.usage
-        if request.gate is not None:
-            answer.usage += request.gate.take_usage()
-        if unwrap is not None and not answer.calls:
-            stops = StopFilter(params.stop, params.stop_regex)
-            text = stops.push(unwrap(answer.text)) + stops.finish()
-            answer.replace_text(text)
-            if stops.is_stopped:
-                answer.finish_reason = "stop"
-        return answer
-
-    async def _exchange(
-        self,
-        context: ApiContext,
-        request: Request,
-        call: Call,
-        headers: Mapping[str, str],
-        new_answer: Callable[[], Answer],
-        lane: Lane[Answer] | None,
-    ) -> Answer:
-        """The answer to one request, with its cost. ``lane``: of two equal requests."""
-        answers: list[Answer] = []
-
-        def new_sink() -> EventSink:
-            answers.append(new_answer())
-            sink = self._api.sink(request, answers[-1])
-            return sink if lane is None else lane.sink(sink)
-
-        most = call.params.max_tokens or self.capabilities.default_max_tokens
-        await self._billing.until_ready(request.most_tokens, most)
-        with self._billing.charged(request.most_tokens, most) as charged:
-
-            def charge_left(*, is_lost: bool = False) -> None:
-                # The provider stops when the connection ends, and charges what it has read and written.
-                num_deltas = answers[-1].num_deltas if answers else 0
-                num_read = request.num_chars // CHARS_PER_TOKEN if answers else 0
-                self._total += charged(Usage(num_read, 0, num_deltas), is_lost=is_lost)
-
-            self._num_running += 1
-            try:
-                await self._send(request, new_sink, headers, context)
-            except AgentflowError as error:
-                if answers and (answers[-1].num_deltas or isinstance(error, RunFailed)):
-                    charge_left(is_lost=isinstance(error, ServerLost))
-                else:
-                    charged(Usage())  # refused, or lost before the answer began
-                raise
-            except BaseException:  # cancelled, or a fault
-                charge_left()
-                raise
-            finally:
-                self._num_running -= 1
-            answer = answers[-1]
-            if lane is not None and lane.is_lost:  # the cancellation has not come yet
-                charge_left()
-                return answer
-            usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
-            answer.usage = charged(usage)
-        return answer
-
-    async def _send(
-        self,
-        request: Request,
-        new_sink: Callable[[], EventSink],
-        headers: Mapping[str, str],
-        context: ApiContext,
-    ) -> None:
-        """Sends a request and reads its answer into a sink."""
-        await self._transport.stream(request.path, request.body, new_sink, headers, context.has_alternative)
-
-    async def _verified(
-        self,
-        context: ApiContext,
-        call: Call,
-        constraint: Constraint,
-        on_text: OnText,
-        on_reasoning: OnText | None,
-    ) -> Answer:
-        """An answer that satisfies the constraint: it is asked for again, with the fault, at most
-        ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
-        unconstrained = replace(call, constraint=None)
-        asked = context.forked()
-        usage, fault, text = Usage(), "", ""
-        for _ in range(MAX_ANSWERS):
-            request = self._api.request(asked, unconstrained)
-            answer = await self._streamed(asked, request, unconstrained, on_text, on_reasoning, is_held=True)
-            usage += answer.usage
-            answer.usage = usage
-            text = answer.text
-            if answer.calls or answer.finish_reason == "length":
-                return answer
-            found = fault_of(constraint, text)
-            if found is None:
-                return answer
-            fault = found
-            asked = _asked_again(context, text, constraint, fault)
-        error = InvalidValue(
-            f"{MAX_ANSWERS} answers of {self.capabilities.model} violate the {constraint.kind} constraint; "
-            f"the last one: {text!r:.200} ({fault})"
-        )
-        error.text = text
-        raise error
-
-
-def _no_gate() -> None:
-    """The answer to a request begins that no other one waits for."""
-
-
-def _asked_again(context: ApiContext, text: str, constraint: Constraint, fault: str) -> ApiContext:
-    """The conversation with a wrong answer and the request for another one. A plain text has no place for
-    the request: it is only continued again."""
-    asked = context.forked()
-    if context.is_plain:
-        return asked
-    asked.answer(text)
-    asked.end_role()
-    asked.begin_role("user")
-    asked.fill(
-        f"That answer is not valid: {fault}. {requirement(constraint)} Answer again, with nothing else."
-    )
-    asked.end_role()
-    asked.open_answer()
-    return asked

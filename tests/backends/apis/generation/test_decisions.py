@@ -16,7 +16,7 @@ from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_ser
 
 import agentflow as af
 from agentflow.backends.apis.answers.answer import TokenInfo
-from agentflow.backends.apis.decisions import LETTERS, letter_probabilities, request_body
+from agentflow.backends.apis.generation.decisions import LETTERS, letter_probabilities, request_body
 from agentflow.errors import BadArgument, NotSupported, ProtocolError, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.decisions import Question

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
-from agentflow.backends.apis.prefix_gate import PrefixGate
-from agentflow.backends.apis.speculation import Ahead
+from agentflow.backends.apis.generation.prefix_gate import PrefixGate
+from agentflow.backends.apis.generation.speculation import Ahead
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import (
     FREE_CHOICE,

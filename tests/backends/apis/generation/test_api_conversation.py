@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.conversation import ApiContext, chain
+from agentflow.backends.apis.generation.conversation import ApiContext, chain
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Conversation, Message
 

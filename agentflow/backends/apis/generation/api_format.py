@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.conversation import IMAGE_TOKENS, MAX_IMAGE_TOKENS, PICTURES_OF_VIDEO, ApiContext
+from agentflow.backends.apis.generation.conversation import (
+    IMAGE_TOKENS,
+    MAX_IMAGE_TOKENS,
+    PICTURES_OF_VIDEO,
+    ApiContext,
+)
+from agentflow.backends.apis.generation.prefix_gate import PrefixGate
 from agentflow.backends.apis.http.transport import EventSink
-from agentflow.backends.apis.prefix_gate import PrefixGate
 from agentflow.backends.apis.strict_schema import Unwrap
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.images import Image

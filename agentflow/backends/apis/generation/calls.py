@@ -1,0 +1,247 @@
+"""Makes the calls of an ``ApiGenerator``: sends a request, perhaps a second time, reads its answer, and
+charges it. A constraint that the API cannot enforce is checked: an answer that violates it is asked for
+again, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import anyio.to_thread
+import msgspec
+
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.verification import fault_of, requirement
+from agentflow.backends.apis.answers.visible_text import StopFilter
+from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.conversation import ApiContext
+from agentflow.backends.apis.generation.hedging import Lane, Race
+from agentflow.backends.apis.http.transport import ApiTransport, EventSink
+from agentflow.backends.apis.prices import FREE, Billing
+from agentflow.errors import AgentflowError, InvalidValue, RunFailed, ServerLost
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Capabilities, Usage
+from agentflow.runtime.generator import OnText
+
+MAX_ANSWERS = 3
+"""The answers that are asked for until one satisfies a constraint."""
+LONG_CONSTRAINT = 2_000
+"""Constraints with at least as many characters may take a tenth of a second to translate."""
+
+
+class ApiCalls:
+    """The calls of one model.
+
+    Args:
+        transport: Sends the requests.
+        api: The format of the API.
+        capabilities: The model's capabilities.
+        billing: The costs of the calls.
+        hedge_after_s: The seconds until a call whose answer has not begun is made a second time.
+
+    Attributes:
+        total: The usage of all calls.
+        num_running: The calls that run.
+        num_hedged: The calls that were made a second time.
+    """
+
+    def __init__(
+        self,
+        transport: ApiTransport,
+        api: ApiFormat,
+        capabilities: Capabilities,
+        *,
+        billing: Billing = FREE,
+        hedge_after_s: float | None = None,
+    ) -> None:
+        self.transport = transport
+        self.api = api
+        self.billing = billing
+        self._model = capabilities.model
+        self._default_max_tokens = capabilities.default_max_tokens
+        self._hedge_after_s = hedge_after_s
+        self.total = Usage()
+        self.num_running = 0
+        self.num_hedged = 0
+
+    async def request(self, context: ApiContext, call: Call) -> Request:
+        """The request for a call, made in a thread if its constraint takes long to translate."""
+        if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
+            return self.api.request(context, call)
+        return await anyio.to_thread.run_sync(self.api.request, context, call)
+
+    async def answer(
+        self,
+        context: ApiContext,
+        request: Request,
+        call: Call,
+        on_text: OnText,
+        on_reasoning: OnText | None,
+        *,
+        is_held: bool = False,
+    ) -> Answer:
+        """The answer to one request, which is delivered except for its end, unless it ``is_held``."""
+        params, unwrap = call.params, request.unwrap
+        written = params if unwrap is None else msgspec.structs.replace(params, stop=(), stop_regex=None)
+
+        def new_answer() -> Answer:
+            answer = Answer(
+                written,
+                on_text,
+                on_reasoning,
+                is_reply=call.is_reply,
+                is_held=is_held or unwrap is not None,
+            )
+            answer.on_begin = has_begun
+            return answer
+
+        headers = {"traceparent": context.trace} if context.trace else {}
+        context.trace = ""
+        gate = request.gate
+        async with nullcontext(_no_gate) if gate is None else gate.of(self).passed() as has_begun:
+
+            async def exchange(lane: Lane[Answer] | None) -> Answer:
+                return await self._exchange(context, request, call, headers, new_answer, lane)
+
+            if self._hedge_after_s is None:
+                answer = await exchange(None)
+            else:
+                race = Race(exchange, self._hedge_after_s)
+                try:
+                    answer = await race.result()
+                finally:
+                    self.num_hedged += race.is_hedged
+        self.total += answer.usage
+        if request.gate is not None:
+            answer.usage += request.gate.take_usage()
+        if unwrap is not None and not answer.calls:
+            stops = StopFilter(params.stop, params.stop_regex)
+            text = stops.push(unwrap(answer.text)) + stops.finish()
+            answer.replace_text(text)
+            if stops.is_stopped:
+                answer.finish_reason = "stop"
+        return answer
+
+    async def _exchange(
+        self,
+        context: ApiContext,
+        request: Request,
+        call: Call,
+        headers: Mapping[str, str],
+        new_answer: Callable[[], Answer],
+        lane: Lane[Answer] | None,
+    ) -> Answer:
+        """The answer to one request, with its cost. ``lane``: of two equal requests."""
+        answers: list[Answer] = []
+
+        def new_sink() -> EventSink:
+            answers.append(new_answer())
+            sink = self.api.sink(request, answers[-1])
+            return sink if lane is None else lane.sink(sink)
+
+        most = call.params.max_tokens or self._default_max_tokens
+        await self.billing.until_ready(request.most_tokens, most)
+        with self.billing.charged(request.most_tokens, most) as charged:
+
+            def charge_left(*, is_lost: bool = False) -> None:
+                # The provider stops when the connection ends, and charges what it has read and written.
+                num_deltas = answers[-1].num_deltas if answers else 0
+                num_read = request.num_chars // CHARS_PER_TOKEN if answers else 0
+                self.total += charged(Usage(num_read, 0, num_deltas), is_lost=is_lost)
+
+            self.num_running += 1
+            try:
+                is_new = await self.send(request, new_sink, headers, context)
+            except AgentflowError as error:
+                if answers and (answers[-1].num_deltas or isinstance(error, RunFailed)):
+                    charge_left(is_lost=isinstance(error, ServerLost))
+                else:
+                    charged(Usage())  # refused, or lost before the answer began
+                raise
+            except BaseException:  # cancelled, or a fault
+                charge_left()
+                raise
+            finally:
+                self.num_running -= 1
+            answer = answers[-1]
+            if lane is not None and lane.is_lost:  # the cancellation has not come yet
+                charge_left()
+                return answer
+            usage = msgspec.structs.replace(answer.usage, written_tokens=answer.written_tokens)
+            if not is_new:
+                usage = Usage(saved_calls=1, saved_tokens=usage.prompt_tokens)
+            answer.usage = charged(usage)
+        return answer
+
+    async def send(
+        self,
+        request: Request,
+        new_sink: Callable[[], EventSink],
+        headers: Mapping[str, str],
+        context: ApiContext,
+    ) -> bool:
+        """Sends a request and reads its answer into a sink. False if an earlier call was charged for it."""
+        await self.transport.stream(request.path, request.body, new_sink, headers, context.has_alternative)
+        return True
+
+    async def verified(
+        self,
+        context: ApiContext,
+        call: Call,
+        constraint: Constraint,
+        on_text: OnText,
+        on_reasoning: OnText | None,
+    ) -> Answer:
+        """An answer that satisfies the constraint: it is asked for again, with the fault, at most
+        ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
+        unconstrained = replace(call, constraint=None)
+        asked = context.forked()
+        usage, fault, text = Usage(), "", ""
+        requests: list[Request] = []
+        for _ in range(MAX_ANSWERS):
+            request = self.api.request(asked, unconstrained)
+            requests.append(request)
+            answer = await self.answer(asked, request, unconstrained, on_text, on_reasoning, is_held=True)
+            usage += answer.usage
+            answer.usage = usage
+            text = answer.text
+            if answer.calls or answer.finish_reason == "length":
+                return answer
+            found = fault_of(constraint, text)
+            if found is None:
+                return answer
+            fault = found
+            asked = _asked_again(context, text, constraint, fault)
+        await self.reject(context, requests)
+        error = InvalidValue(
+            f"{MAX_ANSWERS} answers of {self._model} violate the {constraint.kind} constraint; "
+            f"the last one: {text!r:.200} ({fault})"
+        )
+        error.text = text
+        raise error
+
+    async def reject(self, context: ApiContext, requests: Sequence[Request]) -> None:
+        """No answer to these requests satisfies their constraint. For generators that keep answers."""
+
+
+def _no_gate() -> None:
+    """The answer to a request begins that no other one waits for."""
+
+
+def _asked_again(context: ApiContext, text: str, constraint: Constraint, fault: str) -> ApiContext:
+    """The conversation with a wrong answer and the request for another one. A plain text has no place for
+    the request: it is only continued again."""
+    asked = context.forked()
+    if context.is_plain:
+        return asked
+    asked.answer(text)
+    asked.end_role()
+    asked.begin_role("user")
+    asked.fill(
+        f"That answer is not valid: {fault}. {requirement(constraint)} Answer again, with nothing else."
+    )
+    asked.end_role()
+    asked.open_answer()
+    return asked
