@@ -2,26 +2,30 @@
 
 httpx2's own pool examines all of its connections whenever a request begins or ends, which takes quadratic
 time for thousands of concurrent streams, and its parser is written in Python, which is slow for chunks of one
-token. This pool takes constant time for a request, and httptools parses the answers. It has no proxies:
-behind one, httpx2's pool is used.
+token. This pool takes constant time for a request, and httptools parses the answers. ``PooledClient`` makes
+the head of similar requests once. There are no proxies: behind one, httpx2's pool is used.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import select
 import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from socket import SocketType
+from typing import Any, NamedTuple
 
 import anyio
 import httptools
 import httpx2
 from anyio.abc import ByteStream, SocketAttribute
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 100 * 1024
 """The most bytes of a response's head, and of its framing between two parts of its body."""
@@ -53,17 +57,27 @@ class Connections(httpx2.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Sends a request, and returns when the head of its response has arrived."""
-        head = _request_head(request)
         is_whole = isinstance(request.stream, httpx2.ByteStream)
         body = await request.aread() if is_whole else _pieces(request)
-        url = request.url
-        origin = (url.scheme, url.raw_host.decode(), url.port or (443 if url.scheme == "https" else 80))
-        connection = await self._idle_connection(origin)
+        return await self.exchange(_head_of(request), b"", body, has_body=request.method != "HEAD")
+
+    async def exchange(
+        self, head: _Head, last_field: bytes, body: bytes | AsyncIterator[bytes], *, has_body: bool = True
+    ) -> httpx2.Response:
+        """Sends a request, and returns when the head of its response has arrived.
+
+        Args:
+            head: The head of the request.
+            last_field: One more field, as a line.
+            body: The body of the request.
+            has_body: Whether the response has one, unlike the answer to ``HEAD``.
+        """
+        connection = await self._idle_connection(head.origin)
         if connection is None:
-            connection = await self._connect(origin, request.extensions.get("timeout", {}).get("connect"))
+            connection = await self._connect(head.origin, head.connect_timeout_s)
         self._in_use.add(connection)
         try:
-            await connection.exchange(head, body, has_body=request.method != "HEAD")
+            await connection.exchange(b"%b%b\r\n" % (head.text, last_field), body, has_body=has_body)
         except BaseException:
             await self._release(connection)
             raise
@@ -129,6 +143,41 @@ class Connections(httpx2.AsyncBaseTransport):
         idle.append(connection)
         if idle[0].is_expired:
             await idle.popleft().close()
+
+
+class PooledClient(httpx2.AsyncClient):
+    """A client on ``Connections``.
+
+    Args:
+        connections: The pool.
+        options: As for httpx2's client.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(transport=connections, **options)
+        self._connections = connections
+        self._heads: dict[str, tuple[httpx2.Request, _Head]] = {}  # of ``post_whole``, by path
+
+    async def post_whole(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
+        """The response to a ``POST``, whose body is to be read from its ``stream``. The headers must be the
+        same for all requests to one path.
+
+        httpx2 merges the address and the headers of each request again, and looks for redirects, hooks, flows
+        of authentication and cookies, which takes longer than to send a request and to read a short answer.
+        """
+        known = self._heads.get(path)
+        if known is None:
+            request = self.build_request("POST", path, headers=headers)  # with the cookies
+            del request.headers["content-length"]
+            known = self._heads[path] = request, _head_of(request)
+        request, head = known
+        response = await self._connections.exchange(head, b"content-length: %d\r\n" % len(body), body)
+        logger.info("POST %s: status %d", request.url, response.status_code)  # as httpx2 does
+        if "set-cookie" in response.headers:
+            response.request = request
+            self.cookies.extract_cookies(response)
+            self._heads.clear()
+        return response
 
 
 class _Body(httpx2.AsyncByteStream):
@@ -343,9 +392,23 @@ async def _pieces(request: httpx2.Request) -> AsyncIterator[bytes]:
         yield b"0\r\n\r\n"
 
 
+class _Head(NamedTuple):
+    """The head of a request, except for the empty line at its end."""
+
+    origin: _Origin
+    text: bytes
+    connect_timeout_s: float | None
+
+
+def _head_of(request: httpx2.Request) -> _Head:
+    url = request.url
+    origin = (url.scheme, url.raw_host.decode(), url.port or (443 if url.scheme == "https" else 80))
+    return _Head(origin, _request_head(request), request.extensions.get("timeout", {}).get("connect"))
+
+
 def _request_head(request: httpx2.Request) -> bytes:
     raw = request.headers.raw
     fields = b"".join([b"%b: %b\r\n" % field for field in raw])
     if _FIELDS.fullmatch(fields) is None or fields.count(b"\n") != len(raw):
         raise httpx2.LocalProtocolError("a header of the request has characters that HTTP does not allow")
-    return b"%b %b HTTP/1.1\r\n%b\r\n" % (request.method.encode(), request.url.raw_path, fields)
+    return b"%b %b HTTP/1.1\r\n%b" % (request.method.encode(), request.url.raw_path, fields)

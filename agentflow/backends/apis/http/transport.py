@@ -22,7 +22,7 @@ import httpx2
 import msgspec
 
 from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fault, is_transient
-from agentflow.backends.apis.http.connections import Connections
+from agentflow.backends.apis.http.connections import Connections, PooledClient
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
 from agentflow.backends.apis.http.pacing import Pace
@@ -92,18 +92,25 @@ async def open_http(
     # The attempt has its own deadlines, which events extend; ``connect`` is shorter, to try again soon.
     timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
     is_direct = proxy is None and not {"http", "https", "all"} & getproxies().keys()
-    async with httpx2.AsyncClient(
-        base_url=base_url,
-        # Compressed events would wait in a buffer, and could be bombs.
-        headers={"accept-encoding": "identity", **headers},
-        timeout=timeout,
-        limits=httpx2.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-        ),
-        verify=True if ssl_context is None else ssl_context,
-        proxy=proxy,
-        transport=Connections(ssl_context, KEEPALIVE_S) if is_direct else None,
-    ) as client:
+    # Compressed events would wait in a buffer, and could be bombs.
+    options: dict[str, Any] = {
+        "base_url": base_url,
+        "headers": {"accept-encoding": "identity", **headers},
+        "timeout": timeout,
+    }
+    client = (
+        PooledClient(Connections(ssl_context, KEEPALIVE_S), **options)
+        if is_direct
+        else httpx2.AsyncClient(
+            **options,
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+            ),
+            verify=True if ssl_context is None else ssl_context,
+            proxy=proxy,
+        )
+    )
+    async with client:
         yield client
 
 
@@ -143,7 +150,6 @@ class ApiTransport:
         self.pace = Pace()
         self._starts = Starts()
         self.circuit = circuit or Circuit()
-        self._of_streams: dict[str, httpx2.Request] = {}  # by path, without a body
 
     @property
     def endpoint(self) -> str:
@@ -365,11 +371,11 @@ class ApiTransport:
         """Sends a request and reads the response. Raises the error of one that is not complete."""
         exchange.scope.deadline = anyio.current_time() + self._timeout_s
         with exchange.scope, _http_errors(self.errors):
-            request = self._request(method, path, body, headers)
-            response = await self._http.send(request, stream=True)
+            response = await self._response(method, path, body, headers)
             try:
                 exchange.begin(response)
-                async for chunk in response.aiter_raw():
+                assert isinstance(response.stream, httpx2.AsyncByteStream)
+                async for chunk in response.stream:
                     exchange.receive(chunk)
             finally:
                 await response.aclose()
@@ -378,26 +384,22 @@ class ApiTransport:
         if exchange.scope.cancelled_caught and not exchange.is_complete:
             raise self.errors.lost("no event arrived in time")
 
-    def _request(
+    async def _response(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> httpx2.Request:
-        """A request, whose slots are filled while it is sent. httpx2 would merge the address and the headers
-        of each stream again, which takes most of the time to make it."""
+    ) -> httpx2.Response:
+        """The response to a request, whose slots are filled while it is sent."""
+        http = self._http
         if body is not None and has_slots(body):
-            empty, stream = self._http.build_request(method, path, headers=headers), FilledBody(body)
+            empty, stream = http.build_request(method, path, headers=headers), FilledBody(body)
             empty.headers["content-length"] = str(stream.size)
-            return httpx2.Request(
+            request = httpx2.Request(
                 method, empty.url, headers=empty.headers, stream=stream, extensions=empty.extensions
             )
-        if headers is not _OF_STREAMS or self._http.cookies:
-            return self._http.build_request(method, path, content=body, headers=headers)
-        made = self._of_streams.get(path)
-        if made is None:
-            made = self._of_streams[path] = self._http.build_request(method, path, headers=headers)
-            del made.headers["content-length"]
-        return httpx2.Request(
-            method, made.url, headers=made.headers, content=body, extensions=made.extensions
-        )
+        elif body is not None and headers is _OF_STREAMS and isinstance(http, PooledClient):
+            return await http.post_whole(path, body, headers)
+        else:
+            request = http.build_request(method, path, content=body, headers=headers)
+        return await http.send(request, stream=True)
 
 
 class _Exchange:
