@@ -166,6 +166,8 @@ class Interpreter(Generic[ContextT]):
         self._graph = ProgramGraph(program=program, replica_of=self._replica_of)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
         self._tenant_graphs[self._graph] = None
+        # Generators without a scheduler have no use for places.
+        self._takes_places = any(getattr(one, "takes_places", True) for one in self._generators.values())
         self._reports_places = False  # in a later turn of the event loop
         self._ops = _OpExecution(
             self._find, self._embedders, self._variables, self._memory, self._start_child
@@ -401,7 +403,8 @@ class Interpreter(Generic[ContextT]):
             self._kick(state)
 
     def _report_places_later(self) -> None:
-        if self._graph.has_changes and not self._reports_places:
+        has_news = self._graph.has_changes if self._takes_places else not self._graph.is_settled
+        if has_news and not self._reports_places:
             self._reports_places = True
             self._tasks.start_soon(self._report_all_places)
 
@@ -534,7 +537,8 @@ class Interpreter(Generic[ContextT]):
     ) -> None:
         if self._states.waits_for_fork(child):
             child.begin(generator, context, reservation, num_chars)
-            self._hint_place(child, self._graph.place(child.id))
+            if self._takes_places:
+                self._hint_place(child, self._graph.place(child.id))
             self._kick(child)
         else:  # closed or cancelled before it began
             generator.free(context)

@@ -298,6 +298,11 @@ class ProgramGraph:
         """Whether ``take_places`` may have something to report."""
         return bool(self._changed) or not self._deduction.is_settled
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the places have taken all ops into account."""
+        return self._deduction.is_settled
+
     def place(self, number: int) -> Place | None:
         """The present place of a state."""
         self._deduction.settle(self._max_visits)
