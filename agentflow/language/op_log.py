@@ -38,7 +38,7 @@ class InFlight:
         self._num_done = 0
         self._last_ticket = 0
         self._marks: dict[int, int] = {}  # number of a variable, or minus a ticket → ops submitted up to it
-        self._changed = anyio.Event()
+        self._changed: anyio.Event | None = None  # while a task waits in ``change``
 
     @property
     def is_empty(self) -> bool:
@@ -79,11 +79,13 @@ class InFlight:
 
     def wake(self) -> None:
         """Wakes every task in ``change``."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     async def change(self) -> None:
         """Waits until something changes."""
+        self._changed = self._changed or anyio.Event()
         await self._changed.wait()
 
     def is_done(self, num_ops: int) -> bool:

@@ -250,11 +250,13 @@ class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the parameters that the program gives, without those that only report more."""
-        values = {name: getattr(self, name) for name in _CHANGING}
-        # 0 equals False, and is a value that the program gives.
-        return tuple(
-            [name for name, value in values.items() if value not in (None, ()) and value is not False]
-        )
+        found: list[str] = []
+        for name in _CHANGING:
+            value = getattr(self, name)
+            # 0 equals False, and is a value that the program gives.
+            if value is not None and value is not False and value != ():
+                found.append(name)
+        return tuple(found)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -324,7 +324,8 @@ class Interpreter(Generic[ContextT]):
                 f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
             )
         else:
-            reservation = Reservation(self._memory, OP_BYTES + (yield from sizing(op)))
+            num_bytes = 0 if self._memory.is_unlimited else OP_BYTES + (yield from sizing(op))
+            reservation = Reservation(self._memory, num_bytes)
         try:
             sources = tuple([self._variables[var_id] for var_id in references(op)])
         except KeyError as error:
@@ -456,11 +457,14 @@ class Interpreter(Generic[ContextT]):
             pending = state.current = state.pending.popleft()
             if state.error is None:
                 deadline = deadline_of(state.budgets)
-                with anyio.CancelScope(deadline=deadline) as state.scope:
+                if _is_instant(pending):
                     await self._attempt(state, pending, deadline)
-                if state.scope.cancelled_caught and state.error is None:
-                    self._fail(state, pending, deadline_exceeded())
-                state.scope = None
+                else:
+                    with anyio.CancelScope(deadline=deadline) as state.scope:
+                        await self._attempt(state, pending, deadline)
+                    if state.scope.cancelled_caught and state.error is None:
+                        self._fail(state, pending, deadline_exceeded())
+                    state.scope = None
             if state.error is not None:
                 # Skipping an op takes microseconds, so the clock is not checked after each.
                 skips = skips or Turn(SKIPS_PER_LOOK)
@@ -642,6 +646,16 @@ class Interpreter(Generic[ContextT]):
             self._kick(graph.root)
 
 
+def _is_instant(pending: PendingOp[ContextT]) -> bool:
+    """Whether the op never waits, so that nothing can be cancelled in it."""
+    return isinstance(pending.op, ops.Begin | ops.Await | ops.Seal | ops.Hint) or _is_known(pending)
+
+
+def _is_known(pending: PendingOp[ContextT]) -> bool:
+    """Whether the op appends text that needs no variable."""
+    return isinstance(pending.op, ops.Text) and not pending.sources
+
+
 def _upcoming(state: StateRecord[ContextT]) -> list[Upcoming]:
     """The text and the gens that wait in the state's stream up to the end of its turn, or up to a text that
     is not known yet."""
@@ -729,6 +743,12 @@ class _OpExecution(Generic[ContextT]):
         if isinstance(op, ops.Gen | ops.Select | ops.Decide) and op.trace:
             generator.hint(context, StateHint(trace=op.trace))
         match op:
+            case ops.Text() if _is_known(pending):
+                parts = [part for part in op.parts if isinstance(part, str)]
+                _check_length(sum(map(len, parts)))
+                text = "".join(parts)
+                state.reserve_text(text)
+                generator.fill(context, text)
             case ops.Text():
 
                 def fill(text: str) -> None:
@@ -939,10 +959,7 @@ class _OpExecution(Generic[ContextT]):
                     piece = await apply_in_turn(variable.content, part.transforms, self._searching)
                     reservation.add(sys.getsizeof(piece))
                 num_chars += len(piece)
-                if num_chars > MAX_OP_CHARS:
-                    raise PromptTooLong(
-                        f"with its variables, this text has more than {MAX_OP_CHARS:,} characters"
-                    )
+                _check_length(num_chars)
                 pieces.append(piece)
         except AgentflowError as error:
             drop_tracebacks(error)
@@ -953,6 +970,11 @@ class _OpExecution(Generic[ContextT]):
             raise
         del reservation
         append("".join(pieces))
+
+
+def _check_length(num_chars: int) -> None:
+    if num_chars > MAX_OP_CHARS:
+        raise PromptTooLong(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
 
 
 def _taken(pieces: list[str]) -> str:

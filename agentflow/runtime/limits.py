@@ -70,6 +70,11 @@ class MemoryBudget:
         self._free_bytes = free_bytes
         self._is_closed = False
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether no number of bytes exceeds a limit, so that nothing needs to be measured for it."""
+        return self._most_bytes == math.inf and self._within is None
+
     def reserve(self, num_bytes: int) -> None:
         """Adds the bytes, or raises ``Overloaded`` and adds none. 0 bytes never exceed a limit."""
         if not num_bytes:

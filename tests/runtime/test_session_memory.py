@@ -219,7 +219,7 @@ async def until_reached(interpreter: Interpreter[Any]) -> None:
 
 async def run(program: Callable[[], Ops], client: EngineClient) -> tuple[int, int]:
     """The bytes that Python has allocated, if they are traced, and those that are accounted for."""
-    memory = MemoryBudget()
+    memory = MemoryBudget(10**12)  # of an unlimited one, nothing is measured
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(EngineGenerator(client, TEMPLATE), group, memory)
         for op in program():
@@ -253,7 +253,7 @@ async def test_the_accounted_memory_is_near_the_allocated_memory(program):
 @pytest.mark.trio_in_full
 async def test_a_reused_number_gets_its_own_fork():
     """State 9 is to be forked from 1, is closed before, and is then a root, or forked from 2."""
-    memory = MemoryBudget()
+    memory = MemoryBudget(10**12)
     generator = ScriptedGenerator(answer)
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(generator, group, memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
@@ -34,7 +35,7 @@ class Call:
     constraint: Constraint | None = None
     is_reply: bool = False
 
-    @property
+    @cached_property
     def given(self) -> dict[str, Any]:
         """The parameters that the program gave and that change the text, by name."""
         return {name: getattr(self.params, name) for name in self.params.given}
