@@ -8,8 +8,8 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
-PlainActivation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "quick_gelu"]
+PlainActivation = Literal["silu", "gelu_tanh", "gelu", "relu", "quick_gelu"]
 """The activations of one value."""
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
 """In the order of ``native/activation.h``."""
@@ -22,6 +22,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

@@ -249,15 +249,29 @@ def _product(
     return out
 
 
+def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
+    assert hidden.is_contiguous()
+    _product(x, weight, hidden, hidden)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _norm(x, weight, bias, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, weight, None, eps)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    _team().af_rms_norm(
+    _team().af_norm(
         _is_bf16(x),
         rows.data_ptr(),
         rows.shape[0],
         rows.stride(0),
         weight.data_ptr(),
+        pointer(bias),
         rows.shape[1],
         eps,
         out.data_ptr(),
@@ -309,19 +323,22 @@ def ruled_attention(
 
 
 def segment_attention(q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
-    end = first + len(q)
-    begins, ends = torch_ops.segments_between(starts, first, end)
-    lens = ends - begins
-    table = begins[:, None] + np.arange(int(lens.max()))
-    batch = AttentionBatch(
-        table.astype(np.int32),
-        np.arange(len(begins)),
-        np.minimum(ends, end) - np.maximum(begins, first),
-        lens,
-        None,
-        both_ways=np.ones(len(begins), dtype=np.bool_),
+    num_rows, num_heads, head_dim = q.shape
+    q = _with_whole_rows(q)
+    kv = _with_whole_rows(kv)
+    starts = np.ascontiguousarray(starts, dtype=np.int64)
+    out = q.new_empty(num_rows, num_heads * head_dim)
+    _team().af_segment_attention(
+        *(_is_bf16(q), q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0)),
+        *(address(starts), len(starts) - 1, first, first + num_rows),
+        *(num_heads, head_dim, scale, out.data_ptr()),
     )
-    return attention(q, kv, batch, scale)
+    return out
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """Returns x, or a copy of it, in which each x[i] is contiguous."""
+    return x if x[:1].is_contiguous() else x.contiguous()
 
 
 def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:

@@ -262,7 +262,17 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Status,
         [c_int, c_void_p, *2 * [c_int64], POINTER(NativeChangedRows), *2 * [c_int64], c_void_p],
     ),
-    "af_rms_norm": (Status, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_void_p]),
+    "af_norm": (
+        Status,
+        [c_int, c_void_p, *2 * [c_int64], *2 * [c_void_p], c_int64, c_float, c_void_p],
+    ),
+    "af_segment_attention": (
+        Status,
+        [
+            *(c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+            *(*5 * [c_int64], c_float, c_void_p),
+        ],
+    ),
     "af_attention": (
         Status,
         [

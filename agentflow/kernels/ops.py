@@ -105,6 +105,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]: x Wᵀ + b, rounded, plus ``added`` [T, out]."""
 
+    def add_linear(self, hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
+        """Adds the rounded ``linear`` of x to ``hidden`` [T, out], which is contiguous."""
+
     def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
         """Returns the sum that low-rank changes add to the product of x with a weight of ``num_out`` outputs:
         [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded.
@@ -113,6 +116,10 @@ class Kernels(Protocol):
     def exact_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """Like ``linear``, but returns float32 with at least 16 significant bits. For logits: in bfloat16,
         close ones would tie."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * ``weight`` + ``bias`` over the last dimension, rounded
+        once (Ba et al. 2016, arXiv 1607.06450)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) over the last dimension, rounded, times ``weight``
@@ -190,7 +197,8 @@ class Kernels(Protocol):
         may be a part of the rows.
 
         Args:
-            q: [T, heads, head_dim]: the queries of the rows from ``first`` on.
+            q: [T, heads, head_dim]: the queries of the rows from ``first`` on. May be a strided view, as
+                ``kv``.
             kv: [rows, 2, heads, head_dim]: keys and values of all rows.
             starts: [S + 1]: the first row of each segment, ascending, and the number of rows.
             first: the row of the first query.

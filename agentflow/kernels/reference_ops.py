@@ -63,6 +63,17 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return product if weight.bias is None else product + weight.bias.float()
 
 
+def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
+    hidden += linear(x, weight)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    from_mean = wide - wide.mean(dim=-1, keepdim=True)
+    normed = from_mean / torch.sqrt(from_mean.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * weight.float() + bias.float()).to(x.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)

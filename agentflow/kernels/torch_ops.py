@@ -99,6 +99,14 @@ def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]])
     return added
 
 
+def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
+    hidden.add_(linear(x, weight))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=eps).mul_(weight)
 

@@ -25,6 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import open_generator
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.protocol.events import Usage
 from agentflow.protocol.images import image_file
 from agentflow.protocol.sampling import GenParams
@@ -88,6 +89,7 @@ def run(folder: Path, report: Report, only: str, num_threads: int) -> None:
 
     async def measure() -> None:
         async with open_generator(**options) as generator:
+            collect_garbage_rarely()  # as ``agentflow serve`` does: transformers has a million objects
             bench = _Bench(generator, 3 if report.scale == "full" else 2)
             if only in "second_question":
                 await bench.measure_second_question(report)

@@ -19,7 +19,6 @@ import numpy as np
 from PIL import Image
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.server.app import create_app
 from agentflow.server.models.models import one_model
 from benchmarks.report import Report, median_of
@@ -89,7 +88,6 @@ async def measure_sections(generator: EngineGenerator, report: Report) -> None:
     async def opened() -> AsyncIterator[EngineGenerator]:
         yield generator
 
-    collect_garbage_rarely()  # as ``agentflow serve`` does
     app, sections = create_app(one_model(opened)), Sections()
     found: dict[str, tuple[float, int]] = {}
     async with app.router.lifespan_context(app):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import (
     FOREIGN,
@@ -129,14 +129,22 @@ def test_rows_see_each_other_in_both_directions(
 @examples(60)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=5),
-    st.sampled_from([8, 72]),
+    st.sampled_from([8, 64, 72]),
+    st.booleans(),
     st.booleans(),
     st.integers(0, 99),
 )
+@example([1100, 3], 8, True, True, 1)  # more keys than are laid out together
 def test_segments_of_an_encoder(
-    kernels: Kernels, dtype: torch.dtype, lens: list[int], head_dim: int, is_part: bool, seed: int
+    kernels: Kernels,
+    dtype: torch.dtype,
+    lens: list[int],
+    head_dim: int,
+    is_part: bool,
+    is_view: bool,
+    seed: int,
 ) -> None:
-    """Each row sees its segment, and the queries may be a part of the rows."""
+    """Each row sees its segment. The queries may be a part of the rows, and all may be views."""
     if len(set(lens)) > 1 and seed % 3 == 0:
         lens = lens[:1] * len(lens)  # equal segments are computed together
     sizes = {"head_dim": head_dim, "num_heads": 2, "num_kv_heads": 2}
@@ -146,9 +154,12 @@ def test_segments_of_an_encoder(
     rng, num_rows = np.random.default_rng(seed), sum(lens)
     first = int(rng.integers(num_rows)) if is_part else 0
     end = int(rng.integers(first, num_rows)) + 1 if is_part else num_rows
-    kv = case.kv_layer[:num_rows].clone()
+    queries, kv = case.q[first:end].contiguous(), case.kv_layer[:num_rows].clone()
+    if is_view:
+        qkv = torch.cat((case.q[:, None], kv), dim=1)
+        queries, kv = qkv[first:end, 0], qkv[:, 1:]
     exact = exact_attention(case)
-    found = kernels.segment_attention(case.q[first:end].contiguous(), kv, starts, first, SCALE)
+    found = kernels.segment_attention(queries, kv, starts, first, SCALE)
     assert Exact(exact.out[first:end], exact.bound[first:end]).excess(found) <= 1
 
 

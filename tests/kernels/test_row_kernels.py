@@ -56,6 +56,22 @@ def test_rms_norm_of_heads_in_a_strided_view(kernels: Kernels, dtype: torch.dtyp
 
 @QUICK_KERNELS
 @DTYPES
+@given(ROWS, st.sampled_from([1, 16, 48, 75]), SEEDS)
+def test_layer_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, size: int, seed: int) -> None:
+    x, weight, bias = (
+        random(*shape, seed=seed, dtype=dtype) for shape in ((num_rows, size), (size,), (size,))
+    )
+    expected = reference_ops.layer_norm(x, weight, bias, 1e-5)
+    assert_close(kernels.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+    wide = x.double()
+    from_mean = wide - wide.mean(-1, keepdim=True)
+    scale = (from_mean.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact = from_mean / scale * weight.double() + bias.double()
+    torch.testing.assert_close(expected.double(), exact, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@QUICK_KERNELS
+@DTYPES
 @given(ROWS, SEEDS)
 def test_add_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int) -> None:
     x, residual = (random(num_rows, 48, seed=seed + i, dtype=dtype) for i in range(2))
@@ -320,6 +336,23 @@ def test_low_rank_changes_of_some_rows(
     expected = reference_ops.low_rank(x, 150, changes(reference_ops))
     torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
     assert not result[owners < 0].any()
+
+
+@QUICK_KERNELS
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "num_in"), [(7, 48), (16, 64), (33, 64), (150, 1024)])
+def test_products_are_added_in_place(
+    kernels: Kernels, dtype: torch.dtype, num_rows: int, num_in: int
+) -> None:
+    """Of rows in a larger tensor, with and without the width that the native products read directly."""
+    x, weight = random(num_rows + 2, num_in, seed=0, dtype=dtype), random(72, num_in, seed=1, dtype=dtype)
+    before, bias = random(num_rows + 2, 72, seed=2, dtype=dtype), random(72, seed=3, dtype=dtype)
+    expected, hidden = before.clone(), before.clone()
+    reference_ops.add_linear(expected[1:-1], x[1:-1], reference_ops.pack_linear(weight, bias))
+    kernels.add_linear(hidden[1:-1], x[1:-1], kernels.pack_linear(weight, bias))
+    tolerance = TOLERANCE[dtype] * num_in**0.5
+    torch.testing.assert_close(hidden, expected, rtol=4 * TOLERANCE[dtype], atol=8 * tolerance)
+    assert torch.equal(hidden[[0, -1]], before[[0, -1]])
 
 
 @QUICK_KERNELS

@@ -9,7 +9,7 @@
 namespace agentflow {
 
 // In the order of `inputs.ACTIVATIONS`.
-enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU, NUM_ACTIVATIONS };
+enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU, QUICK_GELU, NUM_ACTIVATIONS };
 
 ALWAYS_INLINE Vec sigmoid(Vec x) {
     return div(broadcast(1.0f), add(broadcast(1.0f), exp2(mul(x, broadcast(-LOG2_E)))));
@@ -33,13 +33,14 @@ ALWAYS_INLINE Vec activated(Activation activation, Vec x) {
     const Vec half = mul(x, broadcast(0.5f)), one = broadcast(1.0f);
     switch (activation) {
         case SILU: return rounded<S>(div(x, add(one, exp2(mul(x, broadcast(-LOG2_E))))));
-        case GELU_TANH: {
-            const Vec cube = mul(mul(x, x), x);
-            const Vec inner = mul(broadcast(0.7978845608f), fma(cube, broadcast(0.044715f), x));
-            return rounded<S>(mul(half, add(one, tanh(inner))));
+        case GELU_TANH: {  // x / 2 (1 + tanh y) is x / (1 + e^-2y)
+            constexpr float FACTOR = -2 * LOG2_E * 0.7978845608f;
+            const Vec power = mul(x, fma(mul(x, x), broadcast(FACTOR * 0.044715f), broadcast(FACTOR)));
+            return rounded<S>(div(x, add(one, exp2(power))));
         }
         case GELU: return rounded<S>(mul(half, add(one, erf(mul(x, broadcast(0.7071067812f))))));
         case RELU: return max(zero(), x);
+        case QUICK_GELU: return rounded<S>(mul(x, rounded<S>(sigmoid(rounded<S>(mul(x, broadcast(1.702f)))))));
         default: throw std::invalid_argument("there is no activation " + std::to_string(activation) + " of one value");
     }
 }

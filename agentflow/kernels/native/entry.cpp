@@ -3,11 +3,13 @@
 // library.
 
 #include <cstdio>
+#include <memory>
 #include <new>
 #include <stdexcept>
 
 #include "decoder.h"
 #include "gguf_blocks.h"
+#include "segments.h"
 
 using namespace agentflow;
 
@@ -58,13 +60,36 @@ int with_team(int is_bf16, const Body& body) {
     });
 }
 
-// Copies rows of any width to the form that products read: in the type of their rows, padded with zeros to a whole panel.
+// Rows x [num][width] in the form that products read: in the type of their rows, padded with zeros to a whole panel. They are
+// copied only if they are not in this form.
 template <class S>
-std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, int64_t stride) {
-    std::vector<RowOf<S>> rows((num_rows + MAX_TILE_ROWS) * stride);
-    for (int64_t t = 0; t < num_rows; t++) copy_row(x + t * width, width, rows.data() + t * stride);
-    return rows;
-}
+class ReadableRows {
+  public:
+    const int64_t stride;
+
+    ReadableRows(const S* x, int64_t num, int64_t width) : stride(round_up<int64_t>(width, PANEL)) {
+        if constexpr (std::is_same_v<S, RowOf<S>>) {
+            if (stride == width && num % ROWS_AT_ONCE == 0) {
+                rows_ = x;
+                return;
+            }
+        }
+        copy_.reset(new RowOf<S>[(num + MAX_TILE_ROWS) * stride]);
+        rows_ = copy_.get();
+        team().loop(num, 16, [&](int64_t first, int64_t end, int) {
+            for (int64_t t = first; t < end; t++) {
+                RowOf<S>* to = copy_.get() + t * stride;
+                copy_row(x + t * width, width, to);
+                std::fill(to + width, to + stride, RowOf<S>{});
+            }
+        });
+    }
+    const RowOf<S>* data() const { return rows_; }
+
+  private:
+    std::unique_ptr<RowOf<S>[]> copy_;
+    const RowOf<S>* rows_;
+};
 
 }  // namespace
 
@@ -120,9 +145,9 @@ EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight*
                      const void* added, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
-        const int64_t stride = round_up<int64_t>(weight->num_in, PANEL);
         const Timed timed(HEAD);
-        const auto rows = padded_rows(static_cast<const S*>(x), num_rows, weight->num_in, stride);
+        const ReadableRows<S> rows(static_cast<const S*>(x), num_rows, weight->num_in);
+        const int64_t stride = rows.stride;
         const S* change = static_cast<const S*>(added);
         if (gated) {
             gated_linear<S>(rows.data(), stride, num_rows, *weight, Activation(activation), static_cast<S*>(out), weight->num_out / 2,
@@ -140,20 +165,22 @@ EXPORT int af_low_rank(int is_bf16, const void* x, int64_t num_rows, int64_t num
                        int64_t num_changes, int64_t num_out, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
-        const int64_t stride = round_up<int64_t>(num_in, PANEL);
-        const auto rows = padded_rows(static_cast<const S*>(x), num_rows, num_in, stride);
+        const ReadableRows<S> rows(static_cast<const S*>(x), num_rows, num_in);
         LowRankMemory<S> memory;
-        const S* added = low_rank<S>(rows.data(), stride, num_rows, num_out, {changes, changes + num_changes}, memory);
+        const S* added = low_rank<S>(rows.data(), rows.stride, num_rows, num_out, {changes, changes + num_changes}, memory);
         std::copy_n(added, num_rows * num_out, static_cast<S*>(out));
     });
 }
 
-EXPORT int af_rms_norm(int is_bf16, const void* x, int64_t num_rows, int64_t stride, const void* weight, int64_t size,
-                        float eps, void* out) {
+// `bias`: of a layer norm; null: an RMS norm.
+EXPORT int af_norm(int is_bf16, const void* x, int64_t num_rows, int64_t stride, const void* weight, const void* bias, int64_t size,
+                   float eps, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
-        const Norm norm{weight, nullptr, size, eps, 0};
-        for (int64_t t = 0; t < num_rows; t++) normalize(static_cast<const S*>(x) + t * stride, norm, static_cast<S*>(out) + t * size);
+        const Norm norm{weight, bias, size, eps, 0};
+        team().loop(num_rows, 16, [&](int64_t first, int64_t end, int) {
+            for (int64_t t = first; t < end; t++) normalize(static_cast<const S*>(x) + t * stride, norm, static_cast<S*>(out) + t * size);
+        });
     });
 }
 
@@ -173,6 +200,17 @@ EXPORT int af_attention(int is_bf16, const void* q, int64_t q_stride, const void
         for (int64_t t = 0; t < plan.num_rows(); t++) {
             copy_row(rows.data() + t * width, width, static_cast<S*>(out) + t * width);
         }
+    });
+}
+
+// As ops.Kernels.segment_attention. `starts`: [num_segments + 1]. The rows of q and kv may be parts of wider rows.
+EXPORT int af_segment_attention(int is_bf16, const void* q, int64_t q_stride, const void* kv, int64_t kv_stride, const int64_t* starts,
+                                int64_t num_segments, int64_t first, int64_t end, int64_t num_heads, int64_t head_dim, float scale,
+                                void* out) {
+    return with_team(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        const SegmentRows<S> rows{static_cast<const S*>(q), q_stride, static_cast<S*>(out), first, end, num_heads, scale};
+        attend_segments<S>(rows, {static_cast<const S*>(kv), num_heads, head_dim, kv_stride}, starts, num_segments);
     });
 }
 

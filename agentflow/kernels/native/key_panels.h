@@ -7,13 +7,13 @@
 
 namespace agentflow {
 
-// One layer of the KV pool: [slots, 2, num_kv_heads, head_dim], keys at 0, values at 1.
+// One layer of the KV pool, or other rows with keys and values: [slots, 2, num_kv_heads, head_dim], keys at 0, values at 1.
 template <class S>
 struct KvLayer {
     const S* data;
     int64_t num_kv_heads, head_dim;
-    int64_t slot_size() const { return 2 * num_kv_heads * head_dim; }
-    const S* key(int32_t slot, int64_t head) const { return data + slot * slot_size() + head * head_dim; }
+    int64_t slot_stride = 2 * num_kv_heads * head_dim;  // values between the starts of two slots
+    const S* key(int32_t slot, int64_t head) const { return data + slot * slot_stride + head * head_dim; }
     const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
 };
 
@@ -74,14 +74,14 @@ ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
     }
 }
 
-// Lays out values `begin` to `num`, `begin` being even, with dimensions as columns: panels [ceil(head_dim / 32)][KEY_BLOCK][32].
+// Lays out values `begin` to `num`, `begin` being even, with dimensions as columns: panels [ceil(head_dim / 32)][most_keys][32].
 template <class S>
-void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, int64_t head, S* panels) {
+void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, int64_t head, S* panels, int64_t most_keys = KEY_BLOCK) {
     constexpr int PAIR = Format<S>::PAIR;
     const int64_t depth = padded_depth<S>(num);
     for (int64_t first = 0; first < kv.head_dim; first += PANEL) {
         const int width = int(std::min<int64_t>(PANEL, kv.head_dim - first));
-        S* panel = panels + (first / PANEL * KEY_BLOCK + begin) * PANEL;
+        S* panel = panels + (first / PANEL * most_keys + begin) * PANEL;
         for (int64_t key = begin; key < depth; key += PAIR, panel += PANEL * PAIR) {
             if (key >= num) {
                 std::memset(panel, 0, PANEL * PAIR * sizeof(S));

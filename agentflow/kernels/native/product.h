@@ -69,8 +69,10 @@ constexpr int TILE_VECS = 1;
 #if defined(AGENTFLOW_TILES)
 constexpr int MAX_TILE_ROWS = 2 * TILE_SIDE;
 constexpr int MIN_ROWS_FOR_TILES = 4;
+constexpr int ROWS_AT_ONCE = TILE_SIDE;  // a product of a multiple of this many rows reads no others
 #else
 constexpr int MAX_TILE_ROWS = MAX_VECTOR_ROWS;
+constexpr int ROWS_AT_ONCE = 1;
 #endif
 
 template <class S>

@@ -204,10 +204,10 @@ ALWAYS_INLINE Vec lanes_where(Vec a, uint32_t bits, float other) {
 ALWAYS_INLINE __m256 widen_half(__m128i bits) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-ALWAYS_INLINE Vec load(const bf16* p) {
-    const __m128i* bits = reinterpret_cast<const __m128i*>(p);
-    return {widen_half(_mm_loadu_si128(bits)), widen_half(_mm_loadu_si128(bits + 1))};
+ALWAYS_INLINE Vec widen(__m256i bits) {
+    return {widen_half(_mm256_castsi256_si128(bits)), widen_half(_mm256_extracti128_si256(bits, 1))};
 }
+ALWAYS_INLINE Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 ALWAYS_INLINE __m256i rounded_half(__m256 a) {
     const __m256i bits = _mm256_castps_si256(a);
@@ -313,11 +313,7 @@ ALWAYS_INLINE Vec rounded(Vec a);
 template <>
 ALWAYS_INLINE Vec rounded<float>(Vec a) { return a; }
 template <>
-ALWAYS_INLINE Vec rounded<bf16>(Vec a) {
-    bf16 held[LANES];
-    store(held, a);
-    return load(held);
-}
+ALWAYS_INLINE Vec rounded<bf16>(Vec a) { return widen(narrow(a)); }
 
 // Loads n values, with zeros in the remaining lanes; stores the first n lanes.
 template <class S>

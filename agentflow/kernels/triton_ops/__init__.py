@@ -27,6 +27,7 @@ from agentflow.kernels.inputs import (
     LinearWeight,
 )
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
+from agentflow.kernels.torch_ops import layer_norm as layer_norm
 from agentflow.kernels.torch_ops import low_rank as low_rank
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
@@ -78,6 +79,10 @@ def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tens
     if is_one_row(x, weight):
         return multiply_row(x, weight, x.dtype, added)
     return torch_ops.linear(x, weight, added)
+
+
+def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
+    hidden.add_(linear(x, weight))
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +225,47 @@ def test_slices_give_what_the_whole_gives(case: Case, cuts: list[int], slice_flo
     (reading,) = case.prompt([(130, 70)]).readings
     sliced = features(case, reading.medium, cuts, slice_flops)
     assert torch.equal(sliced, case.whole(reading.medium, slice_flops))
+    undivided = case.whole(reading.medium, 1e12)
+    torch.testing.assert_close(sliced, undivided, rtol=1e-4, atol=1e-4 * float(undivided.abs().max()))
     assert case.runner.feature_bytes(reading.medium) == sliced.nbytes
+
+
+def test_no_slice_has_the_products_of_several(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedding patches and making tokens are divided, too: a step of the engine waits for a slice."""
+    media = case.runner.media
+    assert media is not None
+    slice_flops = 2e6 if case.name.startswith("qwen") else 3e5  # at least a line of patches
+    monkeypatch.setattr(media, "slice_flops", slice_flops)
+    kernels: Any = media.tower.encoder._kernels
+    done, is_inside = 0.0, False
+
+    def counting(product: Callable[..., Any], weight_at: int) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal done, is_inside
+            if is_inside:  # some products are made of others
+                return product(*arguments, **options)
+            num_outputs, num_inputs = arguments[weight_at].shape
+            done += 2 * len(arguments[weight_at - 1]) * num_outputs * num_inputs
+            is_inside = True
+            try:
+                return product(*arguments, **options)
+            finally:
+                is_inside = False
+
+        return counted
+
+    for name, weight_at in [("linear", 1), ("add_linear", 2), ("activated_linear", 1), ("gated_linear", 1)]:
+        monkeypatch.setattr(kernels, name, counting(getattr(kernels, name), weight_at))
+    (reading,) = case.prompt([(230, 170)]).readings
+    encoding = case.runner.encode_medium(reading.medium)
+    work = []
+    while encoding.num_slices:
+        before = done
+        encoding.run(1)
+        work.append(done - before)
+    case.runner.drop_medium(reading.medium.identity)
+    assert max(work) <= 1.6 * slice_flops
+    assert sum(work) <= len(work) * encoding.flops_per_slice
 
 
 def test_memory_counts_the_tower(case: Case) -> None:

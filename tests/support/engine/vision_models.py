@@ -345,9 +345,10 @@ VISION_MODELS = {
     "llava_layers": VisionModel(
         "llava",
         _LLAVA
-        | {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": _SIGLIP_TOWER}
+        | {"text_config": TEXT | {"model_type": "qwen2"}}
+        | {"vision_config": _SIGLIP_TOWER | {"image_size": 60}}  # patches leave a rest, as in 384 / 14
         | {"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
-        _SQUARE,
+        _CLIP | {"size": {"shortest_edge": 60}, "crop_size": {"height": 60, "width": 60}},
         read_llava,
     ),
     "llava_next": VisionModel(

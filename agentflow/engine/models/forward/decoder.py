@@ -63,7 +63,7 @@ def _tree_lens(trees: object) -> list[int]:
 def apply_norm(x: Tensor, norm: Norm, kernels: Kernels) -> Tensor:
     """Returns the norm of rows."""
     if norm.bias is not None:
-        return torch.nn.functional.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        return kernels.layer_norm(x, norm.weight, norm.bias, norm.eps)
     if not norm.is_less_one:
         return kernels.rms_norm(x, norm.weight, norm.eps)
     wide = x.float()

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from agentflow.engine.models.forward.decoder import apply_norm
-from agentflow.kernels.activations import PlainActivation, activated
+from agentflow.kernels.activations import PlainActivation
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import IntArray, LinearWeight
 from agentflow.kernels.ops import Kernels
-
-Activation = PlainActivation | Literal["quick_gelu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +28,7 @@ class EncoderShape:
     intermediate_size: int
     num_layers: int  # those that are computed
     num_heads: int
-    activation: Activation
+    activation: PlainActivation
     is_gated: bool = False  # the MLP has a gate
     windowed: frozenset[int] = frozenset()  # the layers that attend to windows only
 
@@ -55,7 +51,7 @@ class EncoderLayer:
     qkv: LinearWeight
     output: LinearWeight
     mlp_norm: Norm
-    up: LinearWeight  # with a gate: both halves
+    up: LinearWeight  # with a gate: packed for ``gated_linear``
     down: LinearWeight
 
     @property
@@ -76,8 +72,7 @@ class Rows:
     starts: IntArray
     windows: IntArray | None = None
     angles: tuple[Tensor, Tensor] | None = None
-    queries: Tensor = field(init=False)  # of one layer: [rows, heads, head_dim]
-    kv: Tensor = field(init=False)  # keys and values of one layer: [rows, 2, heads, head_dim]
+    qkv: Tensor = field(init=False)  # queries, keys and values of one layer: [rows, 3, heads, head_dim]
 
 
 class Encoder:
@@ -101,39 +96,32 @@ class Encoder:
     def begin_layer(self, index: int, rows: Rows, first: int, end: int) -> None:
         """The first half of a layer, for the rows from ``first`` up to ``end``."""
         layer, shape, hidden = self._layers[index], self.shape, rows.hidden
-        if index == 0 and first == 0:
-            rows.queries = hidden.new_empty(len(hidden), shape.num_heads, shape.head_dim)
-            rows.kv = hidden.new_empty(len(hidden), 2, shape.num_heads, shape.head_dim)
         normed = apply_norm(hidden[first:end], layer.input_norm, self._kernels)
         qkv = self._kernels.linear(normed, layer.qkv).view(-1, 3, shape.num_heads, shape.head_dim)
         if rows.angles is not None:
             cos, sin = (part[first:end].unsqueeze(1) for part in rows.angles)
             turned = qkv[:, :2]
             turned.copy_(turned * cos + turned.roll(shape.head_dim // 2, -1) * sin)
-        rows.queries[first:end].copy_(qkv[:, 0])
-        rows.kv[first:end].copy_(qkv[:, 1:])
+        if end - first == len(hidden):
+            rows.qkv = qkv
+            return
+        if index == 0 and first == 0:
+            rows.qkv = qkv.new_empty(len(hidden), *qkv.shape[1:])
+        rows.qkv[first:end].copy_(qkv)
 
     def end_layer(self, index: int, rows: Rows, first: int, end: int) -> None:
         """The second half of a layer, for the rows from ``first`` up to ``end``."""
         layer, hidden = self._layers[index], rows.hidden[first:end]
         is_windowed = index in self.shape.windowed and rows.windows is not None
         starts = rows.windows if is_windowed and rows.windows is not None else rows.starts
-        queries, scale = rows.queries[first:end], self.shape.head_dim**-0.5
-        attended = self._kernels.segment_attention(queries, rows.kv, starts, first, scale)
-        hidden = self._kernels.linear(attended, layer.output, hidden)
+        queries, kv, scale = rows.qkv[first:end, 0], rows.qkv[:, 1:], self.shape.head_dim**-0.5
+        attended = self._kernels.segment_attention(queries, kv, starts, first, scale)
+        self._kernels.add_linear(hidden, attended, layer.output)
         normed = apply_norm(hidden, layer.mlp_norm, self._kernels)
-        inner = self._inner(normed, layer.up)
-        rows.hidden[first:end].copy_(self._kernels.linear(inner, layer.down, hidden))
+        self._kernels.add_linear(hidden, self._inner(normed, layer.up), layer.down)
 
     def _inner(self, normed: Tensor, up: LinearWeight) -> Tensor:
         activation, kernels = self.shape.activation, self._kernels
         if self.shape.is_gated:
-            gate, values = kernels.linear(normed, up).chunk(2, dim=-1)
-            return _activated(gate, activation) * values
-        if activation == "quick_gelu":
-            return _activated(kernels.linear(normed, up), activation)
+            return kernels.gated_linear(normed, up, None, activation)
         return kernels.activated_linear(normed, up, activation)
-
-
-def _activated(x: Tensor, activation: Activation) -> Tensor:
-    return x * torch.sigmoid(1.702 * x) if activation == "quick_gelu" else activated(x, activation)

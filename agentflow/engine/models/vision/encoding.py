@@ -1,32 +1,19 @@
 """Encodes a medium in slices of about equal work, so that other requests wait only for a slice.
 
-A slice is half of a layer for some of a part's rows. The division depends on the medium alone, so features do
-not depend on how many slices run together.
+A slice is half of a layer for some of a part's rows, or a part of what comes before and after the layers. The
+division depends on the medium alone, so features do not depend on how many slices run together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.vision.encoder import Rows
+from agentflow.engine.models.vision.pieces import Pieces, even_parts
 from agentflow.engine.models.vision.tower import Arrays, Features, Part, Tower
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """``half`` of a layer of a part: 0 or 1, for the rows from ``first`` up to ``end``."""
-
-    part: int
-    layer: int
-    half: int
-    first: int
-    end: int
-    flops: float
 
 
 class TowerEncoding:
@@ -47,20 +34,17 @@ class TowerEncoding:
     ) -> None:
         self._tower = tower
         self._arrays = arrays
-        self._done = done
-        shape = tower.encoder.shape
-        first, second = shape.flops(1, 1024)
-        self._parts = tower.parts(arrays, most_rows=int(slice_flops // (first + second)))
-        self._slices = list(_slices_of(tower, self._parts, arrays, slice_flops))
-        self._flops = sum(one.flops for one in self._slices) / len(self._slices)
-        self._next = 0
-        self._rows: Rows | None = None
-        self._kept: list[Tensor] = []
-        self._made: list[list[Tensor]] = []
+        self._slice_flops = slice_flops
+        first, second = tower.encoder.shape.flops(1, 1024)
+        parts = tower.parts(arrays, most_rows=int(slice_flops // (first + second)))
+        slices = [one for part in parts for one in self._slices(part)]
+        self._num_slices = sum(count for _, count in slices)
+        self._flops = sum(flops for flops, _ in slices) / self._num_slices
+        self._pieces = self._encode(parts, done)
 
     @property
     def num_slices(self) -> int:
-        return len(self._slices) - self._next
+        return self._num_slices
 
     @property
     def flops_per_slice(self) -> float:
@@ -69,36 +53,51 @@ class TowerEncoding:
     @torch.inference_mode()
     def run(self, count: int) -> None:
         """Computes the next ``count`` slices."""
-        for one in self._slices[self._next : self._next + count]:
-            self._run(one)
-            self._next += 1
+        for _ in range(min(count, self._num_slices)):
+            next(self._pieces)
+            self._num_slices -= 1
+        if not self._num_slices:
+            for _ in self._pieces:  # puts the parts together
+                raise AssertionError("an encoding has more slices than were counted")
 
-    def _run(self, one: _Slice) -> None:
-        tower, part = self._tower, self._parts[one.part]
-        if self._rows is None:
-            self._rows = tower.embed(self._arrays, part)
-        rows = self._rows
-        compute = tower.encoder.end_layer if one.half else tower.encoder.begin_layer
-        compute(one.layer, rows, one.first, one.end)
-        if not one.half or one.end < part.num_rows:
-            return
-        if one.layer in tower.kept_layers:
-            self._kept.append(rows.hidden.clone())
-        if one.layer + 1 == tower.encoder.shape.num_layers:
-            self._made.append(tower.finish(self._arrays, rows, self._kept))
-            self._rows, self._kept = None, []
-            if len(self._made) == len(self._parts):
-                self._done(tower.join(self._arrays, self._made))
-                self._made = []
+    def _slices(self, part: Part) -> Iterator[tuple[float, int]]:
+        """Yields the operations of each thing that ``_encode_part`` does, and its slices."""
+        tower = self._tower
+        for flops in (tower.embed_flops(part), tower.finish_flops(part)):
+            yield flops, self._count(flops)
+        for halves in self._layers(part):
+            for flops in halves:
+                yield flops, self._count(flops, part.num_rows)
 
+    def _layers(self, part: Part) -> list[tuple[float, float]]:
+        """Returns the operations of the halves of each layer."""
+        shape = self._tower.encoder.shape
+        halves = [
+            shape.flops(part.num_rows, self._tower.num_seen(part, self._arrays, is_windowed=is_windowed))
+            for is_windowed in ((False, True) if shape.windowed else (False,))
+        ]
+        return [halves[layer in shape.windowed] for layer in range(shape.num_layers)]
 
-def _slices_of(tower: Tower, parts: list[Part], arrays: Arrays, slice_flops: float) -> Iterator[_Slice]:
-    shape = tower.encoder.shape
-    for number, part in enumerate(parts):
-        for layer in range(shape.num_layers):
-            seen = tower.num_seen(part, arrays, is_windowed=layer in shape.windowed)
-            for half, flops in enumerate(shape.flops(part.num_rows, seen)):
-                count = min(part.num_rows, max(1, round(flops / slice_flops)))
-                bounds = [part.num_rows * i // count for i in range(count + 1)]
-                for first, end in pairwise(bounds):
-                    yield _Slice(number, layer, half, first, end, flops / count)
+    def _count(self, flops: float, most: float = math.inf) -> int:
+        """Returns into how many slices these operations are divided."""
+        return int(min(most, max(1, round(flops / self._slice_flops))))
+
+    def _encode(self, parts: list[Part], done: Callable[[Features], None]) -> Pieces[None]:
+        made = []
+        for part in parts:
+            made.append((yield from self._encode_part(part)))
+        done(self._tower.join(self._arrays, made))
+
+    def _encode_part(self, part: Part) -> Pieces[list[Tensor]]:
+        tower, arrays = self._tower, self._arrays
+        kept: list[Tensor] = []
+        rows = yield from tower.embed(arrays, part, self._count(tower.embed_flops(part)))
+        for layer, halves in enumerate(self._layers(part)):
+            computes = tower.encoder.begin_layer, tower.encoder.end_layer
+            for compute, flops in zip(computes, halves, strict=True):
+                for first, end in even_parts(part.num_rows, self._count(flops, part.num_rows)):
+                    compute(layer, rows, first, end)
+                    yield
+            if layer in tower.kept_layers:
+                kept.append(rows.hidden.clone())
+        return (yield from tower.finish(arrays, rows, kept, self._count(tower.finish_flops(part))))

@@ -15,8 +15,9 @@ from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
+from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
-from agentflow.engine.models.vision.tower import Arrays
+from agentflow.engine.models.vision.tower import Arrays, Part, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
@@ -48,14 +49,20 @@ class Gemma3Tower(TileTower):
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._projection.nbytes
 
-    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
+    def finish_flops(self, part: Part) -> float:
+        return product_flops(part.num_rows // self._pool**2, self._projection)
+
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
         patches = self._tiles.patches_in(rows.hidden)
         grid = self._tiles.shape.grid
         squares = patches.transpose(1, 2).reshape(len(patches), -1, grid, grid)
         means = torch.nn.functional.avg_pool2d(squares, self._pool, self._pool)
         tokens = means.flatten(2).transpose(1, 2).flatten(0, 1)
-        normed = apply_norm(tokens, self._norm, self._tiles.kernels)
-        return [self._tiles.kernels.linear(normed, self._projection)]
+        return [(yield from by_rows(self._project, tokens, count))]
+
+    def _project(self, tokens: Tensor) -> Tensor:
+        kernels = self._tiles.kernels
+        return kernels.linear(apply_norm(tokens, self._norm, kernels), self._projection)
 
 
 def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Gemma3Tower:

@@ -12,8 +12,9 @@ from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
+from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
-from agentflow.engine.models.vision.tower import Arrays
+from agentflow.engine.models.vision.tower import Arrays, Part, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.kernels.inputs import LinearWeight
 
@@ -39,12 +40,16 @@ class Idefics3Tower(TileTower):
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._connector.nbytes
 
-    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
+    def finish_flops(self, part: Part) -> float:
+        return product_flops(part.num_rows // self._scale**2, self._connector)
+
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
         patches = self._tiles.patches_in(rows.hidden)
         grid, scale = self._tiles.shape.grid, self._scale
         squares = patches.view(len(patches), grid // scale, scale, grid // scale, scale, -1)
         tokens = squares.transpose(2, 3).reshape(-1, scale * scale * patches.shape[-1])
-        return [self._tiles.kernels.linear(tokens, self._connector)]
+        kernels = self._tiles.kernels
+        return [(yield from by_rows(lambda some: kernels.linear(some, self._connector), tokens, count))]
 
 
 def load_idefics3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Idefics3Tower:

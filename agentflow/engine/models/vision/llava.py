@@ -19,6 +19,7 @@ from agentflow.engine.models.config import RawConfig, architectures_of
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.any_resolution import grid_of, pack, reduced
 from agentflow.engine.models.vision.encoder import Rows
+from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import (
     TileEncoder,
     TileTower,
@@ -26,7 +27,7 @@ from agentflow.engine.models.vision.siglip import (
     plain_activation,
     read_tiles,
 )
-from agentflow.engine.models.vision.tower import Arrays, Features, Part
+from agentflow.engine.models.vision.tower import Arrays, Features, Part, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.activations import PlainActivation
@@ -98,8 +99,11 @@ class LlavaTower(TileTower):
             raise BadArgument(f"image: the model reads one tile, not {len(arrays['pixels'])}", param="image")
         return parts
 
-    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Returns [tiles, features of each, hidden_size]."""
+    def finish_flops(self, part: Part) -> float:
+        return product_flops(part.num_rows, self._projector.first, self._projector.second)
+
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
+        """Makes [tiles, features of each, hidden_size]."""
         taken = [kept[self.kept_layers.index(layer - 1)] for layer in self._layers]
         features = torch.cat(taken, dim=-1).view(
             -1, self._tiles.shape.num_rows, taken[0].shape[-1] * len(taken)
@@ -109,12 +113,16 @@ class LlavaTower(TileTower):
         packing = self._any_resolution if self._is_video(arrays) else None
         if packing is not None and packing.pool_before is not None:
             features = _pooled(features, packing.pool_before)
-        kernels, projector = self._tiles.kernels, self._projector
-        inner = kernels.activated_linear(features.flatten(0, 1), projector.first, projector.activation)
-        projected = kernels.linear(inner, projector.second).view(*features.shape[:2], -1)
+        projected = yield from by_rows(self._project, features.flatten(0, 1), count)
+        projected = projected.view(*features.shape[:2], -1)
         if packing is not None and packing.pool_after is not None:
             projected = _pooled(projected, packing.pool_after)
         return [projected]
+
+    def _project(self, features: Tensor) -> Tensor:
+        kernels, projector = self._tiles.kernels, self._projector
+        inner = kernels.activated_linear(features, projector.first, projector.activation)
+        return kernels.linear(inner, projector.second)
 
     def join(self, arrays: Arrays, parts: Sequence[list[Tensor]]) -> Features:
         tiles = torch.cat([part[0] for part in parts])

@@ -24,7 +24,8 @@ from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Encoder, EncoderShape, Rows
-from agentflow.engine.models.vision.tower import Arrays, Part, Tower
+from agentflow.engine.models.vision.pieces import Pieces, even_parts
+from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, Part, Tower, product_flops
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
@@ -52,10 +53,9 @@ class PatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """Makes tokens from squares of patches. ``norms_squares``: the norm is of a whole square."""
+    """Makes tokens from squares of patches."""
 
-    norm: Norm
-    norms_squares: bool
+    norm: Norm  # of a patch, or of a whole square
     first: LinearWeight
     second: LinearWeight
 
@@ -63,10 +63,10 @@ class Merger:
     def nbytes(self) -> int:
         return self.first.nbytes + self.second.nbytes
 
-    def __call__(self, hidden: Tensor, square: int, kernels: Kernels) -> Tensor:
-        """[patches, hidden_size] to [tokens, hidden_size of the text model]."""
-        size = square * hidden.shape[-1]
-        normed = apply_norm(hidden.view(-1, size) if self.norms_squares else hidden, self.norm, kernels)
+    def __call__(self, squares: Tensor, kernels: Kernels) -> Tensor:
+        """[tokens, hidden_size of the patches of each] to [tokens, hidden_size of the text model]."""
+        size = squares.shape[1]
+        normed = apply_norm(squares.view(-1, len(self.norm.weight)), self.norm, kernels)
         inner = kernels.activated_linear(normed.view(-1, size), self.first, "gelu")
         return kernels.linear(inner, self.second)
 
@@ -128,22 +128,26 @@ class QwenTower(Tower):
         _, rows, columns = self._grid(arrays)
         return rows * columns / max(1, len(self._windows(rows, columns)[1]) - 1)
 
-    def embed(self, arrays: Arrays, part: Part) -> Rows:
+    def embed_flops(self, part: Part) -> float:
+        return EMBED_FACTOR * product_flops(part.num_rows, self._patches)
+
+    def embed(self, arrays: Arrays, part: Part, count: int) -> Pieces[Rows]:
         shape, (_, rows, columns) = self._shape, self._grid(arrays)
-        num_times = part.end - part.first
+        num_times, line = part.end - part.first, shape.merge * columns  # the patches of a line of tokens
         frames = arrays["pixels"][shape.frames * part.first : shape.frames * part.end]
-        pixels = self.scaled(frames)
-        if len(pixels) == 1:
-            pixels = pixels.expand(shape.frames, -1, -1, -1)
-        merge, patch = shape.merge, shape.patch
-        squares = rows // merge, merge, patch, columns // merge, merge, patch
-        grid = pixels.reshape(num_times, shape.frames, 3, *squares)
-        patches = grid.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(part.num_rows, -1)
-        hidden = self._kernels.linear(patches, self._patches)
         places = self._places(rows, columns)
-        if self._positions is not None:
-            learned = _resized(self._positions, places, (rows, columns))
-            hidden = hidden + learned.repeat(num_times, 1).to(hidden.dtype)
+        made: list[Tensor] = []
+        for first, end in even_parts(rows // shape.merge, count):
+            if first < end:
+                side = shape.merge * shape.patch
+                patches = self._cut(self.scaled(frames[:, :, first * side : end * side]), num_times)
+                lines = self._kernels.linear(patches, self._patches).view(num_times, (end - first) * line, -1)
+                if self._positions is not None:
+                    some = places[:, first * line : end * line]
+                    lines = lines + _resized(self._positions, some, (rows, columns)).to(lines.dtype)
+                made.append(lines)
+            yield
+        hidden = torch.cat(made, dim=1).flatten(0, 1)
         windows = None
         order, starts = self._windows(rows, columns)
         if shape.window:
@@ -159,10 +163,32 @@ class QwenTower(Tower):
             (angles[0].repeat(num_times, 1, 1), angles[1].repeat(num_times, 1, 1)),
         )
 
-    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
-        square, made = self._shape.merge**2, []
-        for merger, hidden in zip((self._merger, *self._deep), (rows.hidden, *kept), strict=True):
-            made.append(merger(hidden, square, self._kernels))
+    def _cut(self, pixels: Tensor, num_times: int) -> Tensor:
+        """Cuts lines of frames [frames, 3, height, width] into patches [patches, size], square by square."""
+        shape = self._shape
+        if len(pixels) == 1:
+            pixels = pixels.expand(shape.frames, -1, -1, -1)
+        side = shape.merge * shape.patch
+        rows, columns = pixels.shape[2] // side, pixels.shape[3] // side
+        squares = rows, shape.merge, shape.patch, columns, shape.merge, shape.patch
+        grid = pixels.reshape(num_times, shape.frames, 3, *squares)
+        patches = grid.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        return patches.reshape(num_times * rows * columns * shape.merge**2, -1)
+
+    def finish_flops(self, part: Part) -> float:
+        products = [one for merger in (self._merger, *self._deep) for one in (merger.first, merger.second)]
+        return product_flops(part.num_rows // self._shape.merge**2, *products)
+
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
+        num_tokens = len(rows.hidden) // self._shape.merge**2
+        squares = [hidden.view(num_tokens, -1) for hidden in (rows.hidden, *kept)]
+        parts: list[list[Tensor]] = [[] for _ in squares]
+        for first, end in even_parts(num_tokens, count):
+            if first < end:
+                for merger, some, tokens in zip((self._merger, *self._deep), squares, parts, strict=True):
+                    tokens.append(merger(some[first:end], self._kernels))
+            yield
+        made = [torch.cat(tokens) for tokens in parts]
         if self._shape.window:
             _, num_rows, columns = self._grid(arrays)
             order = self._windows(num_rows, columns)[0].argsort()
@@ -289,7 +315,6 @@ def load_qwen2_5(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -
     size = patches.merge**2 * shape.hidden_size
     merger = Merger(
         weights.norm("merger.ln_q", shape.hidden_size, _EPS, is_rms=True),
-        False,
         weights.linear("merger.mlp.0", size, size),
         weights.linear("merger.mlp.2", int(text_config(raw)["hidden_size"]), size),
     )
@@ -336,7 +361,6 @@ def load_qwen3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
         below = weights.below(f"{name}.")
         return Merger(
             below.norm("norm", size if norms_squares else shape.hidden_size, _EPS),
-            norms_squares,
             below.linear("linear_fc1", size, size),
             below.linear("linear_fc2", hidden, size),
         )

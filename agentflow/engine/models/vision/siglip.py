@@ -3,12 +3,12 @@ square tiles with learned positions. CLIP has a class token in front, and a norm
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,8 +16,9 @@ from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.families.family import activation_of
 from agentflow.engine.models.forward.decoder import apply_norm
-from agentflow.engine.models.vision.encoder import Activation, Encoder, EncoderShape, Rows
-from agentflow.engine.models.vision.tower import Arrays, Part, Tower
+from agentflow.engine.models.vision.encoder import Encoder, EncoderShape, Rows
+from agentflow.engine.models.vision.pieces import Pieces, even_parts
+from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, Part, Tower, product_flops
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.activations import PlainActivation
@@ -58,15 +59,13 @@ def read_tiles(vision: RawConfig) -> TileShape:
         raise ValueError(f"{heads} heads in {hidden} dimensions, {patch} of {side} pixels")
     if int(vision.get("num_channels", 3)) != 3:
         raise BadModelFolder("images must have 3 channels", param="num_channels")
-    is_quick = vision.get("hidden_act") == "quick_gelu"
-    activation: Activation = "quick_gelu" if is_quick else plain_activation(vision)
     return TileShape(
         EncoderShape(
             hidden_size=hidden,
             intermediate_size=int(vision["intermediate_size"]),
             num_layers=int(vision["num_hidden_layers"]),
             num_heads=heads,
-            activation=activation,
+            activation=plain_activation(vision),
         ),
         side,
         patch,
@@ -98,14 +97,23 @@ class TileEncoder:
     def nbytes(self) -> int:
         return self.encoder.nbytes + self.patches.nbytes + self.positions.nbytes
 
-    def embed(self, tiles: Tensor) -> Tensor:
-        """[n, 3, side, side] to [n * rows, hidden_size]."""
-        patches = _patches_of(tiles, self.shape.patch)
-        hidden = self.kernels.linear(patches.flatten(0, 1), self.patches).view(*patches.shape[:2], -1)
-        if self.shape.has_class:
-            hidden = torch.cat((hidden.new_zeros(len(hidden), 1, hidden.shape[-1]), hidden), dim=1)
-        rows = (hidden + self.positions).flatten(0, 1)
-        return rows if self.first_norm is None else apply_norm(rows, self.first_norm, self.kernels)
+    def embed(
+        self, tiles: NDArray[Any], scaled: Callable[[NDArray[Any]], Tensor], count: int
+    ) -> Pieces[Tensor]:
+        """Makes the rows of tiles [n, 3, side, side], [n * rows, hidden_size], in ``count`` pieces.
+        ``scaled``: returns pixels as the encoder reads them."""
+        shape, num_before = self.shape, int(self.shape.has_class)
+        rows = self.positions.repeat(len(tiles), 1, 1)
+        for first, end in even_parts(len(tiles) * shape.grid, count):
+            for some, top, bottom in _blocks(first, end, shape.grid):
+                pixels = scaled(tiles[some, :, top * shape.patch : bottom * shape.patch])
+                patches = _patches_of(pixels, shape.patch)
+                hidden = self.kernels.linear(patches.flatten(0, 1), self.patches)
+                places = slice(num_before + top * shape.grid, num_before + bottom * shape.grid)
+                rows[some, places] += hidden.view(*patches.shape[:2], -1)
+            yield
+        flat = rows.flatten(0, 1)
+        return flat if self.first_norm is None else apply_norm(flat, self.first_norm, self.kernels)
 
     def patches_in(self, hidden: Tensor) -> Tensor:
         """Returns the rows of the patches, tile by tile: [n, grid * grid, hidden_size]."""
@@ -169,10 +177,13 @@ class TileTower(Tower):
         ends = [min(first + step, num_tiles) for first in range(0, num_tiles, step)]
         return [Part(a, b, (b - a) * shape.num_rows) for a, b in pairwise([0, *ends])]
 
-    def embed(self, arrays: Arrays, part: Part) -> Rows:
-        hidden = self._tiles.embed(self.scaled(arrays["pixels"][part.first : part.end]))
+    def embed(self, arrays: Arrays, part: Part, count: int) -> Pieces[Rows]:
+        hidden = yield from self._tiles.embed(arrays["pixels"][part.first : part.end], self.scaled, count)
         num_rows = self._tiles.shape.num_rows
         return Rows(hidden, np.arange(part.end - part.first + 1, dtype=np.int64) * num_rows)
+
+    def embed_flops(self, part: Part) -> float:
+        return EMBED_FACTOR * product_flops(part.num_rows, self._tiles.patches)
 
 
 def square_tiles(arrays: Arrays, side: int) -> NDArray[Any]:
@@ -187,8 +198,21 @@ def square_tiles(arrays: Arrays, side: int) -> NDArray[Any]:
     return pixels
 
 
+def _blocks(first: int, end: int, grid: int) -> Iterator[tuple[slice, int, int]]:
+    """Divides the lines from ``first`` up to ``end`` of tiles with ``grid`` lines into blocks: tiles, and the
+    lines of each from a first one up to an end."""
+    while first < end:
+        tile, top = divmod(first, grid)
+        num_tiles = max(1, (end - first) // grid) if top == 0 else 1
+        bottom = min(grid, top + end - first)
+        yield slice(tile, tile + num_tiles), top, bottom
+        first += num_tiles * (bottom - top)
+
+
 def _patches_of(tiles: Tensor, side: int) -> Tensor:
-    """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row."""
+    """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row. A rest
+    at the right is left out."""
     n, channels, height, width = tiles.shape
+    tiles = tiles[..., : width // side * side]
     grid = tiles.view(n, channels, height // side, side, width // side, side)
     return grid.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * side * side)

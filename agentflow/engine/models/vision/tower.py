@@ -1,7 +1,7 @@
 """A vision tower with its connector: from the arrays of a medium to the rows that stand in a prompt.
 
 A tower divides a medium into *parts*, such as tiles, that are encoded one after another. Each kind of tower
-embeds the patches of a part, and makes features from its encoded rows.
+embeds the patches of a part, and makes features from its encoded rows. Both are done in pieces.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.vision.encoder import Encoder, Rows
+from agentflow.engine.models.vision.pieces import Pieces
+from agentflow.kernels.inputs import LinearWeight
 
 Arrays = Mapping[str, NDArray[Any]]
 """``PreparedMedium.arrays``."""
@@ -42,6 +44,15 @@ class Part:
     first: int
     end: int
     num_rows: int
+
+
+EMBED_FACTOR = 2.0
+"""The time to embed a patch, relative to its product: its pixels are scaled and moved, too."""
+
+
+def product_flops(num_rows: int, *weights: LinearWeight) -> float:
+    """Returns the operations of products of rows."""
+    return 2.0 * num_rows * sum(one.shape[0] * one.shape[1] for one in weights)
 
 
 class Tower(ABC):
@@ -76,12 +87,21 @@ class Tower(ABC):
         return part.num_rows / (part.end - part.first)
 
     @abstractmethod
-    def embed(self, arrays: Arrays, part: Part) -> Rows:
-        """Returns the rows of a part before the first layer."""
+    def embed(self, arrays: Arrays, part: Part, count: int) -> Pieces[Rows]:
+        """Makes the rows of a part before the first layer, in ``count`` pieces."""
 
     @abstractmethod
-    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the features of a part, and then those of each of ``kept`` that becomes deep ones."""
+    def embed_flops(self, part: Part) -> float:
+        """Returns the operations of ``embed``."""
+
+    @abstractmethod
+    def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
+        """Makes the features of a part, and then those of each of ``kept`` that becomes deep ones, in
+        ``count`` pieces."""
+
+    @abstractmethod
+    def finish_flops(self, part: Part) -> float:
+        """Returns the operations of ``finish``."""
 
     def join(self, arrays: Arrays, parts: Sequence[list[Tensor]]) -> Features:
         """Returns the features of a medium from the results of its parts."""

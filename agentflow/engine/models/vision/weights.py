@@ -71,8 +71,11 @@ class TowerWeights:
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.take(self.prefix + name, *shape)
 
-    def linear(self, names: Sequence[str] | str, num_outputs: int, num_inputs: int) -> LinearWeight:
-        """Returns one weight for matrices with the same input, which divide the outputs equally."""
+    def linear(
+        self, names: Sequence[str] | str, num_outputs: int, num_inputs: int, *, gated: bool = False
+    ) -> LinearWeight:
+        """Returns one weight for matrices with the same input, which divide the outputs equally. ``gated``:
+        for ``gated_linear``."""
         names = [names] if isinstance(names, str) else names
         whole, size = [self.prefix + name for name in names], num_outputs // len(names)
         weight = self._checkpoint.take_rows(
@@ -82,7 +85,7 @@ class TowerWeights:
         bias = None
         if any(one is not None for one in biases):  # Qwen2's keys have none
             bias = torch.cat([weight.new_zeros(size) if one is None else one for one in biases])
-        return self.kernels.pack_linear(weight, bias)
+        return self.kernels.pack_linear(weight, bias, gated=gated)
 
     def patches(self, name: str, num_outputs: int, *shape: int) -> LinearWeight:
         """Returns a convolution whose steps are as long as its kernel: a product with patches."""
@@ -104,6 +107,6 @@ class TowerWeights:
             qkv=self.linear(names.qkv, 3 * hidden, hidden),
             output=self.linear(names.output, hidden, hidden),
             mlp_norm=self.norm(names.mlp_norm, hidden, eps, is_rms=is_rms),
-            up=self.linear(names.up, (2 if shape.is_gated else 1) * inner, hidden),
+            up=self.linear(names.up, (2 if shape.is_gated else 1) * inner, hidden, gated=shape.is_gated),
             down=self.linear(names.down, hidden, inner),
         )
