@@ -287,10 +287,10 @@ class EngineClient:
         """A state's place in its program changed. Unknown states are ignored."""
         self.engine.send(placed)
 
-    def close_state(self, state: int) -> None:
-        """The state will have no more requests."""
+    def close_state(self, state: int, *, is_dropped: bool = False) -> None:
+        """The state will have no more requests. ``is_dropped``: because it was cancelled."""
         self._drop_media()
-        self.engine.send(CloseState(state))
+        self.engine.send(CloseState(state, is_dropped))
 
     async def stats(self) -> EngineStats:
         """Counters and gauges, read between two steps. ``EngineDown`` immediately while the engine restarts.

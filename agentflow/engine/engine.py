@@ -334,7 +334,7 @@ class Engine:
                     if message.request_id in self._requests:
                         self._fail(message.request_id, Cancelled("the request was aborted"))
                 case CloseState():
-                    self.scheduler.close_state(message.state)
+                    self.scheduler.close_state(message.state, is_dropped=message.is_dropped)
                 case Placed():
                     self._place(message)
                 case BlocksRequest():

@@ -34,9 +34,11 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The program state is closed; its KV becomes ordinary cache."""
+    """The program state is closed; its KV becomes ordinary cache. ``is_dropped``: it was cancelled, and
+    its KV goes first."""
 
     state: int
+    is_dropped: bool = False
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -74,6 +74,11 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
             self, program=program, task_group=task_group, objective=objective, tpot_s=tpot_s, ttft_s=ttft_s
         )
 
+    @property
+    def gates_latency(self) -> bool:
+        """Whether a request that counts by its latency waits for the last one of the task group."""
+        return AWAITED_GROUPS <= self.task_group < PATIENT_GROUPS
+
     def check(self) -> None:
         """Raises ``BadArgument`` for a priority or a weight that is out of range."""
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

@@ -90,7 +90,8 @@ class Embeddings(NamedTuple):
 
 class StateHint(msgspec.Struct, frozen=True):
     """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
-    ``place``: the state's place in its program, from the interpreter's graph."""
+    ``place``: the state's place in its program, from the interpreter's graph. ``is_dropped``: the state is
+    a branch that was cancelled, and nothing continues from its end."""
 
     objective: Objective | None = None
     output_tokens: int | None = None
@@ -99,6 +100,7 @@ class StateHint(msgspec.Struct, frozen=True):
     speculate: bool | None = None
     trace: str = ""
     place: Place | None = None
+    is_dropped: bool = False
 
 
 class UpcomingGen(NamedTuple):

@@ -51,7 +51,7 @@ from agentflow.protocol.events import (
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.ops import MAX_BRANCHES, check_number
-from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.generator import ContextT, Generator, StateHint
 from agentflow.runtime.limits import (
     READER_BYTES,
     STATE_BYTES,
@@ -661,6 +661,8 @@ class StateTree(Generic[ContextT]):
         state.context_reservation = state.sealed = None
         self._num_sealed_bytes -= self._sealed.pop(state, 0)
         if context is not None and state.generator is not None:
+            if state.is_cancelled and state.parent is not None:
+                state.generator.hint(context, StateHint(is_dropped=True))
             state.generator.free(context)
 
     def forget(self, state: StateRecord[ContextT]) -> None:

@@ -156,7 +156,6 @@ def starting(arrivals: Sequence[Arrival], at_s: float, name: str) -> list[Arriva
             arrival,
             at_s=arrival.at_s + (at_s if arrival.after is None else 0.0),
             program=name,
-            task_group=arrival.task_group and name,
         )
         for arrival in arrivals
     ]

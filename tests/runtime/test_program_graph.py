@@ -112,8 +112,10 @@ class Reference:
 
         @cache
         def key_of_preds(n: int) -> Key:
-            if num_preds(n) > 1:
-                return n, 1
+            return (n, 1) if num_preds(n) > 1 else key_before(n)
+
+        @cache
+        def key_before(n: int) -> Key:
             key = key_of(n)
             if key is None or key[1] + nodes[n].is_request > MAX_STAGES:
                 return None
@@ -122,6 +124,8 @@ class Reference:
         @cache
         def key_of(n: int) -> Key:
             keys = {key_of_preds(s) for s in succs(n)}
+            if len(keys) > 1:  # several consumers of one stage
+                keys = {key_before(s) for s in succs(n)}
             return keys.pop() if len(keys) == 1 else None
 
         members: dict[Key, int] = defaultdict(int)
@@ -137,7 +141,7 @@ class Reference:
                 return "latency"
             if node.is_request and key_of(n) is not None and members[key_of(n)] > 1:
                 return "throughput"
-            found = [objective(s) if len(succs(n)) == 1 else gate_of_preds(s) for s in succs(n)]
+            found = [objective(s) if len(succs(n)) == 1 else gate(s) for s in succs(n)]
             return "latency" if "latency" in found else "throughput"
 
         @cache
@@ -148,7 +152,8 @@ class Reference:
         def gate(n: int) -> str:
             if key_of(n) is None:
                 return objective(n)
-            return "latency" if "latency" in [gate_of_preds(s) for s in succs(n)] else "throughput"
+            found = [gate_of_preds(s) if len(succs(n)) == 1 else gate(s) for s in succs(n)]
+            return "latency" if "latency" in found else "throughput"
 
         @cache
         def steps(n: int) -> int | None:
@@ -385,6 +390,22 @@ def test_map_reduce(program: Callable[[], list[ops.Op]]) -> None:
     assert places_of(graph, 1)[0].steps == 1
     graph.end(gen(4, 24))
     assert (places_of(graph, 1)[0].objective, places_of(graph, 1)[0].steps) == ("latency", 0)
+
+
+def test_stages_of_which_each_request_needs_all_of_the_stage_before() -> None:
+    graph = graph_after(
+        *[ops.Open(state, program="p") for state in range(1, 7)],
+        gen(1, 1),
+        *[op for state in (2, 3) for op in (text(state, 1), gen(state, state))],
+        *[op for state in (4, 5) for op in (text(state, 2, 3), gen(state, state))],
+        text(6, 4, 5),
+        gen(6, 6),
+    )
+    first, *rest, last = places_of(graph, 1, 2, 3, 4, 5, 6)
+    assert [(place.objective, place.group) for place in (first, last)] == [("latency", 0)] * 2
+    assert {(place.objective, place.group_objective) for place in rest} == {("throughput", "latency")}
+    assert rest[0].group == rest[1].group != rest[2].group == rest[3].group
+    assert 0 not in {place.group for place in rest}
 
 
 def test_awaited_branch_counts_by_latency() -> None:

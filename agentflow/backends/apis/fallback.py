@@ -317,9 +317,9 @@ class FallbackGenerator:
         return await self._first.fork(context, count)
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """As ``ApiGenerator.hint``, for the model that is asked next. A place in the program comes at any
-        time, also while another model answers, and has no effect on APIs."""
-        if hint == StateHint(place=hint.place):
+        """As ``ApiGenerator.hint``, for the model that is asked next. A place in the program, and the end of
+        a state, come at any time, also while another model answers, and have no effect on APIs."""
+        if hint == StateHint(place=hint.place, is_dropped=hint.is_dropped):
             return
         ready = next((one for one in self._candidates if one.circuit.is_ready), None)
         if ready is None and hint.forks is not None:

@@ -33,7 +33,8 @@ from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.simulator.simulation import Origins, Served, Simulated
+from agentflow.engine.simulator.program_graphs import PlacedState
+from agentflow.engine.simulator.simulation import Origins, Served, Simulated, tell_places
 from agentflow.engine.simulator.workload import Workload
 from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
@@ -150,7 +151,6 @@ class SimulatedCluster:
         self._homeless: list[_Live] = []  # no replica is there
         self._followers: dict[int, list[int]] = {}
         self._num_missing: dict[int, int] = {}
-        self._left_of_state = Counter(arrival.state for arrival in workload.arrivals if arrival.state)
         self._epochs: Counter[Replica] = Counter()
         # A run knows all outputs before, and ends before its requests move.
         self._may_run = new_runner is None and not losses
@@ -239,6 +239,7 @@ class SimulatedCluster:
             arrival = self.workload.arrivals[index]
             served = Served(arrival, self.now_s)
             self.served.append(served)
+            self._tell_places(self._origins.arrived(index, self.now_s))
             prompt = arrival.prompt if self._make_prompt is None else self._make_prompt(index, self.outputs)
             lives.append(_Live(index, served, prompt, arrival.output.tolist()))
         self._send(lives)
@@ -253,15 +254,16 @@ class SimulatedCluster:
             tokens = live.prompt
             if live.output:
                 tokens = np.concatenate((tokens, np.array(live.output, dtype=np.int32)))
+            origin = self._origins.origin(live.index)
             knows = self._knows_programs
             live.call = Call(
                 live.attempt,
                 CacheIdentity(arrival.tenant, arrival.salt),
                 token_run(tokens),
-                objective=arrival.objective if knows else "latency",
+                objective=origin.objective if knows else "latency",
                 tenant=arrival.tenant,
-                task_group=(arrival.task_group or None) if knows else None,
-                program=(arrival.program or None) if knows else None,
+                task_group=(origin.task_group or None) if knows else None,
+                program=(origin.program or None) if knows else None,
             )
             if not self.policy.reads_feed:
                 live.call.output_tokens = len(arrival.output)
@@ -274,7 +276,7 @@ class SimulatedCluster:
         arrival, engine = live.served.arrival, self._engines[live.call.replica]
         live.attempt = live.call.id = next(self._attempts)
         self._live[live.attempt] = live
-        submit = Submit(live.attempt, [], _PARAMS, origin=self._origins.origin(arrival))
+        submit = Submit(live.attempt, [], _PARAMS, origin=self._origins.origin(live.index))
         tokens = np.frombuffer(live.call.run, dtype=np.int32)
         request = live.request = Request.of(submit, tokens, arrival.max_new_tokens - len(live.output))
         if self._may_run:
@@ -316,18 +318,21 @@ class SimulatedCluster:
         del self._live[live.attempt]
         assert live.call is not None
         self.policy.ended(live.call, len(live.output), self.now_s)
-        arrival = live.served.arrival
         if self._new_runner is not None:
             self.outputs[live.index] = live.output
-        if arrival.state:
-            self._left_of_state[arrival.state] -= 1
-            if not self._left_of_state[arrival.state]:
-                for engine in self._engines.values():
-                    engine.scheduler.close_state(self._origins.number(arrival.state))
+        places, closed = self._origins.ended(live.index, self.now_s)
+        self._tell_places(places)
+        if closed:
+            for engine in self._engines.values():
+                engine.scheduler.close_state(closed)
         for follower in self._followers.get(live.index, ()):
             self._num_missing[follower] -= 1
             if not self._num_missing[follower]:
                 self._push(self.now_s + self.workload.arrivals[follower].at_s, _ARRIVES, follower)
+
+    def _tell_places(self, places: Sequence[PlacedState]) -> None:
+        for engine in self._engines.values():
+            tell_places(engine.scheduler, places)
 
     # Steps.
 

@@ -323,6 +323,20 @@ class RadixCache:
             node.account.num_held -= 0 if node.needs or node.locks else len(node.slots)
             node = node.parent
 
+    def supersede(self, match: PrefixMatch) -> None:
+        """The matched prefix will not be used again: its end, as far as nothing else ends there or below, is
+        evicted before all other tokens of its owner. It is ordinary cache again once it is used."""
+        node = _present(match.node)
+        num_children = 0
+        while node.parent is not None and not node.locks and not node.needs:
+            if len(node.children) > num_children:
+                return
+            node.last_access = 0
+            if not num_children:
+                node.account.leaves.push(node)
+            num_children = 1
+            node = node.parent
+
     def weigh(self, owner: Hashable, weight: float) -> None:
         """Sets an owner's weight against other owners. Ignored if it has nothing cached."""
         account = self._accounts.get(owner)

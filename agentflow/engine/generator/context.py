@@ -162,6 +162,7 @@ class EngineContext:
     filled_ahead: FilledAhead | None = None  # while the state waits
     is_freed: bool = False
     outlived: bool = False  # the engine's state goes on in a later context
+    is_dropped: bool = False  # as in ``StateHint``
     place: Place | None = None  # in its program
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
     tools: ToolUse | None = None  # of the conversation with which the state began

@@ -651,6 +651,7 @@ class EngineGenerator:
             context.origin = msgspec.structs.replace(context.origin, trace=hint.trace)
         if not self._use_hints:
             return
+        context.is_dropped = context.is_dropped or hint.is_dropped
         origin = context.origin
         context.origin = msgspec.structs.replace(
             origin,
@@ -776,13 +777,13 @@ class EngineGenerator:
 
     def free(self, context: EngineContext) -> None:
         """Closes the state, unless it outlives the context. Its KV, which the cache prefers to keep, becomes
-        ordinary cache."""
+        ordinary cache, or is evicted first if the state was dropped."""
         context.is_freed = True
         self._end_fill_ahead(context)
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
         if context.has_run and context.origin.state and not context.outlived:
-            self._client.close_state(context.origin.state)
+            self._client.close_state(context.origin.state, is_dropped=context.is_dropped)
         self._num_rerendered += context.tokens.num_rerendered_tokens
 
     def _new_number(self) -> int:

@@ -111,7 +111,7 @@ from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.charges import Absent
 from agentflow.engine.scheduling.policies import Clock, Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
-from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
+from agentflow.engine.submit import PATIENT_GROUPS, Origin
 
 OVERTAKEN_BATCHES = 32
 OVERTAKEN_FRACTION = 0.35
@@ -669,8 +669,7 @@ def _objective_rank(request: Request) -> tuple[int, int]:
     origin = request.origin
     if origin.is_ahead:
         return -origin.priority, 2
-    is_awaited = AWAITED_GROUPS <= origin.task_group < PATIENT_GROUPS
-    return -origin.priority, int(origin.objective != "latency" and not is_awaited)
+    return -origin.priority, int(origin.objective != "latency" and not origin.gates_latency)
 
 
 class _Place(NamedTuple):

@@ -379,7 +379,9 @@ class Liveness:
     takes, from its arrival to its end, are equal, and the least recently used goes first: they will wait in
     the queue anyway. A state that is overdue is expected after as long again as it has waited in all.
 
-    The states of a paused program (``program_pauses``) are not kept: their tokens go first.
+    Tokens that a state has superseded go before all others of the tenant: the end of a branch that was
+    cancelled, and a turn that the chat template wrote in another way in the next prompt of its state. The
+    states of a paused program (``program_pauses``) are not kept, like closed ones.
     """
 
     def __init__(
@@ -425,12 +427,13 @@ class Liveness:
             self._put(state, moved)
             return
         now = self._clock()
-        if not is_ahead:
-            arrived = self._arrivals.pop(state, None)
-            if arrived is not None:
-                self._request_s += (now - arrived - self._request_s) / MEAN_OF
+        arrived = None if is_ahead else self._arrivals.pop(state, None)
+        if arrived is not None:
+            self._request_s += (now - arrived - self._request_s) / MEAN_OF
         new = _End(end, num_computed, step, now, is_ahead=is_ahead, program=program)
         self._put(state, self._expected(new, self._gap_s(state)))
+        if known is not None and arrived is not None and known.ended <= arrived:  # not at the same time
+            self._cache.supersede(known.match)
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
 
@@ -523,13 +526,16 @@ class Liveness:
                 is_here = state in self._arrivals
                 self._move(state, end if is_here else self._expected(end, self._gap_s(state)))
 
-    def close(self, state: Hashable) -> None:
-        """The state was closed. Unknown states are ignored."""
+    def close(self, state: Hashable, *, is_dropped: bool = False) -> None:
+        """The state was closed. Unknown states are ignored. ``is_dropped``: it is a branch that was
+        cancelled, and nothing continues from its last tokens."""
         self._gaps.pop(state, None)
         self._arrivals.pop(state, None)
         known = self._drop(state)
         if known is not None:
             self._leave(state, known.program)
+            if is_dropped:
+                self._cache.supersede(known.match)
 
     def _put(self, state: Hashable, end: _End) -> None:
         program = None if end.program is None else self._join(state, end.program)

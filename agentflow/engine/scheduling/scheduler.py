@@ -652,9 +652,10 @@ class Scheduler:
         prompt_s = self.cost.chunk_s(request.num_tokens - match, match, is_first=True)
         return self._clock() + max(0.0, origin.ttft_s - prompt_s - self.cost.decode_s(1, 1, 0))
 
-    def close_state(self, state: Hashable) -> None:
-        """A program state was closed: its cached tokens become ordinary cache."""
-        self.memory.liveness.close(state)
+    def close_state(self, state: Hashable, *, is_dropped: bool = False) -> None:
+        """A program state was closed: its cached tokens become ordinary cache, or with ``is_dropped`` the
+        first to be evicted."""
+        self.memory.liveness.close(state, is_dropped=is_dropped)
 
     @property
     def resumes_in_s(self) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from agentflow.engine.batch import BatchOutput
+from agentflow.engine.generator.context import group_of_place
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.in_flight import Counters
@@ -23,6 +24,7 @@ from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.engine.simulator.program_graphs import PlacedState, ProgramGraphs
 from agentflow.engine.simulator.published import PUBLISHED_ORDERS, ProgramOrder, Rules
 from agentflow.engine.simulator.workload import Arrival, Workload, awaited_groups
 from agentflow.engine.submit import AWAITED_GROUPS, Origin, Submit
@@ -75,38 +77,62 @@ class Simulated:
 
 
 class Origins:
-    """What schedulers learn of requests, and the numbers that stand for names. ``knows_programs``: they learn
-    which program each request belongs to."""
+    """What schedulers learn of requests, and the numbers that stand for names. ``knows_programs``: requests
+    that belong to a program get their place from its graph. Others have the one that the workload gives."""
 
     def __init__(self, arrivals: Sequence[Arrival], *, knows_programs: bool) -> None:
+        self._arrivals = arrivals
         self._knows_programs = knows_programs
         self._numbers: dict[str, int] = {}
         self._awaited_groups = awaited_groups(arrivals)
+        self.graphs = ProgramGraphs(arrivals, self._number)
+        # Requests that have not ended, by the number of their state.
+        self._num_left = Counter([self._state(index) for index in range(len(arrivals))])
 
-    def number(self, name: str) -> int:
-        """Returns the number that stands for the name of a state; 0 for none."""
+    def arrived(self, index: int, now_s: float) -> Sequence[PlacedState]:
+        """A request arrives. Returns the states that have another place now."""
+        return self.graphs.arrived(index, now_s) if self._has_graph(index) else ()
+
+    def ended(self, index: int, now_s: float) -> tuple[Sequence[PlacedState], int]:
+        """The request has ended. Returns the states that have another place now, and the number of its state
+        if that is closed, or 0."""
+        state = self._state(index)
+        places = self.graphs.ended(index, now_s) if self._has_graph(index) else ()
+        self._num_left[state] -= 1
+        is_closed = not self._num_left[state]
+        if is_closed and self._has_graph(index):
+            self.graphs.close(index)
+        return places, state if is_closed else 0
+
+    def origin(self, index: int) -> Origin:
+        """Returns the source of a request that has arrived."""
+        arrival, state = self._arrivals[index], self._state(index)
+        origin = Origin(tenant=arrival.tenant, cache_salt=arrival.salt, state=state, label=arrival.label)
+        if self._has_graph(index):
+            place = self.graphs.place(index)
+            return origin.at(place.program, group_of_place(place), place.objective)
+        name = arrival.task_group
+        group = self._number(name) + (AWAITED_GROUPS if name in self._awaited_groups else 0)
+        return origin.at(0, group, arrival.objective)
+
+    def _has_graph(self, index: int) -> bool:
+        return self._knows_programs and bool(self._arrivals[index].program)
+
+    def _state(self, index: int) -> int:
+        return (
+            self.graphs.state(index) if self._has_graph(index) else self._number(self._arrivals[index].state)
+        )
+
+    def _number(self, name: str) -> int:
+        """Returns the number that stands for a name; 0 for none."""
         return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
 
-    def group(self, name: str) -> int:
-        """Returns the number of a task group, as a program's graph gives it; 0 for none."""
-        return self.number(name) + (AWAITED_GROUPS if name in self._awaited_groups else 0)
 
-    def program(self, arrival: Arrival) -> int:
-        """Returns the number of the program of a request; 0 if it has none or is not known."""
-        is_known = self._knows_programs and arrival.program
-        return self.number(f"program {arrival.program}") if is_known else 0
-
-    def origin(self, arrival: Arrival) -> Origin:
-        """Returns the source of a request."""
-        return Origin(
-            tenant=arrival.tenant,
-            cache_salt=arrival.salt,
-            objective=arrival.objective,
-            task_group=self.group(arrival.task_group),
-            state=self.number(arrival.state),
-            label=arrival.label,
-            program=self.program(arrival),
-        )
+def tell_places(scheduler: Scheduler, places: Sequence[PlacedState]) -> None:
+    """Tells a scheduler the places of states, which it may not know."""
+    for state, place in places:
+        group = group_of_place(place)
+        scheduler.place(state, place.program, group, place.objective, place.steps, place.returns_s)
 
 
 class _Run:
@@ -120,9 +146,11 @@ class _Run:
         *,
         knows_programs: bool,
         knows_returns: bool,
-        knows_steps: bool = False,
+        knows_steps: bool,
+        tells_places: bool,
     ) -> None:
         self.workload = workload
+        self._tells_places = tells_places
         self._knows_returns = knows_returns
         self._knows_steps = knows_steps
         self._ended: set[int] = set()
@@ -137,7 +165,6 @@ class _Run:
         self.due: list[tuple[float, int]] = []
         self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
-        self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
         for index, arrival in enumerate(workload.arrivals):
             self._of_program.setdefault(arrival.program, []).append(index)
             if arrival.after is None:
@@ -172,8 +199,12 @@ class _Run:
             self._advance(row)
         return took_s + time.perf_counter() - start
 
-    def _tell_return(self, arrival: Arrival, returns_s: float) -> None:
-        origin = self._origins.origin(arrival)
+    def _tell_places(self, places: Sequence[PlacedState]) -> None:
+        if self._tells_places:
+            tell_places(self.scheduler, places)
+
+    def _tell_return(self, index: int, returns_s: float) -> None:
+        origin = self._origins.origin(index)
         place = origin.state, origin.program, origin.task_group, origin.objective
         self.scheduler.place(*place, None, returns_s)
 
@@ -189,7 +220,7 @@ class _Run:
             steps[index] = 1 + max([steps[one] for one in before if one in steps], default=0)
             if arrival.state and arrival.state not in told:
                 told.add(arrival.state)
-                origin = self._origins.origin(arrival)
+                origin = self._origins.origin(index)
                 place = origin.state, origin.program, origin.task_group, origin.objective
                 self.scheduler.place(*place, steps[index])
 
@@ -197,7 +228,8 @@ class _Run:
         arrival = self.workload.arrivals[index]
         served = Served(arrival, at_s)
         self.served.append(served)
-        submit = Submit(index, [], _PARAMS, origin=self._origins.origin(arrival))
+        self._tell_places(self._origins.arrived(index, self.now_s))
+        submit = Submit(index, [], _PARAMS, origin=self._origins.origin(index))
         request = Request.of(submit, arrival.prompt, arrival.max_new_tokens)
         try:
             self.scheduler.add(request)
@@ -226,9 +258,10 @@ class _Run:
     def _end(self, index: int, served: Served) -> None:
         served.ended_s = self.now_s
         state = served.arrival.state
-        self.left_of_state[state] -= 1
-        if state and not self.left_of_state[state]:
-            self.scheduler.close_state(self._origins.number(state))
+        places, closed = self._origins.ended(index, self.now_s)
+        self._tell_places(places)
+        if closed:
+            self.scheduler.close_state(closed)
         self._ended.add(index)
         if self._knows_steps and served.arrival.program:
             self._tell_steps(served.arrival.program)
@@ -238,7 +271,7 @@ class _Run:
                 continue
             delay_s = self.workload.arrivals[follower].at_s
             if self._knows_returns and state == self.workload.arrivals[follower].state:
-                self._tell_return(served.arrival, delay_s)
+                self._tell_return(index, delay_s)
             heapq.heappush(self.due, (self.now_s + delay_s, follower))
 
 
@@ -286,6 +319,7 @@ def simulate(
         knows_programs=knows_programs,
         knows_returns=knows_returns or (rules is not None and rules.knows_returns),
         knows_steps=rules is not None and rules.knows_steps,
+        tells_places=rules is None,
     )
     steps: list[float] = []
     start = time.perf_counter()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -519,8 +519,7 @@ def map_reduce(
     summary: int = 50,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Summaries of long documents: all chunks next to each other, then one request over their summaries. The
-    objectives are those that a program's graph deduces.
+    """Summaries of long documents: all chunks next to each other, then one request over their summaries.
 
     Args:
         num_programs: the documents.
@@ -543,8 +542,6 @@ def map_reduce(
                     prompt,
                     tokens.run(summary),
                     at_s,
-                    objective="throughput",
-                    task_group=name,
                     label="map",
                     program=name,
                 )
@@ -575,8 +572,7 @@ def multi_agent(
     seed: int = 0,
 ) -> list[Arrival]:
     """Programs in which an architect designs files, and coders and reviewers work on each file in rounds, in
-    the shape of MetaGPT. Prompts begin with the role and the design, and grow with the rounds. The objectives
-    are those that a program's graph deduces.
+    the shape of MetaGPT. Prompts begin with the role and the design, and grow with the rounds.
 
     Args:
         num_programs: the programs.
@@ -592,33 +588,38 @@ def multi_agent(
     roles = [tokens.run(200) for _ in range(3)]
     arrivals: list[Arrival] = []
 
-    def add(role: int, body: Sequence[TokenArray], output: int, before: Sequence[int], **rest: Any) -> int:
+    def add(
+        role: int,
+        body: Sequence[TokenArray],
+        output: int,
+        before: Sequence[int],
+        program: str,
+        at_s: float = 0.0,
+    ) -> int:
         prompt = np.concatenate((roles[role], *body))
         arrivals.append(
             Arrival(
                 prompt,
                 tokens.around(output),
+                at_s,
                 after=before[0] if before else None,
                 joins=before[1:],
                 label="agent",
-                **rest,
+                program=program,
             )
         )
         return len(arrivals) - 1
 
     for number, at_s in enumerate(tokens.times(num_programs, per_s)):
         name = f"multi-agent {number}"
-        design = add(0, [tokens.run(task)], code, (), at_s=at_s, program=name)
+        design = add(0, [tokens.run(task)], code, (), name, at_s)
         context = arrivals[design].tokens
         done: list[TokenArray] = []
         before: Sequence[int] = [design]
         for stage in range(2 * rounds):
             role, output = (1, code) if stage % 2 == 0 else (2, review)
             body = [context, *done]
-            place: dict[str, Any] = {"program": name, "task_group": f"{name}/{stage}"}
-            if stage < 2 * rounds - 1:
-                place["objective"] = "throughput"
-            before = [add(role, [*body, tokens.run(20)], output, before, **place) for _ in range(num_files)]
+            before = [add(role, [*body, tokens.run(20)], output, before, name) for _ in range(num_files)]
             done += [arrivals[index].output for index in before]
     return arrivals
 

@@ -5,7 +5,8 @@ It follows Parrot (Lin et al., OSDI 2024, section 5.2), in reverse topological o
 - A request with an explicit objective has it. One whose value somebody awaits, or that no other request
   needs, counts by its latency.
 - The requests of one stage below one consumer are a ``Stage``, a task group. Two or more of them count by
-  their throughput, because the consumer waits for the last one.
+  their throughput, because the consumer waits for the last one. Requests with several consumers, all of one
+  stage, are the stage before it: the last of these waits for them.
 - A request with one consumer counts like this consumer. A request with several consumers gates them all, so
   it counts like the consumer of their task group.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from agentflow.protocol.events import LiveMedium
 from agentflow.protocol.ops import Objective
@@ -79,6 +80,7 @@ class Node:
         "num_preds",
         "num_urgent",
         "num_urgent_gates",
+        "num_urgent_wide",
         "number",
         "objective",
         "preds",
@@ -92,6 +94,7 @@ class Node:
         "vote",
         "votes",
         "want",
+        "wide_votes",
     )
 
     def __init__(
@@ -123,11 +126,11 @@ class Node:
         self.stages: dict[int, Stage] | None = None  # of which it is the consumer, by their depth
         # What its successors tell it: in which stage their predecessors are, and how many count by latency.
         self.votes: dict[Stage | None, int] = {}
+        self.wide_votes: dict[Stage | None, int] = {}  # the same, if it has several successors
         self.num_urgent = 0
         self.num_urgent_gates = 0
-        self.vote: tuple[Stage | None, Objective, Objective] | None = (
-            None  # what it has told its predecessors
-        )
+        self.num_urgent_wide = 0
+        self.vote: _Vote | None = None  # what it has told its predecessors
         self.is_queued = False
         # The steps of its unfinished predecessors, each with their number.
         self.levels: dict[int, int] = {}
@@ -140,6 +143,24 @@ class Node:
             return BLOCKED
         level = self.depth + self.is_request
         return level if level < MAX_STEPS else MAX_STEPS
+
+
+class _Vote(NamedTuple):
+    """What a node tells its predecessors.
+
+    Args:
+        stage: In which stage they are if it is their only successor.
+        wide_stage: The same if it is one of several.
+        objective: Of the node.
+        gate: Of the consumer of ``stage``.
+        wide_gate: Of the consumer of its task group.
+    """
+
+    stage: Stage | None
+    wide_stage: Stage | None
+    objective: Objective
+    gate: Objective
+    wide_gate: Objective
 
 
 def _count(counts: dict[_KeyT, int], key: _KeyT) -> None:
@@ -270,7 +291,8 @@ class Deduction:
 
     def _deduce(self, node: Node) -> int:
         """Returns the number of visited nodes and edges."""
-        stage = next(iter(node.votes)) if len(node.votes) == 1 else None
+        votes = node.votes if len(node.votes) == 1 else node.wide_votes
+        stage = next(iter(votes)) if len(votes) == 1 else None
         has_changed = stage is not node.stage
         if has_changed:
             self._leave(node)
@@ -281,7 +303,8 @@ class Deduction:
             has_changed = True
         gate: Objective = objective
         if stage is not None:
-            gate = "latency" if node.num_urgent_gates else "throughput"
+            num_urgent = node.num_urgent_gates if len(node.succs) == 1 else node.num_urgent_wide
+            gate = "latency" if num_urgent else "throughput"
         if gate != node.gate:
             node.gate = gate
             has_changed = True
@@ -289,21 +312,21 @@ class Deduction:
             self._changed(node)
         if not node.preds:
             return 1
-        vote: tuple[Stage | None, Objective, Objective]
-        if node.num_preds > 1:
-            vote = self._stage_below(node, 1), objective, objective
-        elif stage is not None:
-            vote = self._stage_below(stage.consumer, stage.depth + node.is_request), objective, node.gate
-        else:
-            vote = None, objective, node.gate
+        before = None
+        if stage is not None:
+            before = self._stage_below(stage.consumer, stage.depth + node.is_request)
+        below = self._stage_below(node, 1) if node.num_preds > 1 else before
+        vote = _Vote(below, before, objective, objective if node.num_preds > 1 else gate, gate)
         if vote == node.vote:
             return 1
         for pred in node.preds:
             self._disconnect(pred, node)
             pred.succs[node] = None
-            _count(pred.votes, vote[0])
-            pred.num_urgent += vote[1] == "latency"
-            pred.num_urgent_gates += vote[2] == "latency"
+            _count(pred.votes, vote.stage)
+            _count(pred.wide_votes, vote.wide_stage)
+            pred.num_urgent += vote.objective == "latency"
+            pred.num_urgent_gates += vote.gate == "latency"
+            pred.num_urgent_wide += vote.wide_gate == "latency"
         node.vote = vote
         return 1 + len(node.preds)
 
@@ -314,7 +337,7 @@ class Deduction:
             return "latency"
         if node.is_request and node.stage is not None and len(node.stage.members) > 1:
             return "throughput"
-        num_urgent = node.num_urgent if len(node.succs) == 1 else node.num_urgent_gates
+        num_urgent = node.num_urgent if len(node.succs) == 1 else node.num_urgent_wide
         return "latency" if num_urgent else "throughput"
 
     def _stage_below(self, consumer: Node, depth: int) -> Stage | None:
@@ -351,12 +374,13 @@ class Deduction:
         """Drops the edge from ``pred`` to ``node``, with what ``node`` has told it."""
         del pred.succs[node]
         if node.vote is not None:
-            stage, objective, gate = node.vote
-            pred.votes[stage] -= 1
-            if not pred.votes[stage]:
-                del pred.votes[stage]
-            pred.num_urgent -= objective == "latency"
-            pred.num_urgent_gates -= gate == "latency"
+            for votes, stage in ((pred.votes, node.vote.stage), (pred.wide_votes, node.vote.wide_stage)):
+                votes[stage] -= 1
+                if not votes[stage]:
+                    del votes[stage]
+            pred.num_urgent -= node.vote.objective == "latency"
+            pred.num_urgent_gates -= node.vote.gate == "latency"
+            pred.num_urgent_wide -= node.vote.wide_gate == "latency"
         self.update(pred)
 
     def _prune_later(self, node: Node) -> None:

@@ -3,8 +3,9 @@
 A client names the program of a request in a header. The names of Dynamo (``ai-dynamo`` 1.6) are understood as
 well: ``x-dynamo-session-id`` is a program whose requests follow one another, up to one with
 ``x-dynamo-session-final``, and ``nvext.agent_hints`` has advice. Advice changes no answer, so values that
-make no sense are ignored, as they are there. The ``kv_hints`` of vLLM 0.32 are no part of its HTTP APIs: with
-them, a router tells one worker to fetch KV from another.
+make no sense are ignored, as they are there. Without these, OpenAI's ``prompt_cache_key`` names a program:
+agents send the id of their conversation. The ``kv_hints`` of vLLM 0.32 are no part of its HTTP APIs: with
+them, a router tells one worker to fetch KV from another. SGLang's ``/generate`` has them (``server.sglang``).
 """
 
 from __future__ import annotations
@@ -111,10 +112,14 @@ ANYONE: Final = Caller()
 """A caller that says nothing about its requests."""
 
 
-def caller_with(caller: Caller, extension: msgspec.Raw | None) -> Caller:
-    """The caller with the advice in a request's ``nvext``."""
+def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key: str | None = None) -> Caller:
+    """The caller with the advice in a request's ``nvext`` and ``prompt_cache_key``."""
     _, num_tokens = _hints_of(extension)
-    return caller if num_tokens is None else caller._replace(output_tokens=num_tokens)
+    if num_tokens is not None:
+        caller = caller._replace(output_tokens=num_tokens)
+    if cache_key and not caller.program:
+        caller = caller._replace(program=cache_key[:MAX_NAME_CHARS])
+    return caller
 
 
 def priority_of(priority: int | None, extension: msgspec.Raw | None) -> int:

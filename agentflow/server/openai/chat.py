@@ -78,9 +78,8 @@ async def create_chat_completion(call: ApiCall) -> None:
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with naming_field(generator, "messages", form):
-        async with completing(
-            generator, request, caller=caller_with(call.caller, body.nvext), on_cut=call.record.count
-        ) as completion:
+        caller = caller_with(call.caller, body.nvext, body.prompt_cache_key)
+        async with completing(generator, request, caller=caller, on_cut=call.record.count) as completion:
             if body.stream:
                 chunks = _ChatChunks(identity, request.n, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)

@@ -101,9 +101,8 @@ async def create_completion(call: ApiCall) -> None:
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
     with naming_field(generator, "prompt", form):
-        async with completing(
-            generator, *requests, caller=caller_with(call.caller, body.nvext), on_cut=call.record.count
-        ) as completion:
+        caller = caller_with(call.caller, body.nvext, body.prompt_cache_key)
+        async with completing(generator, *requests, caller=caller, on_cut=call.record.count) as completion:
             if body.stream:
                 chunks = _TextChunks(identity, num_answers, body, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)

@@ -20,6 +20,7 @@ from agentflow.server.compatible.field_errors import naming_field, naming_param
 from agentflow.server.compatible.fields import Unread
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.caller import caller_with
 from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.openai.responses.answer import usage_of
 from agentflow.server.openai.responses.items import ItemReader, Turns, items_of
@@ -83,8 +84,8 @@ AskedQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
 class DecisionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Questions about an input. The fields of the second group have no effect. ``cache_salt`` and
-    ``priority`` are extensions."""
+    """Questions about an input. The fields of the second group change no answer. ``cache_salt``
+    and ``priority`` are extensions."""
 
     model: str
     input: Input
@@ -192,7 +193,7 @@ async def _decided_by_engine(
             max_tokens=most,
         )
         try:
-            call.caller.advise(generator, context)
+            caller_with(call.caller, cache_key=body.prompt_cache_key).advise(generator, context)
             await generator.fill_conversation(context, Conversation(messages), opens_turn=False)
             if context.tokens.last_turn[1]:  # the assistant's turn, which a completion would continue
                 generator.end_role(context)

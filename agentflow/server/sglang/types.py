@@ -16,6 +16,7 @@ from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOP_REGEX_CHAR
 from agentflow.server.compatible.fields import (
     Biases,
     Count,
+    GivenObject,
     GivenSchema,
     OnlyFalse,
     OnlyTrue,
@@ -72,6 +73,24 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     custom_params: Unsupported = None
 
 
+class KvHintAction(msgspec.Struct, kw_only=True):
+    """One action of ``KvHints``, whose ``payload`` is of the action's type."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: GivenObject = None
+
+
+class KvHints(msgspec.Struct, kw_only=True):
+    """Advice of an orchestrator about KV, in the envelope of SGLang and vLLM. Both ignore the actions that
+    they do not know, and SGLang knows none. All are ignored here."""
+
+    protocol_version: str
+    message_id: str
+    actions: list[KvHintAction] | None = None
+
+
 class SglangRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Texts or token ids to continue. ``model``: by default the first. ``rid``: the id of the answer.
     ``logprob_start_len``: where in the prompt its log-probabilities begin; -1: it has none.
@@ -89,6 +108,7 @@ class SglangRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: Annotated[str, Meta(min_length=1, max_length=_MAX_ID_CHARS)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     extra_key: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
+    kv_hints: KvHints | None = None
     return_hidden_states: OnlyFalse | None = None
     lora_path: Unsupported = None
     session_params: Unsupported = None

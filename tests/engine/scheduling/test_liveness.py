@@ -98,6 +98,53 @@ def test_the_state_that_continues_last_loses_its_tokens_first():
     assert ends.evicted() == "bacd"
 
 
+def test_a_turn_that_is_written_in_another_way_goes_first():
+    cache, clock = RadixCache(), Clock()
+    live = Liveness(cache, num_slots=100, clock=clock)
+    insert(cache, [9], [9])
+    live.refresh("state", insert(cache, [1, 2, 3], [1, 2, 3]), num_computed=3, step=1)
+    live.arrived("state")
+    live.refresh("state", insert(cache, [1, 4], [1, 4]), num_computed=4, step=2)
+    assert cache.evict(3).tolist() == [2, 3, 9]
+    cache.check()
+
+
+def test_the_answers_of_a_state_to_requests_at_the_same_time_are_all_kept():
+    cache, clock = RadixCache(), Clock()
+    live = Liveness(cache, num_slots=100, clock=clock)
+    insert(cache, [9], [9])
+    for _ in range(2):
+        live.arrived("state")
+    for number in (2, 3):
+        clock.now += 1.0
+        live.refresh("state", insert(cache, [1, number], [1, number]), num_computed=2, step=1)
+    assert cache.evict(2).tolist() == [9, 2]
+
+
+@pytest.mark.parametrize(("is_dropped", "evicted"), [(True, [2, 3, 0]), (False, [0, 2, 3])])
+def test_a_dropped_branch_goes_first_up_to_what_others_need(is_dropped: bool, evicted: list[int]):
+    cache = RadixCache()
+    live = Liveness(cache, num_slots=100)
+    insert(cache, [0], [0])
+    live.refresh("parent", insert(cache, [1], [1]), num_computed=1, step=1)
+    live.refresh("branch", insert(cache, [1, 2], [1, 2]), num_computed=2, step=2)
+    live.refresh("branch", insert(cache, [1, 2, 3], [1, 2, 3]), num_computed=3, step=3)
+    live.close("branch", is_dropped=is_dropped)
+    freed = [cache.evict(1).tolist()[0] for _ in range(3)]
+    assert (sorted(freed[:2]) + freed[2:]) == evicted if is_dropped else freed[:1] == evicted[:1]
+    cache.check()
+
+
+def test_a_dropped_branch_that_is_used_again_is_ordinary_cache():
+    cache = RadixCache()
+    live = Liveness(cache, num_slots=100)
+    live.refresh("branch", insert(cache, [1, 2], [1, 2]), num_computed=2, step=2)
+    insert(cache, [0], [0])
+    live.close("branch", is_dropped=True)
+    insert(cache, [1, 2], [1, 2])
+    assert cache.evict(1).tolist() == [0]
+
+
 def test_a_state_with_more_steps_to_go_loses_its_tokens_first():
     ends = Ends("abc")
     ends.live.arrived("c")

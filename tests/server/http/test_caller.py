@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
-from support.server.apis import APIS, CHAT, TEXT, Api
+from support.server.apis import APIS, CHAT, RESPONSES, TEXT, Api
 
 from agentflow.engine.submit import Origin
 from agentflow.engine.tenant import ANONYMOUS
@@ -63,6 +63,17 @@ def test_every_api_tells_the_scheduler_the_program_of_a_request(
     assert mapped.program == again.program == session.program != 0
     assert mapped.task_group == again.task_group != other.task_group != 0
     assert both.program == other.program != mapped.program
+
+
+@pytest.mark.parametrize("api", [CHAT, TEXT, RESPONSES], ids=["chat", "text", "responses"])
+def test_a_cache_key_is_a_program_that_no_header_names(
+    server: ApiServer, origins: list[Origin], api: Api
+) -> None:
+    for headers, key in (({}, "a"), ({"x-agentflow-program": "a"}, "b"), ({"x-dynamo-session-id": "a"}, "b")):
+        assert ask(server, api, headers, prompt_cache_key=key).status_code == 200
+    assert ask(server, api, prompt_cache_key="").status_code == 200
+    assert len({origin.program for origin in origins[:3]} - {0}) == 1
+    assert origins[3].program == 0
 
 
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS)

@@ -210,6 +210,14 @@ def test_events_have_the_whole_text_and_are_bounded_in_size() -> None:
     assert found[-1]["output_ids"] == whole["output_ids"]
 
 
+def test_hints_about_kv_change_no_answer(server: ApiServer) -> None:
+    action = {"action_id": "a", "action_type": "kv.demote", "action_version": "1.0", "payload": {"x": [1]}}
+    hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+    sampling = SAME | {"ignore_eos": True}
+    assert answer(server, sampling, kv_hints=hints)["text"] == answer(server, sampling)["text"]
+    assert error(server, text="a", kv_hints={"protocol_version": "0.1"})[0] == 400
+
+
 def test_too_many_log_probabilities_are_rejected(server: ApiServer) -> None:
     asked = {"return_logprob": True, "top_logprobs_num": 20}
     with patch("agentflow.server.compatible.field_errors.MAX_LOGPROB_TOKENS", 2_000):

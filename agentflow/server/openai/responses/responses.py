@@ -32,6 +32,7 @@ from agentflow.server.completion.request import CompletionRequest, names_of_unse
 from agentflow.server.completion.streaming import announce, report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.caller import caller_with
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.request import NO_EFFORT, TEMPERATURE
 from agentflow.server.openai.responses.answer import ResponseWriter
@@ -89,9 +90,8 @@ async def create_response(call: ApiCall) -> None:
         await _run_in_background(call, turn, generator)
         return
     with _naming_fields(generator):
-        async with completing(
-            generator, turn.request, caller=call.caller, on_cut=call.record.count
-        ) as completion:
+        caller = caller_with(call.caller, cache_key=body.prompt_cache_key)
+        async with completing(generator, turn.request, caller=caller, on_cut=call.record.count) as completion:
             if body.stream:
                 await stream_completion(call, completion, turn.writer, turn.store)
                 return
@@ -107,7 +107,8 @@ def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
 
 async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerator) -> None:
     """Starts the response, and answers when its request is accepted, or streams its events."""
-    writer, streams, caller = turn.writer, bool(turn.body.stream), call.caller
+    writer, streams = turn.writer, bool(turn.body.stream)
+    caller = caller_with(call.caller, cache_key=turn.body.prompt_cache_key)
     memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
     memory.reserve(_RUN_BYTES + call.num_body_bytes + sum([item.num_bytes for item in turn.input_items]))
     run = BackgroundRun(

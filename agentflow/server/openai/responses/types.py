@@ -87,7 +87,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A turn of a conversation. The fields of the second group have no effect. ``seed``, ``cache_salt`` and
+    """A turn of a conversation. The fields of the second group change no answer. ``seed``, ``cache_salt`` and
     ``priority`` are extensions."""
 
     model: str
