@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
 from support.fake_engine import FakeEngine
 
 import agentflow as af
+from agentflow.engine.scheduling.kv_memory import Liveness
 from agentflow.engine.submit import PATIENT_GROUPS, Origin
 
 pytestmark = pytest.mark.anyio
@@ -57,3 +59,27 @@ async def test_a_text_that_is_read_as_it_grows_counts_by_latency() -> None:
         await s["whole"]
     parts = [origin for origin in origins if origin.task_group]
     assert sorted([origin.objective for origin in parts]) == ["latency", "throughput"]
+
+
+async def test_a_cancelled_branch_is_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    close = Liveness.close
+
+    def note(self: Liveness, state: Hashable, *, is_dropped: bool = False) -> None:
+        closed.append(is_dropped)
+        close(self, state, is_dropped=is_dropped)
+
+    monkeypatch.setattr(Liveness, "close", note)
+    async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
+        s += "Once upon a time"
+        branches = s.fork(2)
+        for branch in branches:
+            branch += " there was" + af.gen("rest", max_tokens=2)
+        for branch in branches:
+            await branch["rest"]
+        branches[1].cancel()
+        whole = flow.state()
+        whole += "Another text" + af.gen("rest", max_tokens=2)
+        await whole["rest"]
+        whole.cancel()
+    assert sorted(closed) == [False, False, True]
