@@ -8,7 +8,7 @@ pass computes, and how a token is chosen from each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,6 +121,11 @@ class SampledRows:
     top_counts: IntArray | None = None  # [S] how many of the likeliest tokens each row wants
     scored: ScoredTokens | None = None  # further tokens to score
 
+    def fill_masks(self) -> None:
+        """Computes the masks, if there are any."""
+        if self.masks is not None:
+            self.masks.fill()
+
     def part(self, first: int, end: int) -> SampledRows:
         """The rows from ``first`` up to ``end``."""
         chosen = slice(first, end)
@@ -183,17 +188,41 @@ class LogitEdits:
         )
 
 
-@dataclass(slots=True, frozen=True)
-class TokenMasks:
-    """Tokens allowed by grammars, for M of the sampled rows."""
+MaskWords = NDArray[np.uint32]
+"""[M, any] allowed tokens as bits, a row for each mask (``grammar.TokenWords``)."""
 
-    rows: IntArray  # [M] indices into the sampled rows
-    words: NDArray[np.uint32]  # [M, any] the allowed tokens as bits (``grammar.TokenWords``)
+
+class TokenMasks:
+    """Tokens allowed by grammars, for M of the sampled rows.
+
+    The forward pass does not need them, so they are computed when ``words`` is first read, and only once.
+
+    Args:
+        rows: [M] indices into the sampled rows.
+        words: The masks, or a function that computes them and does not fail.
+    """
+
+    __slots__ = ("_words", "rows")
+
+    def __init__(self, rows: IntArray, words: MaskWords | Callable[[], MaskWords]) -> None:
+        self.rows = rows
+        self._words = words
+
+    @property
+    def words(self) -> MaskWords:
+        """The masks, in the order of ``rows``."""
+        return self.fill()
+
+    def fill(self) -> MaskWords:
+        """Computes the masks, unless they are computed already. Returns them."""
+        words = self._words if isinstance(self._words, np.ndarray) else self._words()
+        self._words = words
+        return words
 
     def part(self, first: int, end: int) -> TokenMasks | None:
-        """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
+        """Rows ``first`` to ``end`` (exclusive), renumbered from 0. Computes nothing."""
         chosen = (self.rows >= first) & (self.rows < end)
-        return TokenMasks(self.rows[chosen] - first, self.words[chosen]) if chosen.any() else None
+        return TokenMasks(self.rows[chosen] - first, lambda: self.words[chosen]) if chosen.any() else None
 
 
 @dataclass(slots=True, frozen=True)

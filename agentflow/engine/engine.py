@@ -232,6 +232,8 @@ class Engine:
         )
         self._in_flight.append(launched)
         self._announce(batch)
+        if not self._num_ahead:  # no other processor would compute the forward pass meanwhile
+            batch.sampled.fill_masks()
         launched.began = time.perf_counter()
         self.times.count(_SCHEDULE, launched.began - began)
         try:
@@ -470,13 +472,12 @@ class Engine:
             if text is not None:
                 self._begin_text(request, text, message)
             self.scheduler.add(request)
+            if text is not None:
+                self._texts[request.id] = text
+                if request.num_generated or request.next_mask is not None:
+                    self._finish_if_complete(request, text)
         except Exception as error:
             self._fail(request.id, _as_failure(error, "cannot accept the request"))
-            return
-        if text is not None:
-            self._texts[request.id] = text
-            if request.num_generated or request.token_mask is not None:
-                self._finish_if_complete(request, text)
 
     def _begin_text(self, request: Request, text: TextEnd, message: Submit) -> None:
         """Reads the tokens that a dead engine generated, whose text the client already has. Puts the request
@@ -654,6 +655,7 @@ class Engine:
                 self._builder.cancel(key)
         if request is not None:
             self.scheduler.release(request)
+            request.next_mask = None  # it refers to the request
             if request.adapter:
                 self._adapters.leave(request.adapter)
 

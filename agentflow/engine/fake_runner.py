@@ -92,6 +92,8 @@ class FakeRunner:
         assert batch.pending is None or self._launched
         launched = replace(batch, req_to_token=batch.req_to_token.copy(), token_ids=batch.token_ids.copy())
         self._launched.append(launched)
+        if self.info.launches_ahead:
+            batch.sampled.fill_masks()
         return launched
 
     def collect(self, handle: Batch) -> BatchOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,7 +68,8 @@ class Request:
     patience_end: float = math.inf  # when it should have started, on the scheduler's clock
 
     # Under a grammar or a budget:
-    token_mask: TokenWords | None = None  # the tokens that its grammar allows next
+    next_mask: Callable[[], TokenWords] | None = None  # computes the tokens that its grammar allows next
+    mask_error: Exception | None = None  # why they cannot be computed; then none is allowed
     is_steered: bool = False  # tokens may be replaced: each is read before the next is computed
     is_complete: bool = False  # it continues only to score tokens that the grammar forced
     # How often a grammar replaced sampled tokens. Later tokens have other random numbers: the same number at

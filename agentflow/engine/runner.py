@@ -67,11 +67,12 @@ class ModelRunner(Protocol):
     ``launch`` starts a batch and returns a handle for ``collect``, which waits until the batch has written
     the KV of its tokens and its output is on the host. Batches run in the order of their launches and are
     collected in that order; ``launch`` has read all arrays of the batch, ``req_to_token`` too, when it
-    returns. ``Batch.changes`` shows whether a scheduled batch was lost before it, because it never came or
-    its launch raised. All are collected before ``close``. Only if ``info.launches_ahead`` is a batch launched
-    before the one before it is collected, and then it may have ``pending`` tokens. A runner on processors
-    that the caller needs too may do all work in ``collect``. Both raise ``AcceleratorFault`` or
-    ``OutOfMemory`` where these apply; any other exception blames the batch.
+    returns. Token masks are computed when they are first read, which takes time: a runner that launches ahead
+    queues the forward pass before. ``Batch.changes`` shows whether a scheduled batch was lost before it,
+    because it never came or its launch raised. All are collected before ``close``. Only if
+    ``info.launches_ahead`` is a batch launched before the one before it is collected, and then it may have
+    ``pending`` tokens. A runner on processors that the caller needs too may do all work in ``collect``. Both
+    raise ``AcceleratorFault`` or ``OutOfMemory`` where these apply; any other exception blames the batch.
     """
 
     info: RunnerInfo

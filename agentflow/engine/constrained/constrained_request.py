@@ -38,8 +38,9 @@ def constrained_request(
 
 
 class ConstrainedRequest:
-    """Each call updates ``request.token_mask`` and returns what is then forced, which the caller appends.
-    ``RequestRefused`` if no token of the model can continue the text."""
+    """Each call returns what is then forced, which the caller appends. ``request.next_mask`` has the tokens
+    that may follow: they are computed when it is first called after that, beside a forward pass if possible.
+    """
 
     def __init__(
         self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
@@ -52,7 +53,7 @@ class ConstrainedRequest:
         if thinking is not None and not thinking.has_channels:
             has_end_token = len(tokenizer.encode_written(thinking.end)) == 1
             self._reasoning = ReasoningTokens(thinking, has_end_token=has_end_token)
-        self._is_stuck = False
+        self._words: TokenWords | None = None  # of ``next_mask``, once computed
         self._text: ConstrainedText | None = None
         if message.constraint is None:
             return
@@ -60,6 +61,7 @@ class ConstrainedRequest:
         self._new_text = _texts_of(message.constraint, message, grammars, tokenizer)
         self._text = self._new_text()
         self._end_words = vocabulary.only(request.end_ids)
+        request.next_mask = self.next_mask
         if message.thinking is not None:
             self._begin_words = vocabulary.exactly(message.thinking.begin.encode())
             self._break_words = vocabulary.exactly(b"\n") | vocabulary.exactly(b"\n\n")
@@ -96,9 +98,12 @@ class ConstrainedRequest:
 
     def is_complete(self) -> bool:
         """Whether the text is complete, and nothing may follow or no token of the model can write it."""
-        if self._text is None or not self._is_answer:
+        text = self._text
+        if text is None or not self._is_answer:
             return False
-        return self._is_stuck or self._text.must_end()
+        if text.must_end():
+            return True
+        return text.may_end() and not self._may_sample_end(text) and not text.mask().any()
 
     def read(self, token_id: int) -> bool:
         """Appends a token. Returns whether stops apply to it. Of a first mark that is spelled in several
@@ -121,6 +126,18 @@ class ConstrainedRequest:
             text.take(token_id)
         return not was_thinking
 
+    def next_mask(self) -> TokenWords:
+        """Returns the tokens that may follow. If that fails, there are none, and ``request.mask_error`` tells
+        why: ``RequestRefused`` if no token of the model can continue the text."""
+        if self._words is None:
+            assert self._text is not None
+            try:
+                self._words = self._mask(self._text)
+            except Exception as error:
+                self._request.mask_error = error
+                self._words = self._vocabulary.only([])
+        return self._words
+
     def begin(self, generated_forced: Sequence[tuple[int, int]]) -> Jump | None:
         """Starts, after the tokens that were ``read``."""
         if self._text is not None:
@@ -138,9 +155,8 @@ class ConstrainedRequest:
         reasoning = self._reasoning
         if self._text is None or reasoning is None or not reasoning.is_thinking:
             return None
-        jump = self._append(reasoning.end_mark)
-        self._request.token_mask = self._mask(self._text)
-        return jump
+        self._words = None
+        return self._append(reasoning.end_mark)
 
     @property
     def _num_before(self) -> int:
@@ -187,8 +203,7 @@ class ConstrainedRequest:
             jump = self._append(reasoning.end_mark)
         elif text is not None and self._is_answer:
             jump = self._jump(text)
-        if text is not None:
-            self._request.token_mask = self._mask(text)
+        self._words = None
         return jump
 
     def _append(self, text: str) -> Jump | None:
@@ -230,11 +245,12 @@ class ConstrainedRequest:
                     param="constraint",
                 )
             return words
+        return words | self._end_words if self._may_sample_end(text) else words
+
+    def _may_sample_end(self, text: ConstrainedText) -> bool:
+        """Whether a token that ends a complete text may follow."""
         is_early = self._num_before + len(text.token_ids) < self._request.params.min_tokens
-        if not words.any():
-            self._is_stuck = is_early or not self._end_words.any()
-            return self._end_words
-        return words if is_early else words | self._end_words
+        return not is_early and bool(self._end_words.any())
 
     def _reasoning_mask(self, rest: bytes) -> TokenWords:
         """All tokens but those that have text after the mark that ends the reasoning, of which ``rest`` is to
@@ -307,9 +323,8 @@ class ChannelRequest(ConstrainedRequest):
         channels = self._channels
         if self._text is None or not channels.is_thinking:
             return None
-        jump = self._append(self._end_of_channel())
-        self._request.token_mask = self._mask(self._text)
-        return jump
+        self._words = None
+        return self._append(self._end_of_channel())
 
     def _end_of_channel(self) -> str:
         # With tools, the model decides what follows its reasoning.
@@ -338,8 +353,7 @@ class ChannelRequest(ConstrainedRequest):
             jump = self._append(answer)
         elif text is not None and self._is_answer:
             jump = self._jump(text)
-        if self._text is not None:
-            self._request.token_mask = self._mask(self._text)
+        self._words = None
         return jump
 
     def _mask(self, text: ConstrainedText) -> TokenWords:

@@ -79,8 +79,9 @@ class DeviceSteps:
         self._before: DeviceStep | None = None  # the batch that was launched last
 
     def launch(self, batch: Batch, given: ForwardInput) -> DeviceStep:
-        """Puts a batch into the device's queue. ``given``: its input for the model, whose plan refers to
-        ``table``. All arrays are read when this returns."""
+        """Puts a batch into the device's queue: the forward pass, then, once the token masks are computed,
+        the choice of tokens. ``given``: its input for the model, whose plan refers to ``table``. All arrays
+        are read when this returns."""
         before, self._before = self._before, None  # none, if this launch fails
         try:
             step = self._launch(batch, given, before)
@@ -95,37 +96,47 @@ class DeviceSteps:
         if batch.pending is not None:
             arrays |= {"places": batch.pending.places, "outputs": batch.pending.outputs}
         arrived = self._stream.upload(arrays)
-        staged = [stage(part, self._kernels, self._stream.device) for part in parts_of(batch.sampled)]
         pending: tuple[Tensor, DeviceStep, Tensor] | None = None
         if batch.pending is not None:
             assert before is not None
             pending = arrived["places"], before, arrived["outputs"]
         step = DeviceStep(batch.sampled)
-        write = partial(write_slots, self.table.slots, arrived)
-        self._stream.run(partial(self._compute, step, write, on_device(given, arrived), staged, pending))
+        write, hidden = partial(write_slots, self.table.slots, arrived), list[Tensor]()
+        self._stream.run(partial(self._forward, hidden, write, on_device(given, arrived), pending))
+        # Computes the token masks, while the device runs the forward pass.
+        staged = [stage(part, self._kernels, self._stream.device) for part in parts_of(batch.sampled)]
+        self._stream.run(partial(self._choose, step, hidden, staged))
         step.mark = self._stream.mark()
         return step
 
-    def _compute(
+    def _forward(
         self,
-        step: DeviceStep,
+        hidden: list[Tensor],
         write_table: Callable[[], None],
         given: DeviceInput,
-        staged: Sequence[StagedRows],
         pending: tuple[Tensor, DeviceStep, Tensor] | None,
     ) -> None:
-        """``write_table``: makes the table on the device the batch's. ``pending``: the places of tokens in
-        the batch, the batch that chooses them, and their rows there."""
+        """Appends the hidden states of the sampled rows to ``hidden``.
+
+        Args:
+            hidden: the list.
+            write_table: makes the table on the device the batch's.
+            given: the input of the model.
+            pending: the places of tokens in the batch, the batch that chooses them, and their rows there.
+        """
         write_table()
         if pending is not None:
             places, before, outputs = pending
             # A row of the earlier batch may have no token. Its request then fails, and what is computed for
             # it here does not count.
             given.token_ids.index_copy_(0, places, before.tokens.index_select(0, outputs).clamp_(min=0))
-        hidden = self._model.launch(given)
+        hidden.append(self._model.launch(given))
+
+    def _choose(self, step: DeviceStep, hidden: list[Tensor], staged: Sequence[StagedRows]) -> None:
+        rows = hidden.pop()
         for number, part in enumerate(staged):
             first = number * MAX_LOGIT_ROWS
-            logits = self._model.logits(hidden[first : first + MAX_LOGIT_ROWS])
+            logits = self._model.logits(rows[first : first + MAX_LOGIT_ROWS])
             chosen = choose_tensors(logits, part, self._kernels)
             step.chosen.append(chosen)
             step.copies.append(self._stream.download(chosen.packed))

@@ -4,9 +4,10 @@ A row's choice depends on its logits, its parameters and one number derived from
 other rows or earlier draws: a run that is resumed, replayed or batched differently generates the same tokens.
 Penalties, biases and forbidden tokens are applied in place to single logits, which are restored afterwards.
 
-On a GPU there are three steps, and none of them waits for the device: ``stage`` uploads the parameters,
-before or after the forward pass is launched; ``choose_tensors`` queues the computation of all results; and
-``ChosenTensors.output`` reads them from the caller's copy in host memory. ``choose_tokens`` is all three.
+On a GPU there are three steps, and none of them waits for the device: ``stage`` computes the token masks and
+uploads the parameters, before or after the forward pass is launched; ``choose_tensors`` queues the
+computation of all results; and ``ChosenTensors.output`` reads them from the caller's copy in host memory.
+``choose_tokens`` is all three.
 """
 
 from __future__ import annotations

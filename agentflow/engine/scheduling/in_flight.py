@@ -169,6 +169,8 @@ class InFlight:
             )
         if NO_TOKEN not in token_ids:
             return
+        if request.mask_error is not None:
+            raise request.mask_error
         if request.num_generated < request.params.min_tokens:
             raise BadArgument(
                 "min_tokens forbids the tokens that end the text, and no other token may follow",

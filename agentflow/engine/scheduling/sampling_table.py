@@ -7,12 +7,21 @@ likeliest tokens: their data is rebuilt in each step, and steps without them ski
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.batch import FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens, TokenMasks
+from agentflow.engine.batch import (
+    FloatArray,
+    IntArray,
+    LogitEdits,
+    MaskWords,
+    SampledRows,
+    ScoredTokens,
+    TokenMasks,
+)
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.row import Row
@@ -50,7 +59,7 @@ class SamplingTable:
         row, params = request.req_row, request.params
         if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
             self._special[row] = _Special(request)
-        if request.token_mask is not None:
+        if request.next_mask is not None:
             self._constrained[row] = request
         if params.wants_logprobs:
             self._with_logprobs.add(row)
@@ -129,16 +138,16 @@ class SamplingTable:
         )
 
     def _gather_masks(self, req_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
-        """The masks of rows sampled under a grammar."""
+        """The masks of rows sampled under a grammar. They are computed later (see ``TokenMasks``)."""
         rows: list[int] = []
-        words: list[TokenWords] = []
+        masks: list[Callable[[], TokenWords]] = []
         for index, req_row in enumerate(req_rows.tolist()):
             request = self._constrained.get(req_row)
             if request is not None and (target_ids is None or target_ids[index] < 0):
-                assert request.token_mask is not None
+                assert request.next_mask is not None
                 rows.append(index)
-                words.append(request.token_mask)
-        return TokenMasks(np.array(rows, dtype=np.int64), np.stack(words)) if rows else None
+                masks.append(request.next_mask)
+        return TokenMasks(np.array(rows, dtype=np.int64), partial(_computed, masks)) if rows else None
 
     def _gather_edits(
         self, req_rows: IntArray, target_ids: IntArray | None
@@ -157,6 +166,10 @@ class SamplingTable:
         if target_ids is not None:
             found = [one for one in found if target_ids[one[0]] < 0]
         return _edits(found) if found else None, top_counts if top_counts.any() else None
+
+
+def _computed(masks: Sequence[Callable[[], TokenWords]]) -> MaskWords:
+    return np.stack([mask() for mask in masks])
 
 
 class _Special:
