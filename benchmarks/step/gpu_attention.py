@@ -83,9 +83,7 @@ class Case:
         table = slot_table(levels, num_requests, num_slots)
         kv_layer = torch.randn(num_slots, 2, config.num_kv_heads, config.head_dim, device=device).bfloat16()
         q = torch.randn(num_requests, config.num_heads, config.head_dim, device=device).bfloat16()
-        return cls(
-            *(levels, table, q, kv_layer, config.head_dim**-0.5), torch.from_numpy(table).to(device)
-        )
+        return cls(*(levels, table, q, kv_layer, config.head_dim**-0.5), torch.from_numpy(table).to(device))
 
     @property
     def num_bytes(self) -> int:
