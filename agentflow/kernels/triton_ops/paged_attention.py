@@ -268,4 +268,6 @@ def _options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, i
     """Returns the keys per block, the warps and the pipeline stages of a launch, which fit shared memory."""
     if dtype == torch.float32 or block_dim > 128:
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
+    if block_rows == 16:  # limited by the memory: small loads in flight
+        return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 4}
     return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}
