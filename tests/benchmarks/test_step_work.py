@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.engine.scheduler_harness import check_shared
 
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.rope import RopeConfig
@@ -52,10 +53,14 @@ def test_requests_share_the_slots_that_they_should() -> None:
     assert len(np.unique(own)) == own.size
     assert own.min() >= 30
     assert batch.write_slots.tolist() == own[:, -1].tolist()
+    check_shared(batch)
+    check_shared(batch_of(Shape(4, 50), 1_000, 200))
 
 
 def test_a_tree_of_requests_shares_more_the_nearer_they_are() -> None:
-    table = tree_batch(8, 5_000, 1_000).req_to_token
+    batch = tree_batch(8, 5_000, 1_000)
+    check_shared(batch)
+    table = batch.req_to_token
     common = [int((table[0, : 4 * LEVEL] == table[leaf, : 4 * LEVEL]).sum()) for leaf in (1, 2, 4)]
     assert common == [3 * LEVEL, 2 * LEVEL, LEVEL]
 
