@@ -16,6 +16,7 @@ from support.engine.scheduler_harness import Harness, expected_output
 from agentflow.engine.batch import Batch
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.in_flight import COMMIT_RUN
+from agentflow.engine.scheduling.slot_table import SlotTable
 from agentflow.engine.table_copy import TableCopy
 
 
@@ -41,7 +42,7 @@ class Job:
     count: int
     arrives: int
     aborts_at: int | None
-    forced_at: int | None  # when a grammar replaces a part of its output
+    forced_at: frozenset[int]  # when a grammar replaces a part of its output, cached tokens too
 
 
 jobs = st.lists(
@@ -53,7 +54,7 @@ jobs = st.lists(
         count=st.integers(0, 25),
         arrives=st.integers(0, 12),
         aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 20)),
-        forced_at=st.one_of(st.none(), st.none(), st.integers(3, 20)),
+        forced_at=st.frozensets(st.integers(3, 30), max_size=5),
     ),
     min_size=2,
     max_size=12,
@@ -104,8 +105,8 @@ def test_copies_and_shared_prefixes_follow_the_table(
                 continue
             if job.aborts_at == now:
                 scheduler.release(request)
-            elif job.forced_at == now and request.num_generated and not request.num_pending:
-                kept = request.num_generated // 2
+            elif now in job.forced_at and request.num_generated and not request.num_pending:
+                kept = request.num_generated // 4
                 if kept + 2 < request.max_new_tokens:
                     scheduler.replace_output(request, kept, [7, 8])
         if now == fails_at:
@@ -150,3 +151,19 @@ def test_a_copy_does_not_take_changes_of_another_table() -> None:
     }
     assert expected <= places
     np.testing.assert_array_equal(batch.req_to_token[changes.rows, changes.columns], changes.slots)
+
+
+def test_changes_have_all_writes_since_the_last_ones() -> None:
+    """Also several writes to one row, in any order."""
+    table, copied = SlotTable(3, 20), np.zeros((3, 20), dtype=np.int32)
+    for step in range(3):
+        for first, end in ((8, 10), (2, 3), (15, 17)):
+            table.row_to_write(1, first, end)[first:end] = 10 * step + first
+        table.row_to_write(2, 4, 4)
+        rows, columns = np.array([0, 1]), np.array([step, 18])
+        changes = table.write_tokens(rows, columns, np.array([step + 1, step + 2], dtype=np.int32))
+        copied[changes.rows, changes.columns] = changes.slots
+        np.testing.assert_array_equal(copied, table.slots)
+        assert 2 not in changes.rows
+    changes = table.write_tokens(np.array([0]), np.array([19]), np.array([7], dtype=np.int32))
+    assert (changes.rows.tolist(), changes.columns.tolist(), changes.slots.tolist()) == ([0], [19], [7])
