@@ -105,7 +105,9 @@ class Embedded:
         task: ``embed``: ``model`` makes embeddings and generates nothing.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is ``bfloat16``; on a CPU,
             quantised weights of a GGUF file keep their format.
-        quantize: ``int8`` or ``int4``, for weights that are not quantised.
+        quantize: ``int8``, ``int4`` or ``fp8`` (8-bit floats, on newer GPUs), for weights that are not
+            quantised.
+        kv_dtype: ``fp8`` keeps keys and values in 8-bit floats, on newer GPUs; ``auto`` as ``dtype`` says.
         chat_template: A Jinja file that replaces the model's chat template.
         device: ``cpu`` or ``cuda``; None to choose one.
         kv_tokens: The size of the KV pool in tokens, for the cache and running requests together; None to
@@ -129,6 +131,7 @@ class Embedded:
         task: Literal["generate", "embed"] = "generate",
         dtype: str = "auto",
         quantize: str | None = None,
+        kv_dtype: str = "auto",
         chat_template: str | os.PathLike[str] | None = None,
         device: str | None = None,
         kv_tokens: int | None = None,
@@ -143,6 +146,7 @@ class Embedded:
             "model": str(model),
             "dtype": dtype,
             "quantize": quantize,
+            "kv_dtype": kv_dtype,
             "chat_template": None if chat_template is None else os.fspath(chat_template),
             "device": device,
             "kv_tokens": kv_tokens,

@@ -54,8 +54,8 @@ class SessionOptions(TypedDict, total=False):
         embed_model: The model for ``flow.embed``. On a server or at a vendor, the name of one of its
             embedding models; default: the first of an agentflow server. In this process, it is loaded in
             addition to ``model``.
-        quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
-            ``af.Embedded`` has its other options.
+        quantize: ``int8``, ``int4`` or ``fp8``. This and the next three options are for the engine in this
+            process; ``af.Embedded`` has its other options.
         chat_template: A Jinja file that replaces the model's chat template.
         device: ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU.
         kv_tokens: The size of the KV pool in tokens.

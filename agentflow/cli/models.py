@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import anyio
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.text import Text
 from agentflow.backends.apis.chat.flavours import CONTEXT_FIELDS
 from agentflow.cli.command import Command, printable
 from agentflow.cli.server_query import API_KEY_VARIABLE, http_url, query_server
+from agentflow.engine.options import KvDtype, Quantize
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, ProtocolError
 
 MODELS_PATH = "/v1/models"
@@ -33,13 +34,14 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
 
 
-def local_models() -> list[tuple[str, ...]]:
-    """A row of ``LOCAL_COLUMNS`` for each model with a short name, and each other one in the hub's cache."""
-    from agentflow.engine.models.memory_need import work_bytes
+def local_models(quantize: str | None = None, kv_dtype: str = "auto") -> list[tuple[str, ...]]:
+    """A row of ``LOCAL_COLUMNS`` for each model with a short name, and each other one in the hub's cache.
+    ``quantize``, ``kv_dtype``: as in ``EngineSettings``."""
+    from agentflow.engine.models.memory_need import bytes_of_weight, work_bytes
     from agentflow.engine.store.catalog import CATALOG
     from agentflow.engine.store.hub_names import HubName, cached_models
 
-    room = _Room()
+    room = _Room(quantize, kv_dtype)
     try:
         cached = {str(name): path for name, path in cached_models()}
     except ImportError:  # without the engine, there is no hub
@@ -52,7 +54,9 @@ def local_models() -> list[tuple[str, ...]]:
             rows.append((name, "yes", *describe_model(folder, room), model.licence))
             continue
         needs = room.describe(
-            2 * model.parameters + work_bytes(model.vocabulary), 2 * model.kv_numbers_per_token, model.context
+            int(bytes_of_weight(quantize) * model.parameters) + work_bytes(model.vocabulary),
+            (1 if kv_dtype == "fp8" else 2) * model.kv_numbers_per_token,
+            model.context,
         )
         licence = f"{model.licence} (gated)" if model.is_gated else model.licence
         rows.append((name, "no", _size(model.disk_bytes), *needs, "-", "-", "-", licence))
@@ -63,12 +67,14 @@ def local_models() -> list[tuple[str, ...]]:
     return rows
 
 
-def models_at(names: Sequence[str]) -> list[tuple[str, ...]]:
+def models_at(
+    names: Sequence[str], quantize: str | None = None, kv_dtype: str = "auto"
+) -> list[tuple[str, ...]]:
     """A row of ``LOCAL_COLUMNS`` for each of these folders, GGUF files or names. ``UnknownModel`` or
     ``BadModelFolder``."""
     from agentflow.engine.store.model_store import resolve_model
 
-    room = _Room()
+    room = _Room(quantize, kv_dtype)
     return [(name, "yes", *_described(resolve_model(name), room), "-") for name in names]
 
 
@@ -79,9 +85,10 @@ def _known_folder(name: str) -> Path | None:
 
 
 class _Room:
-    """The memory that models may take here."""
+    """The memory that models may take here. ``quantize``, ``kv_dtype``: how they run."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantize: str | None = None, kv_dtype: str = "auto") -> None:
+        self.quantize, self.kv_dtype = quantize, kv_dtype
         self._free_bytes: int | None = None
         self.is_on_gpu = False
         with contextlib.suppress(ImportError, EngineFailed):
@@ -127,7 +134,7 @@ def _described(path: Path, room: _Room) -> tuple[str, ...]:
     from agentflow.engine.store.native_architectures import IMAGE_ARCHITECTURES
     from agentflow.engine.text.tokenizer_files import chat_template_source
 
-    need = memory_need("", path, "auto", None, on_gpu=room.is_on_gpu)
+    need = memory_need("", path, "auto", None, room.quantize, kv_dtype=room.kv_dtype, on_gpu=room.is_on_gpu)
     config = text_config(read_shape(path)[0])
     architectures = config.get("architectures") or ()
     context = config.get("max_position_embeddings") or config.get("n_positions") or 2_048
@@ -204,6 +211,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="*", metavar="MODEL", help="show only these: a model folder, a .gguf file, or a name"
     )
+    parser.add_argument("--quantize", choices=get_args(Quantize), help="the memory with weights rounded so")
+    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), help="the memory with this type of KV")
     parser.add_argument("--url", help="list the models of this server, such as http://127.0.0.1:8410")
     parser.add_argument("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
 
@@ -216,7 +225,9 @@ def _run(options: argparse.Namespace) -> int:
         url = http_url(options.url)
         show(SERVER_COLUMNS, server_models(query_server(url, MODELS_PATH, options.api_key), url), console)
         return 0
-    show(LOCAL_COLUMNS, models_at(options.model) if options.model else local_models(), console)
+    how = options.quantize, options.kv_dtype or "auto"
+    rows = models_at(options.model, *how) if options.model else local_models(*how)
+    show(LOCAL_COLUMNS, rows, console)
     if console.is_terminal:
         text = (
             "\nmemory: weights, the KV of one whole context, and the work; fits: in free memory\n"
@@ -232,13 +243,15 @@ COMMAND = Command(
     description="""\
 Lists the models with short names and those in the cache of the Hugging Face
 hub, or the given ones, with the memory that they need with --dtype auto
-(weights, the KV of one whole context, and the work), whether that is free here
+(weights, the KV of one whole context, and the work; as --quantize and
+--kv-dtype say), whether that is free here
 (or for how many tokens), and whether they have a chat template and support
 tools. The size of a model that is not here is that of its files. With --url:
 the models of a server. Without a terminal, tabs separate the columns.""",
     examples="""\
 agentflow models
 agentflow models ./my-llama tiny-Q4_K_M.gguf
+agentflow models --quantize fp8 --kv-dtype fp8
 agentflow models --url http://127.0.0.1:8410
 agentflow models | cut -f 1          the first column
 """,

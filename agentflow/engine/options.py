@@ -20,6 +20,8 @@ from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.declared import Count, Declared, Seconds, doc
 
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+Quantize = Literal["int8", "int4", "fp8"]
+KvDtype = Literal["auto", "fp8"]
 
 
 class EngineSettings(Declared, frozen=True, kw_only=True):
@@ -38,8 +40,19 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         ),
     ] = "auto"
     quantize: Annotated[
-        Literal["int8", "int4"] | None, doc("round weights that are not quantised to 8 or 4 bits")
+        Quantize | None,
+        doc(
+            "round weights that are not quantised to 8 or 4 bits (fp8: 8-bit floats, on GPUs of compute "
+            "capability 8.9 or higher)"
+        ),
     ] = None
+    kv_dtype: Annotated[
+        KvDtype,
+        doc(
+            "data type of keys and values (auto: that of dtype; fp8: 8-bit floats with half of the memory, "
+            "on GPUs of compute capability 8.9 or higher)"
+        ),
+    ] = "auto"
     chat_template: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         doc("a Jinja file that replaces the model's chat template", metavar="FILE"),

@@ -27,9 +27,10 @@ MAX_HEAD_DIM = 256
 
 @dataclass(slots=True, frozen=True)
 class BlockMatrix:
-    """A matrix in blocks of quantised values, as GGUF files store them."""
+    """A matrix in blocks of quantised values, as GGUF files store them, or in 8-bit floats."""
 
-    type: str  # ggml's name, such as "Q4_K"
+    # ggml's name, such as "Q4_K"; or "F8_E4M3": a row is a float32 scale, then an 8-bit float for each input.
+    type: str
     rows: NDArray[np.uint8]  # [out, bytes of a row]
     shape: tuple[int, int]  # (out, in)
     is_mapped: bool = False  # ``rows`` is mapped from a file: pages may be released once read

@@ -63,6 +63,7 @@ from agentflow.kernels.native_structures import (
     pointer,
 )
 from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
+from agentflow.kernels.torch_ops import has_fp8 as has_fp8
 from agentflow.kernels.torch_ops import static_plans as static_plans
 
 logger = logging.getLogger(__name__)

@@ -77,6 +77,10 @@ class Kernels(Protocol):
     def BLOCK_TYPES(self) -> Sequence[str]:
         """The types of blocks that ``pack_blocks`` accepts."""
 
+    def has_fp8(self, device: torch.device) -> bool:
+        """Whether weights (blocks of the type "F8_E4M3") and the KV pool may be 8-bit floats on a device,
+        ``torch.float8_e4m3fn``. Keys and values have no scales then: larger numbers than 448 become 448."""
+
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
     ) -> LinearWeight:
@@ -151,7 +155,8 @@ class Kernels(Protocol):
             qkv: [T, heads + 2 kv_heads, head_dim]; may be overwritten.
             cos: [T, 1, head_dim].
             sin: [T, 1, head_dim], its first half negated.
-            kv_layer: [slots, 2, kv_heads, head_dim]: keys at 0, values at 1.
+            kv_layer: [slots, 2, kv_heads, head_dim]: keys at 0, values at 1; also as 8-bit floats, where
+                ``has_fp8``.
             write_slots: [T] int64.
 
         Returns:
@@ -161,7 +166,7 @@ class Kernels(Protocol):
     def plan_attention(
         self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device
     ) -> AttentionBatch:
-        """Decides once for all layers how to compute the attention of a batch. ``dtype``: of the queries."""
+        """Decides once for all layers how to compute the attention of a batch. ``dtype``: of the KV pool."""
 
     def static_plans(
         self,

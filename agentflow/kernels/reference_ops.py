@@ -26,6 +26,7 @@ from agentflow.kernels.torch_ops import QUEUES_WORK as QUEUES_WORK
 from agentflow.kernels.torch_ops import choose as choose
 from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
 from agentflow.kernels.torch_ops import embed as embed
+from agentflow.kernels.torch_ops import has_fp8 as has_fp8
 from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import ruled_attention as ruled_attention

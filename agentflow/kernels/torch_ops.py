@@ -51,6 +51,10 @@ def pack_linear(
 BLOCK_TYPES = ()
 
 
+def has_fp8(device: torch.device) -> bool:
+    return False
+
+
 def pack_blocks(
     parts: Sequence[BlockMatrix],
     bias: Tensor | None,
@@ -216,7 +220,7 @@ def attend_group(
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, num_heads = group.num_chunks, q.shape[1]
     queries_per_head = num_heads // num_kv_heads
-    kv = kv_layer.index_select(0, group.slots).view(n, -1, 2, num_kv_heads, head_dim)
+    kv = _gathered(kv_layer, group.slots, q.dtype).view(n, -1, 2, num_kv_heads, head_dim)
     queries = q.index_select(0, group.rows).view(n, -1, num_kv_heads, queries_per_head, head_dim)
     queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
     mask = None if group.mask is None else group.mask.repeat(1, 1, queries_per_head, 1)
@@ -224,6 +228,14 @@ def attend_group(
     out = out.reshape(n, num_heads, -1, head_dim).transpose(1, 2)
     lse = lse.reshape(n, num_heads, -1).transpose(1, 2)
     return out.reshape(-1, num_heads, head_dim).float(), lse.reshape(-1, num_heads)
+
+
+def _gathered(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the keys and values of some slots, 8-bit floats in ``dtype``."""
+    if kv_layer.dtype != torch.float8_e4m3fn:
+        return kv_layer.index_select(0, slots)
+    codes = kv_layer.view(torch.uint8).index_select(0, slots)
+    return codes.view(kv_layer.dtype).to(dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -139,6 +139,7 @@ def measure(report: Report, device: torch.device, config: DecoderConfig, read_by
             median_of(f"gpu.{name}_attention_gain", gains, "ratio", note=note, goal=">= 4.0")
         )
     _measure_unshared(report, device, config)
+    _measure_8_bit_keys(report, device, config)
 
 
 def _measure_unshared(report: Report, device: torch.device, config: DecoderConfig) -> None:
@@ -162,3 +163,18 @@ def _measure_unshared(report: Report, device: torch.device, config: DecoderConfi
         f"{statistics.median(plan_off):.2f} ms without sharing"
     )
     report.results.append(median_of("gpu.unshared_attention_gain_with_plan", gains, "ratio", note=note))
+
+
+def _measure_8_bit_keys(report: Report, device: torch.device, config: DecoderConfig) -> None:
+    """Compares keys and values in 8-bit floats with those in bfloat16."""
+    from agentflow.kernels import triton_ops
+
+    if not triton_ops.has_fp8(device):
+        return
+    wide = Case.of(UNSHARED, config, device)
+    narrow = replace(wide, kv_layer=wide.kv_layer.to(torch.float8_e4m3fn))
+    took = kernels_ms([wide.ours(), narrow.ours()], device, RUNS, REPEATS)
+    gains = [more / less for more, less in zip(*took, strict=True)]
+    us = [1e3 * statistics.median(each) for each in took]
+    note = f"{NUM_REQUESTS} x {UNSHARED[0][0]:,}: {us[1]:.0f} us instead of {us[0]:.0f} in bfloat16"
+    report.results.append(median_of("gpu.fp8_kv_attention_gain", gains, "ratio", note=note))

@@ -122,7 +122,8 @@ def run(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None)
                 torch.cuda.empty_cache()
     report.show(console)
     console.print(f"written to {file}")
-    return 1 if failed or report.extra.get("differing") or report.extra.get("differing_choices") else 0
+    faults = ("differing", "differing_choices", "wrong_8_bit_floats")
+    return 1 if failed or any(report.extra.get(fault) for fault in faults) else 0
 
 
 def _check_tokens(check: Check) -> None:
@@ -131,10 +132,13 @@ def _check_tokens(check: Check) -> None:
     check.say("greedy ids equal the CPU's" if not wrong else f"greedy ids differ from the CPU's: {wrong}")
     differing = differing_choices(check.device, *((20, 500) if check.is_small else (250, 32_000)))
     check.say(f"{differing} choices of tokens differ from the CPU's")
+    wrong_fp8 = wrong_8_bit_floats(check.device)
+    check.say("8-bit floats are " + ("right" if not wrong_fp8 else f"wrong: {', '.join(wrong_fp8)}"))
     check.report.extra |= {
         "greedy_ids_equal_cpu": not wrong,
         "differing": wrong,
         "differing_choices": differing,
+        "wrong_8_bit_floats": wrong_fp8,
     }
 
 
@@ -185,6 +189,65 @@ def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
         ours = kernels_for(device).choose(logits.to(device), rows)
         differing += int((ours != torch_ops.choose(logits, rows)).sum())
     return differing
+
+
+def wrong_8_bit_floats(device: Any) -> list[str]:
+    """Returns the products and the attention with 8-bit floats that differ from float64 on the values of
+    these floats by more than rounding does. Empty if the device has none."""
+    import numpy as np
+    import torch
+
+    from agentflow.engine.models.weights.quantising import quantised
+    from agentflow.kernels.inputs import AttentionBatch
+    from agentflow.kernels.ops import kernels_for
+
+    kernels, wrong = kernels_for(device), []
+    if not kernels.has_fp8(device):
+        return []
+    from agentflow.kernels.triton_ops import fp8
+
+    def check(name: str, result: Any, expected: Any, tolerance: float) -> None:
+        error = float((result.double() - expected).norm() / expected.norm())
+        if not error < tolerance:
+            wrong.append(f"{name} by {error:.2g}")
+
+    torch.manual_seed(0)
+    num_out, num_in = (300, 416) if device.type == "cpu" else (1_000, 3_072)
+    bias = torch.randn(num_out, device=device).bfloat16()
+    weight = kernels.pack_blocks([quantised(torch.randn(num_out, num_in), "F8_E4M3")], bias, device=device)
+    assert weight is not None
+    known = fp8.dequantised_rows(weight.quantised[0], range(num_out), torch.float32).double()
+    for num_rows in (1, 16, 64, 300):
+        x = torch.randn(num_rows, num_in, device=device).bfloat16()
+        rows = x.double()
+        check(f"logits of {num_rows} rows", kernels.exact_linear(x, weight), rows @ known.t() + bias, 1e-3)
+        if num_rows > fp8.MAX_ROWS and device.type == "cuda":  # rows are rounded too
+            codes, scales = fp8.round_rows(x)
+            if not fp8._has_scaled_products(x.device):
+                wrong.append("torch has no product of 8-bit floats")
+                continue
+            check("rounded rows", codes.float() * scales, rows, 4e-2)
+            rows = codes.double() * scales
+        check(f"a product of {num_rows} rows", kernels.linear(x, weight), rows @ known.t() + bias, 1e-2)
+    num, length, num_heads, num_kv_heads, head_dim = 4, 300, 8, 2, 128
+    slots = np.random.default_rng(0).permutation(num * length).astype(np.int32).reshape(num, length)
+    kv = 3 * torch.randn(num * length, num_heads + 2 * num_kv_heads, head_dim, device=device).bfloat16()
+    ones = torch.ones(len(kv), 1, head_dim, device=device, dtype=torch.bfloat16)
+    pool = torch.full((len(kv), 2, num_kv_heads, head_dim), 9.0, device=device).to(torch.float8_e4m3fn)
+    kernels.rope_and_write(kv.clone(), ones, 0 * ones, pool, torch.arange(len(kv), device=device))
+    stored = kv[:, num_heads:].view(-1, 2, num_kv_heads, head_dim).float().to(pool.dtype)
+    if not torch.equal(stored.view(torch.uint8), pool.view(torch.uint8)):
+        wrong.append("keys and values that are stored")
+    for query_len in (1, 40):
+        counts = np.full(num, query_len)
+        batch = AttentionBatch(slots, np.arange(num), counts, np.full(num, length), None)
+        q = torch.randn(num * query_len, num_heads, head_dim, device=device).bfloat16()
+        results = [
+            kernels.attention(q, each, kernels.plan_attention(batch, each.dtype, device), head_dim**-0.5)
+            for each in (pool, pool.bfloat16())
+        ]
+        check(f"attention of {query_len} rows", results[0], results[1].double(), 1e-2)
+    return wrong
 
 
 PROMPTS = (5, 300, 130, 64)
@@ -333,17 +396,30 @@ def measure_quantised(check: Check) -> None:
         torch_ops.pack_linear(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
         for shape in shapes
     ]
-    counts = (1, 16, 64)
-    plain = {num: statistics.median(layer_us(dense, torch_ops.linear, num)) for num in counts}
+    few: tuple[int, ...] = 1, 16, 64
+    many = (*few, 256, 2_048) if is_gpu else few
+    plain = {num: statistics.median(layer_us(dense, torch_ops.linear, num)) for num in many}
     del dense
-    for name, block_type, block_bytes in (("int8", "Q8_0", 34), ("int4", "Q4_1", 20)):
+
+    def random_matrix(block_type: str, num_out: int, num_in: int) -> BlockMatrix:
+        if block_type == "F8_E4M3":
+            rows = rng.integers(0, 0x70, (num_out, 4 + num_in), dtype=np.uint8)
+            rows[:, :4] = np.array([1e-4], dtype=np.float32).view(np.uint8)
+            return BlockMatrix(block_type, rows, (num_out, num_in))
+        block_bytes = {"Q8_0": 34, "Q4_1": 20}[block_type]
+        blocks = rng.integers(0, 256, (num_out, num_in // 32, block_bytes), dtype=np.uint8)
+        blocks[..., :4].view(np.float16)[:] = 1e-2
+        if block_type == "Q8_0":
+            blocks[..., 2:4] = 1
+        return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
+
+    kinds = [("int8", "Q8_0", few), ("int4", "Q4_1", few)]
+    if kernels.has_fp8(device):
+        kinds.append(("fp8", "F8_E4M3", many))
+    for name, block_type, counts in kinds:
         weights = []
         for num_out, num_in in shapes:
-            blocks = rng.integers(0, 256, (num_out, num_in // 32, block_bytes), dtype=np.uint8)
-            blocks[..., :4].view(np.float16)[:] = 1e-2
-            if name == "int8":
-                blocks[..., 2:4] = 1
-            matrix = BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
+            matrix = random_matrix(block_type, num_out, num_in)
             packed = kernels.pack_blocks([matrix], None, device=device)
             assert packed is not None
             weights.append(packed)
@@ -352,7 +428,8 @@ def measure_quantised(check: Check) -> None:
             took = layer_us(weights, kernels.linear, num)
             shares = [num_bytes / read_bytes_s * 1e6 / us for us in took]
             note = f"{num} rows, {num_bytes / 1e6:.0f} MB: {statistics.median(took):.0f} us a layer"
-            report.results.append(median_of(f"gpu.{name}_{num}_of_limit", shares, "ratio", note=note))
+            if num in few:
+                report.results.append(median_of(f"gpu.{name}_{num}_of_limit", shares, "ratio", note=note))
             gains = [plain[num] / us for us in took]
             note = f"bfloat16: {plain[num]:.0f} us a layer"
             report.results.append(median_of(f"gpu.{name}_{num}_over_bf16", gains, "ratio", note=note))

@@ -29,6 +29,15 @@ def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
     assert gpu_check.differing_choices(CPU, 10, 300) == 0
 
 
+@pytest.mark.full
+def test_f42q_the_check_of_8_bit_floats_finds_nothing_under_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
+    assert gpu_check.wrong_8_bit_floats(CPU) == []
+
+
 def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     right = RandomRunner.__post_init__

@@ -21,7 +21,7 @@ class KvPool:
         num_slots: the size of the pool, in tokens.
         num_kv_heads: the KV heads of a layer.
         head_dim: the size of a key or a value of one head.
-        dtype: the dtype of keys and values.
+        dtype: the dtype of keys and values; 8-bit floats have no scale.
         device: where the pool is.
     """
 

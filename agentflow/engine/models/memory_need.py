@@ -43,8 +43,8 @@ FEATURE_BYTES = 512 * 2**20
 ID_BYTES = 4
 """What a token takes in a model without keys and values in a pool: its id."""
 
-# Bytes of a weight in blocks of 32, with their scales.
-_QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+# Bytes of a weight in blocks of 32 with their scales, or in 8-bit floats with a scale for each row.
+_QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32, "fp8": 1 + 4 / 512}
 _PANEL_ITEM_BYTES = {
     **dict.fromkeys(("Q4_0", "IQ4_NL"), 18 / 32),
     **dict.fromkeys(("Q4_1", "Q4_K"), 20 / 32),
@@ -87,6 +87,11 @@ class MemoryNeed:
         return self.weight_bytes + self.feature_bytes + self.processes * work_bytes(self.vocabulary)
 
 
+def bytes_of_weight(quantize: str | None) -> float:
+    """Bytes of a weight in bfloat16, or as ``quantize`` rounds it."""
+    return 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
+
+
 def work_bytes(vocabulary: int) -> int:
     """Bytes that the process of a model with this vocabulary needs in addition to weights and KV."""
     return PROCESS_BYTES + TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
@@ -99,20 +104,22 @@ def memory_need(
     kv_tokens: int | None,
     quantize: str | None = None,
     *,
+    kv_dtype: str = "auto",
     task: str = "generate",
     on_gpu: bool = False,
     adapters: Iterable[Path] = (),
     ranks: int = 1,
 ) -> MemoryNeed:
-    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
-    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``ranks``: the
-    processes over which it is divided; on GPUs, the need is that of one of them. ``BadModelFolder``."""
+    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``kv_dtype``,
+    ``task``: as in ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it.
+    ``ranks``: the processes over which it is divided; on GPUs, the need is that of one of them.
+    ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
     in_towers = _vision_parameters(folder, config)
     if quantize is not None:  # the matrices of towers stay dense
-        weight_bytes = int((num_parameters - in_towers) * _QUANTIZED_ITEM_BYTES[quantize])
+        weight_bytes = int((num_parameters - in_towers) * bytes_of_weight(quantize))
         weight_bytes += in_towers * item_bytes
     if dtype == "auto" and (not on_gpu or find_spec("triton")):
         panels = _panel_bytes(folder, config, quantize, _GPU_ITEM_BYTES if on_gpu else _PANEL_ITEM_BYTES)
@@ -123,7 +130,7 @@ def memory_need(
     if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
     with _naming(folder):
-        kv_bytes = kv_bytes_per_token(config, item_bytes, ranks)
+        kv_bytes = kv_bytes_per_token(config, 1 if kv_dtype == "fp8" else item_bytes, ranks)
         feature_bytes = FEATURE_BYTES if in_towers else 0
         if on_gpu:  # other matrices than norms and routers are divided
             return MemoryNeed(
@@ -154,7 +161,7 @@ def _panel_bytes(
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (file := find_gguf(folder)) is not None:
-        dense = 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
+        dense = bytes_of_weight(quantize)
         sizes = dict.fromkeys(_DENSE_TYPES, dense) | dict(item_bytes)
         int8 = _QUANTIZED_ITEM_BYTES["int8"]
         tensors = open_gguf(file).tensors.items()

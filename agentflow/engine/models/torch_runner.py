@@ -59,9 +59,9 @@ def forward_input_of(
     features: MediaFeatures | None = None,
     table: Tensor | None = None,
 ) -> ForwardInput:
-    """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype
-    and on its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``. ``features``: of the batch's
-    media. ``table``: as ``AttentionBatch.device_table``."""
+    """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, on the model's
+    device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``. ``features``: of the batch's media.
+    ``table``: as ``AttentionBatch.device_table``."""
     plan = kernels.plan_attention(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
     rows, media, token_ids, positions = batch.sampled.rows, batch.media, batch.token_ids, batch.positions
     given = None
@@ -114,7 +114,8 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-_QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}
+_QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1", "fp8": "F8_E4M3"}
+_KV_DTYPES = ("auto", "fp8")
 _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
 _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
@@ -139,7 +140,8 @@ class TorchRunner:
         dtype: bfloat16, float16 or float32, for weights, activations and KV. auto: bfloat16, and quantised
             weights are kept if the kernels can multiply them. On a CPU, float16 becomes float32, which has
             all its values.
-        quantize: int8 or int4, for weights that are not quantised yet.
+        kv_dtype: auto (``dtype``) or fp8 for keys and values.
+        quantize: int8, int4 or fp8, for weights that are not quantised yet.
         num_threads: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
         embedding: the runner makes embeddings from last tokens and generates nothing; only for native
             families.
@@ -152,7 +154,7 @@ class TorchRunner:
     Raises:
         UnknownModel: there is no such folder.
         BadModelFolder: the model cannot be run.
-        BadArgument: the device, ``dtype`` or ``quantize`` is unknown or unavailable.
+        BadArgument: the device, ``dtype``, ``kv_dtype`` or ``quantize`` is unknown or unavailable.
     """
 
     info: RunnerInfo
@@ -164,6 +166,7 @@ class TorchRunner:
         num_slots: int,
         device: str | None = None,
         dtype: str = "auto",
+        kv_dtype: str = "auto",
         quantize: str | None = None,
         num_threads: int | None = None,
         embedding: EmbeddingFolder | None = None,
@@ -180,6 +183,11 @@ class TorchRunner:
             raise BadArgument(
                 f"quantize must be one of {', '.join(_QUANTIZED)}, not {quantize!r}", param="quantize"
             )
+        if kv_dtype not in _KV_DTYPES:
+            raise BadArgument(
+                f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {kv_dtype!r}", param="kv_dtype"
+            )
+        check_fp8(kernels, torch_device, quantize=quantize, kv_dtype=kv_dtype)
         if quantize is not None and not kernels.BLOCK_TYPES:
             raise BadArgument(
                 "quantize needs the native kernels, for x86-64 CPUs with Linux, or a GPU with triton",
@@ -192,11 +200,22 @@ class TorchRunner:
             if embedding is not None:
                 longest = min(config.max_context, embedding.max_tokens or config.max_context)
                 config = replace(config, max_context=longest)
+            if kv_dtype == "fp8" and config.latent:
+                raise BadArgument(
+                    f"kv_dtype fp8 is for keys and values, and {folder.name} keeps latents: leave it out",
+                    param="kv_dtype",
+                )
         elif quantize is not None:
             raise BadArgument(
                 f"quantize needs a native architecture, and {folder.name} runs through transformers: leave "
                 "it out, or take another model",
                 param="quantize",
+            )
+        elif kv_dtype == "fp8":
+            raise BadArgument(
+                f"kv_dtype fp8 needs a native architecture, and {folder.name} runs through transformers: "
+                "leave it out, or take another model",
+                param="kv_dtype",
             )
         else:
             config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
@@ -210,7 +229,7 @@ class TorchRunner:
             num_slots=num_slots,
             num_kv_heads=num_kv_heads,
             head_dim=config.head_dim,
-            dtype=torch_dtype,
+            dtype=torch.float8_e4m3fn if kv_dtype == "fp8" else torch_dtype,
             device=torch_device,
         )
         self._model: Decoder | TransformersModel
@@ -236,6 +255,8 @@ class TorchRunner:
                     )
                 if tower is not None:
                     self.media = MediaFeatures(tower, config.hidden_size)
+        if kv_dtype == "fp8":
+            described += ", keys and values in 8 bits"
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
@@ -471,6 +492,18 @@ def device_named(name: str | None) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+def check_fp8(kernels: Kernels, device: torch.device, *, quantize: str | None, kv_dtype: str) -> None:
+    """Raises ``BadArgument`` if an option asks for 8-bit floats where there are none."""
+    for param, value in (("quantize", quantize), ("kv_dtype", kv_dtype)):
+        if value == "fp8" and not kernels.has_fp8(device):
+            raise BadArgument(
+                f"{param} is fp8, and {device} has no 8-bit floats: they need an NVIDIA GPU of compute "
+                "capability 8.9 or higher (Ada, Hopper and later) and the Triton kernels: leave it out"
+                + (", or take int8" if param == "quantize" else ""),
+                param=param,
+            )
 
 
 def identity_of_values(folder: Path, weights: str, dtype: torch.dtype) -> str:

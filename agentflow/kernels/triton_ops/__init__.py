@@ -3,10 +3,10 @@ for tests.
 
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
 ``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
-``one_row`` multiplies one row with a dense weight, ``quantised`` any rows with weights in blocks, and
-``sampler`` chooses tokens. ``interpreted`` has the products and the rounding that all kernels share, and
-``early_start`` their launch before the kernel in front has ended. Products of several rows with dense weights
-are torch's.
+``one_row`` multiplies one row with a dense weight, ``quantised`` any rows with weights in blocks, ``fp8``
+with weights in 8-bit floats, and ``split_products`` is what these two share; ``sampler`` chooses tokens.
+``interpreted`` has the products and the rounding that all kernels share, and ``early_start`` their launch
+before the kernel in front has ended. Products of several rows with dense weights are torch's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import pack_linear as pack_linear
 from agentflow.kernels.torch_ops import segment_attention as segment_attention
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
+from agentflow.kernels.triton_ops.fp8 import has_fp8 as has_fp8
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
 from agentflow.kernels.triton_ops.one_row import is_one_row, multiply_row
 from agentflow.kernels.triton_ops.paged_attention import attend

@@ -2,7 +2,8 @@
 
 A program computes one unit for one KV head: the query heads that share it are adjacent in the tile (GQA), so
 that keys and values are read once for all of them. The softmax is computed in blocks of keys with a running
-maximum (FlashAttention-2, arXiv 2307.08691, algorithm 1), in powers of two.
+maximum (FlashAttention-2, arXiv 2307.08691, algorithm 1), in powers of two. Keys and values in 8-bit floats
+are converted to the queries' type in registers.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from torch import Tensor
 
 from agentflow.kernels.triton_ops.device_plan import DeviceUnits
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
-from agentflow.kernels.triton_ops.interpreted import dot, rounded
+from agentflow.kernels.triton_ops.interpreted import dot, from_fp8, rounded
 from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, block_rows
 
+FP8 = torch.float8_e4m3fn
 _COLUMNS = tl.constexpr(UNIT_COLUMNS)
 
 
 @triton.jit
 def _attend_block(
     q, best, total, out, kv, slots, ends, first_end, at, low, start, end, kv_stride, value_offset, scale, cap,
-    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_FP8: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     keys = start + tl.arange(0, BLOCK_KEYS)
@@ -40,11 +42,14 @@ def _attend_block(
     place = kv + slot[:, None] * kv_stride + dims[None, :]
     if IS_MASKED or HEAD_DIM != BLOCK_DIM:
         is_read = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(place, mask=is_read, other=0.0)
-        v = tl.load(place + value_offset, mask=is_read, other=0.0)
+        k = tl.load(place, mask=is_read, other=0)
+        v = tl.load(place + value_offset, mask=is_read, other=0)
     else:
         k = tl.load(place)
         v = tl.load(place + value_offset)
+    if IS_FP8:
+        k = from_fp8(k, q.dtype)
+        v = from_fp8(v, q.dtype)
     scores = dot(q, tl.trans(k))
     factor = scale
     if HAS_CAP:
@@ -70,7 +75,7 @@ def _attend_block(
 def _attend_units(
     units, rows, at, lows, partial, table, nodes, ends, q, kv, sinks, out, partial_out, partial_lse,
     table_stride, q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale, cap,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -116,18 +121,20 @@ def _attend_units(
         for start in range(begin, full_begin, BLOCK_KEYS):
             best, total, attended = _attend_block(
                 tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start,
-                full_begin, kv_stride, value_offset, scale, cap, True, True, HAS_CAP,
+                full_begin, kv_stride, value_offset, scale, cap, True, True, HAS_CAP, IS_FP8,
                 BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
             )  # fmt: skip
     for start in range(full_begin, full_end, BLOCK_KEYS):
         best, total, attended = _attend_block(
             tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start, full_end,
-            kv_stride, value_offset, scale, cap, False, HAS_WINDOW, HAS_CAP, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+            kv_stride, value_offset, scale, cap, False, HAS_WINDOW, HAS_CAP, IS_FP8,
+            BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_KEYS):
         best, total, attended = _attend_block(
             tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start, end,
-            kv_stride, value_offset, scale, cap, True, HAS_WINDOW, HAS_CAP, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+            kv_stride, value_offset, scale, cap, True, HAS_WINDOW, HAS_CAP, IS_FP8,
+            BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
@@ -200,7 +207,7 @@ def attend(
 
     Args:
         q: [T, heads, head_dim].
-        kv_layer: [slots, 2, kv_heads, head_dim].
+        kv_layer: [slots, 2, kv_heads, head_dim], in the dtype of ``q`` or as 8-bit floats.
         units: cut for the layer's window.
         scale: of the scores.
         cap: of the scores; 0: none.
@@ -216,7 +223,8 @@ def attend(
     partial_out = torch.empty((units.num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((units.num_partials, num_heads), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(head_dim))
-    has_window, has_sinks = len(units.lows) > 0, sinks is not None
+    has_window, has_sinks, is_fp8 = len(units.lows) > 0, sinks is not None, kv_layer.dtype == FP8
+    kv_layer = kv_layer.view(torch.uint8) if is_fp8 else kv_layer
     # Two streams that meet are ordered by their ends.
     has_two_streams = q.is_cuda and len(units.narrow) > 0 and len(units.wide) > 0
     early = {"IS_EARLY": False} if has_two_streams else early_start(q.device, num_rows)
@@ -229,7 +237,7 @@ def attend(
             kv_layer, sinks if has_sinks else q, out, partial_out, partial_lse, units.table.stride(0),
             q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1), num_heads, factor,
             cap * math.log2(math.e),
-            HAS_WINDOW=has_window, HAS_CAP=cap > 0, HAS_SINKS=has_sinks,
+            HAS_WINDOW=has_window, HAS_CAP=cap > 0, HAS_SINKS=has_sinks, IS_FP8=is_fp8,
             QUERIES_PER_KV=queries_per_kv, BLOCK_ROWS=size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
             **_options(size, block_dim, q.dtype), **early,
         )  # fmt: skip

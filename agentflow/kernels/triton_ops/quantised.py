@@ -13,12 +13,11 @@ or, where a scale is for 16 inputs, the scales of the second halves.
 
 Up to ``MAX_ROWS`` rows are multiplied on tensor cores, even a single one, because that takes the fewest
 instructions; more rows by torch, with weights that are dequantised in slices. A product with few outputs is
-split over its inputs; the program that ends last adds the parts, always in the same order.
+split over its inputs (``split_products``). Matrices of 8-bit floats are left to ``fp8``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight, QuantisedPanels
+from agentflow.kernels.triton_ops import fp8
 from agentflow.kernels.triton_ops.interpreted import dot, rounded
+from agentflow.kernels.triton_ops.split_products import divide, finish
 
 MAX_ROWS = 256
 """The most rows of a fused product. With more, reading dequantised weights costs less than dequantising
@@ -58,6 +59,7 @@ _FORMAT_OF_TYPE = {
     "Q6_K": "int8_halves",
 }
 BLOCK_TYPES = tuple(_FORMAT_OF_TYPE)
+_FORMAT_OF_TYPE |= {"F8_E4M3": "fp8"}  # where ``has_fp8``
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -83,6 +85,8 @@ def pack_blocks(
 
 
 def _packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPanels:
+    if parts[0].type == "F8_E4M3":
+        return fp8.packed(parts, device)
     name, num_in = _FORMAT_OF_TYPE[parts[0].type], parts[0].shape[1]
     layout, num_steps = _FORMATS[name], -(-num_in // _STEP)
     num_out = sum(part.shape[0] for part in parts)
@@ -246,52 +250,10 @@ def _multiply(
                 mask=is_row[None, :] & (inputs < num_in)[:, None], other=0.0,
             )  # fmt: skip
             sums += dot(rounded(weights, x.dtype.element_ty), columns_of_x)
-    is_stored = is_row[None, :] & (columns < num_out)[:, None]
-    if IS_SPLIT:
-        place = partial + rows[None, :].to(tl.int64) * num_columns + columns[:, None]
-        part_size = num_rows * wide
-        tl.store(place + part * part_size, sums, mask=is_row[None, :])
-        tl.debug_barrier()  # all threads have stored their sums before the part counts
-        counter = counters + column_block * tl.num_programs(0) + row_block
-        if tl.atomic_add(counter, 1) == num_parts - 1:
-            total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], dtype=tl.float32)
-            for number in range(num_parts):
-                total += tl.load(
-                    place + number * part_size, mask=is_row[None, :], other=0.0, cache_modifier=".cg"
-                )
-            tl.store(counter, 0)  # for the next product
-            _store(
-                total,
-                out,
-                bias,
-                added,
-                rows,
-                columns,
-                is_stored,
-                out_stride,
-                added_stride,
-                HAS_BIAS,
-                HAS_ADDED,
-            )
-    else:
-        _store(
-            sums, out, bias, added, rows, columns, is_stored, out_stride, added_stride, HAS_BIAS, HAS_ADDED
-        )
-
-
-@triton.jit
-def _store(
-    sums, out, bias, added, rows, columns, is_stored, out_stride, added_stride,
-    HAS_BIAS: tl.constexpr, HAS_ADDED: tl.constexpr,
-):  # fmt: skip
-    if HAS_BIAS:
-        sums += tl.load(bias + columns[:, None] + 0 * rows[None, :], mask=is_stored, other=0.0).to(tl.float32)
-    result = rounded(sums, out.dtype.element_ty)
-    if HAS_ADDED:
-        place = added + rows[None, :].to(tl.int64) * added_stride + columns[:, None]
-        more = tl.load(place, mask=is_stored, other=0.0).to(tl.float32)
-        result = rounded(result.to(tl.float32) + more, out.dtype.element_ty)
-    tl.store(out + rows[None, :].to(tl.int64) * out_stride + columns[:, None], result, mask=is_stored)
+    finish(
+        sums, out, bias, added, partial, counters, rows, columns, is_row, num_rows, num_out, num_columns,
+        num_parts, added_stride, out_stride, HAS_BIAS, HAS_ADDED, IS_SPLIT, BLOCK_ROWS, BLOCK_COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
@@ -332,6 +294,8 @@ def dequantised_rows(
     part: QuantisedPanels, num_in: int, numbers: Tensor | range, dtype: torch.dtype
 ) -> Tensor:
     """Returns some rows of W, [rows, num_in]. ``numbers``: the rows, as int64 or a range with a step of 1."""
+    if part.format == "fp8":
+        return fp8.dequantised_rows(part, numbers, dtype)
     layout, codes = _FORMATS[part.format], part.panels
     assert part.scales is not None
     words, first = part.scales, 0
@@ -351,6 +315,8 @@ def multiply(x: Tensor, weight: LinearWeight, dtype: torch.dtype, added: Tensor 
     """[T, in] to [T, out]: x Wᵀ + b as ``dtype``, plus ``added``."""
     num_rows, (num_out, num_in) = len(x), weight.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if [part.format for part in weight.quantised] == ["fp8"]:
+        return fp8.multiply(x, weight.quantised[0], num_in, dtype, weight.bias, added)
     out = torch.empty((num_rows, num_out), dtype=dtype, device=x.device)
     if not num_rows:
         return out
@@ -361,7 +327,9 @@ def multiply(x: Tensor, weight: LinearWeight, dtype: torch.dtype, added: Tensor 
             None if weight.bias is None else weight.bias[columns],
             None if added is None else added[:, columns],
         )
-        if num_rows > MAX_ROWS and dtype == x.dtype:
+        if part.format == "fp8":
+            out[:, columns] = fp8.multiply(x, part, num_in, dtype, *of_part)
+        elif num_rows > MAX_ROWS and dtype == x.dtype:
             _multiply_slices(x, part, num_in, out[:, columns], *of_part)
         else:
             for first in range(0, num_rows, MAX_ROWS):
@@ -391,29 +359,15 @@ def _multiply_fused(
     assert part.counters is not None
     num_rows, layout = len(x), _FORMATS[part.format]
     num_steps, num_columns = part.scales.shape[1:]
-    # All programs run at once: a few that began when others end would nearly double the time.
     block_rows, block_columns, at_once = (16, 128, 4) if num_rows <= 16 else (64, 128, 2)
     row_blocks, column_blocks = -(-num_rows // block_rows), -(-part.num_panels // block_columns)
-    num_parts = at_once * _num_processors(x.device) // (row_blocks * column_blocks)
-    num_parts = max(1, min(num_parts, num_steps // _LEAST_STEPS))
-    part_steps = -(-num_steps // num_parts)
-    num_parts = -(-num_steps // part_steps)
-    sums = x  # unused
-    if num_parts > 1:
-        sums = torch.empty((num_parts, num_rows, num_columns), dtype=torch.float32, device=x.device)
-    _multiply[(row_blocks, column_blocks, num_parts)](
-        x, part.panels, part.scales, x if bias is None else bias, x if added is None else added, out, sums,
-        part.counters, num_rows, num_in, part.num_panels, num_columns, num_steps, part_steps, num_parts,
+    divided = divide(row_blocks, column_blocks, num_steps, _LEAST_STEPS, at_once, x.device)
+    _multiply[divided[:3]](
+        x, part.panels, part.scales, x if bias is None else bias, x if added is None else added, out,
+        divided.sums(x, num_columns), part.counters, num_rows, num_in, part.num_panels, num_columns,
+        num_steps, divided.part_steps, divided.num_parts,
         x.stride(0), 0 if added is None else added.stride(0), out.stride(0),
         BITS=layout.bits, SECOND=layout.second, HAS_BIAS=bias is not None, HAS_ADDED=added is not None,
-        IS_SPLIT=num_parts > 1, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=4, num_stages=4,
+        IS_SPLIT=divided.num_parts > 1, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
+        num_warps=4, num_stages=4,
     )  # fmt: skip
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    """Returns the multiprocessors of a GPU. The CPU, where only the interpreter runs, counts as one."""
-    if device.type != "cuda":
-        return 1
-    num: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return num

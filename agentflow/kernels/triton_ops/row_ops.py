@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
-from agentflow.kernels.triton_ops.interpreted import rounded
+from agentflow.kernels.triton_ops.interpreted import rounded, to_fp8
 
 
 @triton.jit
@@ -76,7 +76,8 @@ def _norm(
 @triton.jit
 def _rope_and_write(
     qkv, cos, sin, kv_layer, write_slots, row_stride, slot_stride, num_heads, num_kv_heads,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, IS_EARLY: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -107,26 +108,38 @@ def _rope_and_write(
 
     is_key = ((heads >= num_heads) & (heads < num_heads + num_written))[:, None] & is_dim[None, :]
     key_place = kv_layer + slot * slot_stride + (heads - num_heads)[:, None] * (2 * HALF) + dims[None, :]
-    tl.store(key_place, new_first, mask=is_key)
-    tl.store(key_place + HALF, new_second, mask=is_key)
+    if IS_FP8:
+        tl.store(key_place, to_fp8(new_first.to(tl.float32)), mask=is_key)
+        tl.store(key_place + HALF, to_fp8(new_second.to(tl.float32)), mask=is_key)
+    else:
+        tl.store(key_place, new_first, mask=is_key)
+        tl.store(key_place + HALF, new_second, mask=is_key)
 
     is_value = (heads < num_written)[:, None] & is_dim[None, :]
     values = place + (num_heads + num_kv_heads) * (2 * HALF)
     value_place = kv_layer + slot * slot_stride + (num_kv_heads + heads)[:, None] * (2 * HALF) + dims[None, :]
-    tl.store(value_place, tl.load(values, mask=is_value, other=0.0), mask=is_value)
-    tl.store(value_place + HALF, tl.load(values + HALF, mask=is_value, other=0.0), mask=is_value)
+    first_values = tl.load(values, mask=is_value, other=0.0)
+    second_values = tl.load(values + HALF, mask=is_value, other=0.0)
+    if IS_FP8:
+        tl.store(value_place, to_fp8(first_values.to(tl.float32)), mask=is_value)
+        tl.store(value_place + HALF, to_fp8(second_values.to(tl.float32)), mask=is_value)
+    else:
+        tl.store(value_place, first_values, mask=is_value)
+        tl.store(value_place + HALF, second_values, mask=is_value)
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:
     num_rows, num_all, head_dim = qkv.shape
     num_kv_heads = kv_layer.shape[2]
     num_heads = num_all - 2 * num_kv_heads
+    is_fp8 = kv_layer.dtype == torch.float8_e4m3fn
+    kv_layer = kv_layer.view(torch.uint8) if is_fp8 else kv_layer
     if num_rows:
         _rope_and_write[(num_rows,)](
             qkv, cos, sin, kv_layer, write_slots, qkv.stride(0), kv_layer.stride(0), num_heads, num_kv_heads,
             HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-            BLOCK_HEADS=triton.next_power_of_2(num_heads + num_kv_heads), enable_fp_fusion=False,
-            **early_start(qkv.device, num_rows),
+            BLOCK_HEADS=triton.next_power_of_2(num_heads + num_kv_heads), IS_FP8=is_fp8,
+            enable_fp_fusion=False, **early_start(qkv.device, num_rows),
         )  # fmt: skip
     return qkv[:, :num_heads]
 

@@ -21,6 +21,7 @@ from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.kernels import torch_ops
 
 pytestmark = pytest.mark.gpu
 NATIVE = ("native",) if DEVICE == "cpu" else ()  # these kernels are for CPUs
@@ -155,6 +156,17 @@ def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
     saved_model("gpt_neox", tmp_path)
     with pytest.raises(BadArgument, check=has_param("quantize")):
         TorchRunner(tmp_path, num_slots=4, device="cpu", quantize="int8")
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v2"])
+def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model(family, tmp_path)
+    monkeypatch.setattr(torch_ops, "has_fp8", lambda device: True)
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "torch")
+    with pytest.raises(BadArgument, check=has_param("kv_dtype")):
+        TorchRunner(tmp_path, num_slots=4, device="cpu", kv_dtype="fp8")
 
 
 def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:

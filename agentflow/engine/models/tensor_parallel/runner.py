@@ -18,7 +18,7 @@ from agentflow.engine.models.families.registry import FAMILIES, is_native, read_
 from agentflow.engine.models.tensor_parallel.joining import collective_for, join, prepare
 from agentflow.engine.models.tensor_parallel.rank_group import LOST_RANK_S, LoadPart, RankGroup
 from agentflow.engine.models.tensor_parallel.steps import StepWriter
-from agentflow.engine.models.torch_runner import TorchRunner, device_named, kernels_on
+from agentflow.engine.models.torch_runner import TorchRunner, check_fp8, device_named, kernels_on
 from agentflow.engine.models.vision.loading import TOWERS
 from agentflow.engine.models.weights.cuts import check_divides
 from agentflow.engine.runner import AcceleratorFault, RunnerInfo
@@ -41,6 +41,7 @@ class TensorParallelRunner:
         num_slots: the size of the KV pool in tokens; each rank has a part of each slot.
         device: as of ``TorchRunner``. On GPUs, it is the first of ``size`` consecutive ones.
         dtype: as of ``TorchRunner``.
+        kv_dtype: as of ``TorchRunner``.
         quantize: as of ``TorchRunner``.
         num_threads: CPU threads of all ranks together; None: ``usable_cpus``.
         keeps_order: as of ``native_library.keep_order``.
@@ -63,6 +64,7 @@ class TensorParallelRunner:
         num_slots: int,
         device: str | None = None,
         dtype: str = "auto",
+        kv_dtype: str = "auto",
         quantize: str | None = None,
         num_threads: int | None = None,
         keeps_order: bool = False,
@@ -76,7 +78,10 @@ class TensorParallelRunner:
             _check(folder, size)
             if keeps_order:
                 keep_order()
-            collective = collective_for(torch.device(devices[0]), kernels_on(torch.device(devices[0])))
+            first = torch.device(devices[0])
+            kernels = kernels_on(first)
+            check_fp8(kernels, first, quantize=quantize, kv_dtype=kv_dtype)
+            collective = collective_for(first, kernels)
             if group is None:
                 group = RankGroup(size)
                 started.callback(group.close)
@@ -84,6 +89,7 @@ class TensorParallelRunner:
                 "folder": str(folder),
                 "num_slots": num_slots,
                 "dtype": dtype,
+                "kv_dtype": kv_dtype,
                 "quantize": quantize,
                 "num_threads": max(1, (num_threads or usable_cpus()) // size),
             }

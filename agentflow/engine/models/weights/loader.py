@@ -47,7 +47,9 @@ class WeightFormat:
 
     dtype: torch.dtype  # of activations, and of matrices that are not quantised
     keeps_blocks: bool = False  # keep matrices that the file stores in blocks of quantised values
-    quantise: str | None = None  # round other matrices to blocks of this type, "Q8_0" or "Q4_1"; None: do not
+    # Round other matrices to blocks of this type: "Q8_0", "Q4_1", or "F8_E4M3" if the kernels have it; None:
+    # do not.
+    quantise: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Rounds matrices to blocks of 32 quantised values, for models whose files are not quantised.
+"""Rounds matrices to blocks of 32 quantised values, or rows of 8-bit floats, for models whose files are not
+quantised.
 
 The blocks are GGUF's (ggml's formats), so that the kernels read them like blocks of a file."""
 
@@ -17,12 +18,15 @@ _SLICE = 1 << 22  # the values that are converted in one slice: their float32 co
 
 def quantised(weight: Tensor, block_type: str) -> BlockMatrix:
     """Rounds ``weight`` [out, in] to blocks of "Q8_0" (a scale and 32 signed bytes) or "Q4_1" (a scale, a
-    minimum and 32 codes of 4 bits). ``in`` must be a multiple of 32."""
+    minimum and 32 codes of 4 bits), or to rows of "F8_E4M3" (a scale and 8-bit floats). ``in`` must be a
+    multiple of 32."""
     num_out, num_in = weight.shape
-    convert = {"Q8_0": _q8_0, "Q4_1": _q4_1}[block_type]
+    convert, size = {"Q8_0": (_q8_0, BLOCK_SIZE), "Q4_1": (_q4_1, BLOCK_SIZE), "F8_E4M3": (_e4m3, num_in)}[
+        block_type
+    ]
     step = max(1, _SLICE // num_in)
     slices = torch.split(weight, step)
-    blocks = [convert(part.float().view(-1, BLOCK_SIZE)).view(len(part), -1) for part in slices]
+    blocks = [convert(part.float().view(-1, size)).view(len(part), -1) for part in slices]
     rows: NDArray[np.uint8] = torch.cat(blocks).cpu().numpy()
     return BlockMatrix(block_type, rows, (num_out, num_in))
 
@@ -40,6 +44,14 @@ def _q4_1(blocks: Tensor) -> Tensor:
     half = BLOCK_SIZE // 2
     nibbles = codes[:, :half] | codes[:, half:] << 4
     return torch.cat((scales.view(torch.uint8), mins.view(torch.uint8), nibbles), dim=1)
+
+
+def _e4m3(rows: Tensor) -> Tensor:
+    scales = rows.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    scales = torch.where(scales > 0, scales, 1.0)
+    # Rounding may take the largest value beyond the largest code, which would be NaN.
+    codes = (rows / scales).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=1)
 
 
 def _inverse(scales: Tensor) -> Tensor:
