@@ -30,12 +30,18 @@ def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 def test_f42q_the_check_of_8_bit_floats_finds_nothing_under_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
+    from agentflow.kernels.triton_ops import fp8
+
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
     assert gpu_check.wrong_8_bit_floats(CPU) == []
+    really = fp8.dequantised_rows
+    monkeypatch.setattr(fp8, "dequantised_rows", lambda *args: really(*args) * 1.03)
+    assert len(gpu_check.wrong_8_bit_floats(CPU)) >= 4
 
 
 def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,25 @@ def test_f42l_the_models_at_paths_are_shown(tmp_path: Path) -> None:
     assert [row["chat"] for row in shown] == ["yes", "no"]
 
 
+def test_f42q_the_memory_of_rounded_weights_and_kv_is_shown(tmp_path: Path) -> None:
+    """For a folder, and for models that are not here."""
+    folder = write_random_model(tmp_path / "tiny", max_position_embeddings=40_000_000)
+    memory: list[float] = []
+    for options in ((), ("--kv-dtype", "fp8"), ("--quantize", "int8", "--kv-dtype", "auto")):
+        done = run_cli("models", str(folder), *options)
+        assert done.returncode == 0, done.stderr
+        columns, row = [line.split("\t") for line in done.stdout.splitlines()]
+        memory.append(float(dict(zip(columns, row, strict=True))["memory"].split()[0]))
+    kv_gb = 4e7 * 2 * 2 * 2 * 8 * 2 / 1e9
+    assert memory[0] - memory[1] == pytest.approx(kv_gb / 2, abs=0.1)
+    assert memory[2] == pytest.approx(memory[0], abs=0.1)
+    plain, rounded = (
+        {row[0]: float(row[3].split()[0]) for row in local_models(*how) if row[3].endswith("GB")}
+        for how in ((), ("fp8", "fp8"))
+    )
+    assert 0.45 < rounded["llama-3.2-3b"] / plain["llama-3.2-3b"] < 0.55
+
+
 @pytest.mark.parametrize("content", [None, b"GGUF"])
 def test_f42l_a_path_without_a_model_is_one_line(content: bytes | None, tmp_path: Path) -> None:
     file = tmp_path / "broken.gguf"
