@@ -105,7 +105,8 @@ async def test_out_of_memory_fails_the_constraint_and_replaces_the_process(sourc
         ("abort", "regex: the compiling process was killed by SIGABRT of it: it nests too deeply, or needs"),
     ],
 )
-async def test_a_fault_in_native_code_ends_the_process_and_is_cached(source, message):
+async def test_a_fault_in_native_code_ends_the_process_and_is_cached(source, message, monkeypatch):
+    monkeypatch.setattr(compiler_module, "KILL_GRACE_S", 0.1)
     async with opened() as compiler:
         before = await process_of(compiler)
         for _ in range(2):
