@@ -34,8 +34,8 @@ from agentflow.engine.grammar.regex import (
 from agentflow.errors import BadArgument
 
 dice = st.integers(0, 2**32).map(random.Random)
-EVERY_CHAR = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF)
-CHARS_OF_LENGTH = ["".join(chars) for _, chars in itertools.groupby(EVERY_CHAR, lambda c: len(c.encode()))]
+EVERY_CHAR = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+CHARS_OF_LENGTH = [EVERY_CHAR[:0x80], EVERY_CHAR[0x80:0x800], EVERY_CHAR[0x800:0xF800], EVERY_CHAR[0xF800:]]
 """The characters of one byte in UTF-8, of two, three and four."""
 
 
