@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers, openai_answers
 from support.apis.circuit_reference import CircuitReference, Event
@@ -26,6 +26,7 @@ from support.apis.fake_server import (
     Script,
     fake_server,
 )
+from support.examples import examples
 
 import agentflow as af
 from agentflow.backends.apis.http import transport
@@ -342,7 +343,7 @@ def answer_of(endpoint: int, outcome: str) -> AnyAnswer:
     OUTCOMES,
     OUTCOMES,
 )
-@settings(max_examples=30)
+@examples(80)
 def test_calls_end_as_the_definition_says(waits: list[float], first: list[str], second: list[str]) -> None:
     """``waits``: the seconds before each call."""
     circuits = [CircuitReference(), CircuitReference()]

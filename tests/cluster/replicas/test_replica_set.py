@@ -9,9 +9,10 @@ import anyio
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.adapters import write_plain_adapter
+from support.examples import examples
 from support.fake_replicas import Died, Replicas
 from support.plain_model import alone, plain_token, runner
 
@@ -89,7 +90,7 @@ def check_nobody_is_owed(client: EngineClient) -> None:
     router.tree.check()
 
 
-@settings(max_examples=40)
+@examples(80)
 @given(data=st.data())
 def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) -> None:
     async def run() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
@@ -110,7 +111,7 @@ networks = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(60)
 @given(
     width=st.integers(1, 4),
     count=st.integers(1, 5),

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.apis.gbnf_reference import Gbnf
+from support.examples import examples
 
 from agentflow.backends.apis.chat.gbnf import MAX_REPEATS, Chars, gbnf_of_pattern, read_pattern
 from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
@@ -189,7 +190,7 @@ grammars = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(100)
 @given(grammars)
 def test_a_grammar_has_the_same_texts_as_on_the_engine(source: str) -> None:
     try:
