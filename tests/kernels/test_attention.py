@@ -126,7 +126,7 @@ def test_rows_see_each_other_in_both_directions(
 @pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
-@examples(60)
+@examples(40)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=5),
     st.sampled_from([8, 64, 72]),

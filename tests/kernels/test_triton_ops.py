@@ -27,6 +27,7 @@ from kernel_cases import (
     with_trees,
 )
 from numpy.typing import NDArray
+from support.examples import examples
 
 from agentflow.kernels import ops, reference_ops, torch_ops
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
@@ -72,7 +73,7 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm())
 
 
-@settings(max_examples=12)
+@examples(32)
 @given(
     st.sampled_from([*RELATIVE_ERROR]),
     batches(),
