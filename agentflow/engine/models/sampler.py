@@ -53,7 +53,7 @@ class StagedRows:
 
     choice: Any  # from ``Kernels.stage_choice``
     needs_logprobs: bool
-    has_targets: bool
+    needs_ranks: bool
     edits: _StagedEdits | None
     scored: tuple[Tensor, Tensor] | None  # the row and the id of each token to score
     wants_top: NDArray[np.bool_] | None  # [S] whether a row wants the likeliest tokens; None: no row does
@@ -116,7 +116,7 @@ def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> Stage
     return StagedRows(
         choice=kernels.stage_choice(choice_rows(sampled), device),
         needs_logprobs=sampled.needs_logprobs,
-        has_targets=bool((sampled.target_ids >= 0).any()),
+        needs_ranks=_needs_ranks(sampled),
         edits=None if sampled.edits is None else _staged_edits(sampled.edits, device),
         scored=scored,
         wants_top=wants_top,
@@ -144,7 +144,7 @@ def choose_tensors(logits: Tensor, staged: StagedRows, kernels: Kernels) -> Chos
     tokens = torch.where(totals.isfinite(), tokens, NOT_FINITE)
     own = logits.gather(1, tokens.clamp(min=0).unsqueeze(1))
     results = {"token_ids": tokens}
-    if staged.has_targets:
+    if staged.needs_ranks:
         results["ranks"] = _ranks(logits, own)
     top = None
     if staged.wants_top is not None:
@@ -179,6 +179,14 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
         None if masks is None else masks.rows,
         None if masks is None else masks.words,
     )
+
+
+def _needs_ranks(sampled: SampledRows) -> bool:
+    """Whether a row has a target that is a token of a prompt. The targets of trees need no ranks."""
+    has_target = sampled.target_ids >= 0
+    if sampled.scored is not None:
+        has_target[sampled.scored.rows] = False
+    return bool(has_target.any())
 
 
 _DTYPES = {torch.int64: np.int64, torch.float32: np.float32}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -343,3 +344,15 @@ def test_any_number_of_tokens_after_a_row_is_scored(
     ]
     assert np.concatenate(parts).tolist() == output.scored_logprobs.tolist()
     assert output.token_ids.tolist() == np.where(targets < 0, logits.argmax(-1).numpy(), targets).tolist()
+
+
+def test_ranks_are_those_of_targets_outside_trees() -> None:
+    logits = random_logits(2, 50, seed=1)
+    rows, targets = [(0.0, 0, 1.0, 0.0, 0, 0)] * 2, np.array([3, 5])
+    of_tree = ScoredTokens(np.array([0, 0, 1]), np.array([3, 4, 5]))
+    all_of_tree = sampled_rows(rows, target_ids=targets, needs_logprobs=True, scored=of_tree)
+    assert choose_tokens(logits, all_of_tree, torch_ops).ranks is None
+    one_of_prompt = replace(all_of_tree, scored=ScoredTokens(np.array([0]), np.array([3])))
+    ranks = choose_tokens(logits, one_of_prompt, torch_ops).ranks
+    assert ranks is not None
+    assert ranks[1] == int((logits[1] >= logits[1, 5]).sum())
