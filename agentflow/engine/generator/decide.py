@@ -124,8 +124,10 @@ async def decided(
             store(index, [next(logprobs) for _ in asked.answers[index]])
         return end
 
-    async def score_beside(group: Sequence[int]) -> None:
-        async with limiter:
+    async def score_others() -> None:
+        # One after the other: the steps of a lone request may take longer, and longer ones are more
+        # efficient.
+        for group in groups[1:]:
             await score(group, stateless)
 
     async def score_long(index: int) -> None:
@@ -137,8 +139,7 @@ async def decided(
     first = await (score(groups[0], origin) if groups else client.compute(asked.prompt, origin=origin))
     try:
         async with open_task_group() as tasks:
-            for group in groups[1:]:
-                tasks.start_soon(score_beside, group)
+            tasks.start_soon(score_others)
             for index in long:
                 tasks.start_soon(score_long, index)
     except ExceptionGroup as failed:  # several, perhaps for the same reason
