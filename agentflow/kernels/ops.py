@@ -123,7 +123,7 @@ class Kernels(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + eps) * ``weight`` + ``bias`` over the last dimension, rounded
-        once (Ba et al. 2016, arXiv 1607.06450)."""
+        once (arXiv 1607.06450)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) over the last dimension, rounded, times ``weight``
