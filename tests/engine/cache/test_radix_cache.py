@@ -87,6 +87,16 @@ class PrefixList:
             self.returns[prefix] = min(known, returns)
             self.keeps[prefix] += num_states
 
+    def supersede(self, prefix: tuple) -> None:
+        """Up to the first prefix that something else continues, locks or needs."""
+        below: list[tuple] = []
+        while len(prefix) > 1 and not self.locks[prefix]:
+            is_needed = any(self.keeps[one] for one in self.slots if one[: len(prefix)] == prefix)
+            if is_needed or [one for one in self.slots if one[:-1] == prefix] != below:
+                return
+            self.used[prefix] = 0
+            below, prefix = [prefix], prefix[:-1]
+
     def rank(self, prefix: tuple) -> tuple[bool, float, int]:
         is_kept = self.keeps[prefix] > 0
         return is_kept, -self.returns[prefix] if is_kept else 0.0, self.used[prefix]
@@ -194,6 +204,13 @@ class RadixCacheMachine(RuleBasedStateMachine):
         while len(prefix) > 1 and prefix not in self.reference.slots:
             prefix = prefix[:-1]
         self.reference.keeps[prefix] -= 1
+
+    @rule(extra=extra_keys, sequence=sequences)
+    def supersede(self, extra, sequence):
+        match = self.cache.match(extra, as_run(sequence))
+        self.reference.match(extra, sequence)
+        self.cache.supersede(match)
+        self.reference.supersede((extra, *sequence[: match.num_tokens]))
 
     @rule(count=st.integers(1, 12))
     def evict(self, count):
