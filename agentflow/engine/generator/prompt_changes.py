@@ -3,7 +3,6 @@ a template that rewrote earlier turns. The engine reports the reason if the cach
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +16,18 @@ MAX_CONVERSATIONS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The parts of a conversation, as hashes."""
+    """The parts of a conversation, as hashes, which differ from process to process."""
 
-    first: bytes  # of the salt and the first message that is not of the system: identifies a conversation
-    tools: bytes
-    system: bytes
+    first: int  # of the salt and the first message that is not of the system: identifies a conversation
+    tools: int
+    system: int
     keys: Sequence[bytes]  # of the conversation up to each message
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    tools: bytes
-    system: bytes
+    tools: int
+    system: int
     num_messages: int
     key: bytes  # of its last message
     text_key: bytes  # of its rendered text
@@ -39,10 +38,10 @@ def outline(messages: Sequence[Message], tools: str, salt: str, keys: Sequence[b
     first = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM_ROLES), None)
     if first is None:
         return None
-    system = "\0".join([message.content for message in messages[:first]])
+    system = tuple([message.content for message in messages[:first]])
     media = [medium_key(placed.medium) for placed in messages[first].images]
-    begin = "\0".join([salt, messages[first].content, *media])
-    return Outline(_hash(begin), _hash(tools), _hash(system), keys)
+    begin = (salt, messages[first].content, *media)
+    return Outline(hash(begin), hash(tools), hash(system), keys)
 
 
 class PromptChanges:
@@ -51,7 +50,7 @@ class PromptChanges:
 
     def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
         self._max_conversations = max_conversations
-        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
+        self._seen: OrderedDict[int, _Seen] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -87,7 +86,3 @@ _SYSTEM_ROLES = ("system", "developer")
 
 def _continues(seen: _Seen, now: Outline) -> bool:
     return seen.num_messages <= len(now.keys) and now.keys[seen.num_messages - 1] == seen.key
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -107,7 +107,9 @@ def times(simulated: Simulated) -> list[tuple[float, float, float]]:
     return [(one.arrived_s, one.first_s, one.ended_s) for one in simulated.served]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(600)])]
+)
 def test_programs_end_with_all_their_tokens_and_leave_nothing(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
