@@ -82,11 +82,10 @@ REMARKS = {
         "places requests on four engines by one cost, without knowing how long outputs are: chats share the "
         "engines on which that costs documents least; without programs each request goes to the engine with "
         "the fewest tokens, outputs included. Both sides keep the target of 10 ms; the notes say what "
-        "happens without it. Chats and documents together are more than the halves of the rates that are "
-        "served of each alone: at 0.9, steps of engines with 64 requests have room for 0.9 of these "
-        "documents, with or without the target, so every scheduler lets something wait. With the target, "
-        "chats keep their time per token and documents wait; an engine without it serves these documents "
-        "sooner, and breaks the target."
+        "happens without it. Halves of the rates that are served of each alone are more than engines of 64 "
+        "requests serve together: at 0.9, every scheduler lets something wait. With the target, chats keep "
+        "their time per token and documents wait; an engine without it serves these documents sooner, and "
+        "breaks the target."
     ),
     "cluster": (
         "With `--exact`, all figures are simulated: the scheduler, the cache and the router are the "
