@@ -1,11 +1,12 @@
 """The work that requests will bring which continue others: the later turns of a conversation or an agent, the
 branches of a tree.
 
-A request *begins a family* if no prefix ties it to few replicas: less than half of its prompt is held
-anywhere, or more than half of the replicas hold about as much of it. The requests that continue it (their
-prompts begin with its whole prompt) will go where it is. So the choice of its replica decides where all of
-them run, and the load that the replica has at this moment says little about the load that they will meet: a
-replica with the fewest requests may have the most families, which have just begun.
+A request *continues a family* if its prompt begins with the whole prompt with which the family began. It
+*begins a family* if no prefix ties it to few replicas: less than half of its prompt is held anywhere, or more
+than half of the replicas hold about as much of it. The requests that continue it will go where it is. So the
+choice of its replica decides where all of them run, and the load that the replica has at this moment says
+little about the load that they will meet: a replica with the fewest requests may have the most families,
+which have just begun.
 
 ``Families`` learns how many requests continue a family of a kind (those that begin with the same tokens), for
 how long, and how much work each of them is. A replica *expects* what its families have not brought yet. To
@@ -21,12 +22,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.cluster.routing.prefix_tree import Family, Kind, Replica
+from agentflow.cluster.routing.prefix_tree import Family, Kind, Match, Replica
 
 Seconds = NDArray[np.float64]
 
@@ -123,13 +124,14 @@ class Families:
                 self._expected *= math.exp(-passed_s / (LIFETIMES * self._lifetime_s))
 
 
-def begins_family(hits: Mapping[Replica, int], num_tokens: int, num_replicas: int) -> bool:
-    """Whether a request of ``num_tokens`` tokens begins a family. ``hits``: how many of them each replica
-    holds."""
-    most = max(hits.values(), default=0)
+def begins_family(match: Match, num_tokens: int, num_replicas: int) -> bool:
+    """Whether a request of ``num_tokens`` tokens begins a family."""
+    if match.family is not None:
+        return False
+    most = max(match.hits.values(), default=0)
     if 2 * most < num_tokens:
         return True
-    return 2 * sum([2 * hit >= most for hit in hits.values()]) > num_replicas
+    return 2 * sum([2 * hit >= most for hit in match.hits.values()]) > num_replicas
 
 
 def _count(kind: Kind, *, begins: bool) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from agentflow.cluster.routing.families import Families, begins_family
 from agentflow.cluster.routing.feed import Follower, Update
 from agentflow.cluster.routing.load import Call, EngineShape, Loads, kind_of
-from agentflow.cluster.routing.prefix_tree import Family, PrefixTree, Replica
+from agentflow.cluster.routing.prefix_tree import Family, Match, PrefixTree, Replica
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, common_prefix_len
 from agentflow.errors import Overloaded
@@ -143,7 +143,7 @@ class Router:
         match = self.tree.match(call.key, call.run)
         own, others = self.loads.terms(call, match.hits, now_s, num_popular=match.num_popular)
         own += others
-        begins = begins_family(match.hits, call.num_tokens, self.loads.num_replicas)
+        begins = begins_family(match, call.num_tokens, self.loads.num_replicas)
         if begins and (delay_s := self.families.delay_s(kind_of(call), len(own), now_s)) is not None:
             own += delay_s
         for place in (("program", call.program), ("group", call.task_group)):
@@ -169,7 +169,8 @@ class Router:
         num_common = min(common_prefix_len(first.run, call.run) for call in members[1:])
         mean_hits = _mean(hits)
         num_replicas = self.loads.num_replicas
-        begins = begins_family(mean_hits, longest.num_tokens, num_replicas)
+        common_match = Match(mean_hits, num_popular, matches[0].family)
+        begins = begins_family(common_match, longest.num_tokens, num_replicas)
         best: tuple[float, list[Replica]] | None = None
         parts = 1
         while parts <= min(count, num_replicas):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentflow.cluster.routing.families import KNOWN_FAMILIES, REMEMBERED, Families, begins_family
 from agentflow.cluster.routing.load import Call, EngineShape
-from agentflow.cluster.routing.prefix_tree import Family
+from agentflow.cluster.routing.prefix_tree import Family, Match
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.simulator.cost_model import CostModel
 
@@ -106,7 +106,8 @@ def test_kinds_differ_in_what_continues_them() -> None:
 def test_a_family_begins_where_no_prefix_ties_a_request_to_few_replicas(
     hits: dict[int, int], begins: bool
 ) -> None:
-    assert begins_family(hits, 1000, 4) is begins
+    assert begins_family(Match(hits, 0), 1000, 4) is begins
+    assert not begins_family(Match(hits, 0, Family(0, 0.0, 0.0)), 1000, 4)
 
 
 def sequence(number: int, length: int) -> bytes:
