@@ -298,8 +298,7 @@ def measure(
     """
     collect_garbage_rarely()  # first: what it has seen is never collected
     runner = RandomRunner(config, num_slots, torch.bfloat16, device)
-    with torch.inference_mode():
-        runner.model.prepare(runner.pool.layers)
+    runner.prepare()
     tokenizer = number_tokenizer(config.vocab_size)
     settings = [ALL_ON, *(one for one in WITHOUT if device.type == "cuda" or not one.needs_gpu)]
     todo = workloads(is_small=is_small)

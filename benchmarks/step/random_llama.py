@@ -166,6 +166,11 @@ class RandomRunner:
         self._num_launched = 0
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures the graphs of decode steps, on a GPU."""
+        self.model.prepare(self.pool.layers, self._steps.table.slots)
+
+    @torch.inference_mode()
     def run(self, batch: Batch) -> IntArray:
         """Returns the tokens of the batch's sampled rows."""
         if self.model.whole_forward is None:
@@ -175,13 +180,14 @@ class RandomRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DeviceStep:
-        """Puts the batch into the queue of the device. A table that was launched before is on the device
-        already, but for the tokens of this batch: callers write nothing else to it."""
+        """Puts the batch into the queue of the device. A batch that no scheduler made has no changes of its
+        table: if the table was launched before, callers have written only the tokens of this batch."""
         before, self._launched = self._launched, batch
         if before is None or before.req_to_token is not batch.req_to_token:
             self._steps.table.forget()
         table = self._steps.table.sized_for(batch)
-        batch = replace(batch, changes=self._written_tokens(batch))
+        if batch.changes is None:
+            batch = replace(batch, changes=self._written_tokens(batch))
         given = forward_input_of(batch, self.kernels, self.pool.layers, table=table)
         return self._steps.launch(batch, given)
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support.server.fuzz_driver import Fuzzer, engine_target
 
+from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.watching import snapshot
 
 pytestmark = pytest.mark.anyio
@@ -36,8 +37,10 @@ async def test_fuzzed_frames_affect_no_other_session(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.ERROR)
-    # The engine remembers when its cache was used, ten times a second for a quarter of an hour.
+    # The engine remembers when its cache was used, ten times a second for a quarter of an hour, and thousands
+    # of programs that have ended.
     monkeypatch.setattr(snapshot, "MAX_TIMES", 64)
+    monkeypatch.setattr(fair_policy, "MAX_PROGRAMS", 64)
     async with engine_target() as (generator, check_idle, empty_caches):
         fuzzer = Fuzzer(generator, check_idle)
         warm: tuple[int, int] | None = None
