@@ -69,7 +69,7 @@ class DecodeRun:
         if memory.num_available < num_rows:
             return None
         slots = memory.allocate(num_rows)
-        memory.req_to_token[self._req_rows, self._positions] = slots
+        memory.table.write_tokens(self._req_rows, self._positions, slots)
         scheduler.num_decode_tokens = num_rows
         self._positions += 1
         self._num_read += num_rows
