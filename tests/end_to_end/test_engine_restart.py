@@ -11,6 +11,7 @@ import anyio.to_thread
 import psutil
 import pytest
 from support.commands import engine_of, served
+from support.processes import has_ended
 
 import agentflow as af
 from agentflow.engine.child_process import NICENESS
@@ -108,7 +109,7 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(tiny, max_running)
         engine = psutil.Process(engine_pid(server))
         assert_priorities(server)
     assert server.returncode == 0
-    assert not engine.is_running()
+    assert has_ended(engine)
 
 
 @pytest.mark.full

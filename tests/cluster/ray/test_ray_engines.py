@@ -17,6 +17,7 @@ from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.plain_model import alone
 from support.process_engine import PLAIN, generate
+from support.processes import has_ended
 from support.server.http_clients import only_asyncio
 
 import agentflow.cluster.ray.placement as placement_module
@@ -42,13 +43,6 @@ async def room(cluster, count: int = 2, *, wait_s: float = 20.0, **bundle) -> As
         placed("a model", count, Bundle(**bundle), wait_s=wait_s) as placement,
     ):
         yield placement
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_path):

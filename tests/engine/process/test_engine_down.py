@@ -14,6 +14,7 @@ from support.commands import engines_of
 from support.engine_loaders import POISON, start
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
+from support.processes import has_ended
 
 from agentflow.engine.messages import Placed
 from agentflow.engine.process.deadlines import Deadlines, StepPace
@@ -27,13 +28,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 def errors_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 # What hangs
@@ -97,7 +91,7 @@ async def test_a_load_that_exceeds_its_deadline_is_killed(tmp_path, caplog):
         group.start_soon(run)
         await hold.reached()
         [hung] = engines_of()
-        await ticks.until(lambda: has_ended(hung.pid))
+        await ticks.until(lambda: has_ended(hung))
     hold.release()
     assert [end.text for end, _ in ends] == [PLAIN.text]
     [line] = errors_of(caplog)
@@ -344,9 +338,9 @@ async def test_a_hung_engine_does_not_delay_the_servers_shutdown(tmp_path):
     assert budget.take(budget.drain_s) == DRAIN_S
     now_s[0] = DRAIN_S + AFTER_DRAIN_S  # the phases before have taken all of it
     async with process_engine(shutdown=budget) as client:
-        pid = client.engine.pid
-        os.kill(pid, signal.SIGSTOP)
-    assert has_ended(pid)
+        process = psutil.Process(client.engine.pid)
+        process.suspend()
+    assert has_ended(process)
 
 
 def test_all_phases_of_an_end_stay_under_25_s():

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from anyio.lowlevel import checkpoint
 from support.engine.random_model import write_random_model
+from support.processes import has_ended
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import open_engine
@@ -31,7 +32,7 @@ async def text(client: EngineClient) -> str:
 def ranks() -> list[psutil.Process]:
     """The processes of ranks below this one."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if RANK_MODULE in process.cmdline()]
+    return [process for process in found if not has_ended(process) and RANK_MODULE in process.cmdline()]
 
 
 async def test_a_rank_that_stops_is_replaced_and_its_requests_go_on(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ async def test_a_rank_that_stops_is_replaced_and_its_requests_go_on(tmp_path: Pa
                 await checkpoint()
             first.send_signal(signal.SIGSTOP)
         assert found == [expected]
-        assert not first.is_running()
+        assert has_ended(first)
         (second,) = ranks()
         second.parent().send_signal(signal.SIGKILL)  # the engine
         await anyio.to_thread.run_sync(second.wait, 30)
