@@ -38,6 +38,7 @@ _EXPECTED = (
     r" INFO \S+: .* weights",
     r"replica \d+ hung: it was silent for \S+ s with unfinished requests with \d+ unfinished requests",
     r"(the engine|replica \d+) was killed by SIGKILL with \d+ unfinished requests; restarting it",
+    r" INFO replica \d+: requests that continue elsewhere: \d+$",
     r"Invalid HTTP request received\.",
     r"Unsupported upgrade request\.",
     r"No supported WebSocket library detected",
