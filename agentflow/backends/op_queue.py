@@ -17,8 +17,8 @@ from agentflow.protocol.wire import Ops, encode
 FRAME_OVERHEAD_BYTES = 64
 # The size of an ``Upload`` without its data: the names of its fields, a digest and two numbers.
 UPLOAD_OVERHEAD_BYTES = 256
-# A server decodes a frame in one step, and rejects a frame with very many values, so many small ops take
-# several frames.
+# A server decodes a frame in one step and limits the number of values in it, so a long queue of small ops is
+# sent in several frames.
 USUAL_FRAME_BYTES = 128 * 1024
 
 

@@ -1,4 +1,4 @@
-"""What a copy of the scheduler's table of slots must be told before a batch.
+"""Finds the changes that a copy of the scheduler's table of slots needs before a batch.
 
 There are copies on a device and in the processes of other ranks. A copy gets the changes of the table with
 each batch, in the order of the batches. If a batch was lost, because its launch failed, it gets the rows of

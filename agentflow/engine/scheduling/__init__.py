@@ -7,7 +7,7 @@ several engines), and ``program_pauses`` (programs that wait until others have e
 and ``media_work`` (the encodings of images). Then the step's arrays:
 ``row`` (the record of one request in a batch), ``batch_builder``, ``slot_table`` (where the keys and values
 of its tokens are), ``select`` (choices that are scored together), ``sampling_table``, and ``in_flight`` (the
-results). ``step_limits`` learns how large a step may be, and ``pace`` how long one may take beside requests
-that somebody reads; ``defaults`` has the sizes of batches. ``decode_run`` counts steps without batches, for
-simulators.
+results). ``step_limits`` learns how large a step may be, and ``pace`` how long one may take beside
+requests whose answers are read as they arrive; ``defaults`` has the sizes of batches. ``decode_run`` counts
+steps without batches, for simulators.
 """
