@@ -18,6 +18,7 @@ from rich.table import Table
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.cache.prefix_readers import PrefixReaders
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, TokenRun, token_run
 from agentflow.engine.client import running_engine
 from agentflow.engine.engine import Engine
@@ -165,6 +166,7 @@ class AblatedEngine:
         self.recorded.watch(scheduler)
         if self.setting.whole_prompts:
             table = memory.cache = WholePromptCache()
+            memory.readers = PrefixReaders(table)
             memory.liveness = Liveness(table, memory.slots.total)
             detach = memory.detach
 

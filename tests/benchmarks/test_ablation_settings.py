@@ -1,0 +1,27 @@
+"""The settings of the ablation on an engine without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.server.http_clients import only_asyncio
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.text.tokenizer import Tokenizer
+from benchmarks.engine import ablation
+from benchmarks.engine.program_shapes import SHAPES, Shape
+
+anyio_backend = pytest.fixture(only_asyncio)
+pytestmark = [pytest.mark.anyio, pytest.mark.model]
+
+
+@pytest.mark.parametrize("setting", ablation.SETTINGS, ids=lambda setting: setting.name)
+async def test_every_program_runs_under_each_setting(setting: ablation.Setting) -> None:
+    runner: Any = FakeRunner(num_slots=4_000, vocab_size=49_152, max_context=4_000)
+    tokenizer = Tokenizer.from_folder(resolve_model(ablation.MODEL))
+    few_shot = Shape(SHAPES[0].name, 8, SHAPES[0].program)
+    run = await ablation.run_once(runner, tokenizer, setting, few_shot, 1_600)
+    assert len(run.engine.recorded.requests) == 8
+    assert 0 <= run.engine.recorded.optimum()[0] <= 1
