@@ -36,11 +36,22 @@ class Limits:
 
 def measure_limits(num_tries: int = 8) -> Limits:
     """Measures the limits with torch's threads: the best of several attempts."""
-    memory = torch.ones(READ_BYTES // 8, dtype=torch.float64)
     left, right = (torch.randn(SIZE, SIZE).bfloat16() for _ in range(2))
-    read_s = min(_timed_s(memory.sum) for _ in range(num_tries))
+    bytes_s = MemoryReads().bytes_s(num_tries)
     multiply_s = min(_timed_s(lambda: left @ right) for _ in range(2 * num_tries))
-    return Limits(READ_BYTES / read_s, 2 * SIZE**3 / multiply_s)
+    return Limits(bytes_s, 2 * SIZE**3 / multiply_s)
+
+
+class MemoryReads:
+    """Reads from memory with torch's threads. The rate of some machines changes by half from one second to
+    the next, so it is measured again before each figure."""
+
+    def __init__(self) -> None:
+        self._memory = torch.ones(READ_BYTES // 8, dtype=torch.float64)
+
+    def bytes_s(self, num_tries: int) -> float:
+        """Returns the bytes read per second in the best of several attempts (30 ms each at 33 GB/s)."""
+        return READ_BYTES / min(_timed_s(self._memory.sum) for _ in range(num_tries))
 
 
 def measure_byte_flops(num_tries: int = 8) -> float:
