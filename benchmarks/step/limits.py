@@ -37,7 +37,7 @@ class Limits:
 def measure_limits(num_tries: int = 8) -> Limits:
     """Measures the limits with torch's threads: the best of several attempts."""
     left, right = (torch.randn(SIZE, SIZE).bfloat16() for _ in range(2))
-    bytes_s = MemoryReads().bytes_s(num_tries)
+    bytes_s = max(MemoryReads().bytes_s(num_tries))
     multiply_s = min(_timed_s(lambda: left @ right) for _ in range(2 * num_tries))
     return Limits(bytes_s, 2 * SIZE**3 / multiply_s)
 
@@ -49,9 +49,9 @@ class MemoryReads:
     def __init__(self) -> None:
         self._memory = torch.ones(READ_BYTES // 8, dtype=torch.float64)
 
-    def bytes_s(self, num_tries: int) -> float:
-        """Returns the bytes read per second in the best of several attempts (30 ms each at 33 GB/s)."""
-        return READ_BYTES / min(_timed_s(self._memory.sum) for _ in range(num_tries))
+    def bytes_s(self, num_tries: int) -> list[float]:
+        """Returns the bytes read per second, for each of several attempts (30 ms each at 33 GB/s)."""
+        return [READ_BYTES / _timed_s(self._memory.sum) for _ in range(num_tries)]
 
 
 def measure_byte_flops(num_tries: int = 8) -> float:
