@@ -238,7 +238,7 @@ CORE_MAY_IMPORT = (
     "agentflow.engine.cache",
     "agentflow.engine.scheduling",
     "agentflow.engine.grammar.grammar",
-    "agentflow.kernels.no_choice",
+    "agentflow.kernels.sampling.no_choice",
 )
 
 

@@ -244,7 +244,7 @@ class BatchOutput:
     """A token for each sampled row, and further results if they are needed. Log-probabilities and ranks are
     of the unmodified logits."""
 
-    token_ids: IntArray  # [S] the sampled token or the target; below 0: none (``kernels.no_choice``)
+    token_ids: IntArray  # [S] the sampled token or the target; below 0: none (``kernels.sampling.no_choice``)
     logprobs: FloatArray | None  # [S] its log-probability
     top_ids: IntArray | None = None  # [S, any] the likeliest tokens, likeliest first, at least ``top_counts``
     top_logprobs: FloatArray | None = None  # [S, any] their log-probabilities

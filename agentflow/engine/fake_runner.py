@@ -26,7 +26,7 @@ from agentflow.engine.grammar.grammar import TokenWords, is_allowed
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo
 from agentflow.engine.store.adapter_folder import adapter_identity
-from agentflow.kernels.no_choice import NO_TOKEN
+from agentflow.kernels.sampling.no_choice import NO_TOKEN
 from agentflow.runtime.word_embedding import word_embedding
 
 SLICE_BYTES = 1000

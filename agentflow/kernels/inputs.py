@@ -192,7 +192,7 @@ class TreeAttention(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class ChoiceRows:
-    """How to choose a token for each of S rows. ``Kernels.choose`` defines the order of the filters."""
+    """How to choose a token for each of S rows. ``Sampler.choose`` defines the order of the filters."""
 
     targets: IntArray  # [S]: a token to take regardless of the logits, or -1
     temperatures: FloatArray  # [S]; 0 takes the likeliest token, the lowest id of equals

@@ -342,24 +342,23 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x[:1].is_contiguous() else x.contiguous()
 
 
-def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
-    logits = logits.contiguous()
-    tokens = np.empty(len(logits), dtype=np.int64)
-    choices = native_choices(rows, logits.shape[1])
-    choices.logits = logits.data_ptr()
-    _team().af_choose(choices, address(tokens))
-    return tokens
+class NativeSampler:
+    """``Sampler`` of the native kernels."""
+
+    def stage(self, rows: ChoiceRows, device: torch.device) -> ChoiceRows:
+        return rows
+
+    def choose(self, logits: Tensor, staged: ChoiceRows) -> Tensor:
+        logits = logits.contiguous()
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        choices = native_choices(staged, logits.shape[1])
+        choices.logits = logits.data_ptr()
+        _team().af_choose(choices, tokens.data_ptr())
+        return tokens
 
 
 QUEUES_WORK = False
-
-
-def stage_choice(rows: ChoiceRows, device: torch.device) -> ChoiceRows:
-    return rows
-
-
-def choose_tensor(logits: Tensor, staged: ChoiceRows) -> Tensor:
-    return torch.from_numpy(choose(logits, staged))
+sampler = NativeSampler()
 
 
 # The measured parts of a forward pass, in the order of part_times.h. ``head``: single products, such as the

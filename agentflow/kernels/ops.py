@@ -29,6 +29,7 @@ from agentflow.kernels.inputs import (
 )
 from agentflow.kernels.masked_attention import AttentionRule
 from agentflow.kernels.native_library import NoNativeKernels
+from agentflow.kernels.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Forward(Protocol):
         hidden_size]."""
 
     def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
-        """The same, but the result is the tokens that ``Kernels.choose`` chooses from their logits, [S]."""
+        """The same, but the result is the tokens that ``Sampler.choose`` chooses from their logits, [S]."""
 
 
 class StaticPlans(Protocol):
@@ -213,37 +214,13 @@ class Kernels(Protocol):
             [T, heads * head_dim].
         """
 
-    def choose(self, logits: Tensor, rows: ChoiceRows) -> IntArray:
-        """Chooses one token per row of ``logits`` [S, vocabulary] float32. A row with a target gets the
-        target. With temperature 0 a row gets the likeliest token that its mask allows, the lowest id of
-        equals. The other rows draw a token:
-
-        divide by the temperature; keep the ``top_k`` likeliest tokens (0: all); of these, the fewest
-        likeliest that together reach ``top_p``; of these, the tokens at least ``min_p`` times as likely as
-        the likeliest. Ties with the last token kept are kept. Then invert the cumulative distribution, in
-        order of token ids, at ``uniforms``.
-
-        A probability is a weight, divided by the sum of all weights. A weight is an integer,
-        floor(2^35 exp((logit - highest) / temperature)), with the rounding of ``torch_ops.whole_weights``.
-        Sums of integers do not depend on the order, so all implementations choose the same tokens from the
-        same logits, for vocabularies of up to 2^18 tokens. Tokens of less than 2^-35 times the highest
-        probability are not drawn.
-
-        A row from which no token can be chosen gets ``NO_TOKEN`` or ``NOT_FINITE`` (``no_choice``)."""
-
-    def stage_choice(self, rows: ChoiceRows, device: torch.device) -> Any:
-        """Prepares ``choose_tensor`` on a device: queues one copy of the parameters on the current stream and
-        does not wait for it. Any time before ``choose_tensor`` will do, such as before the forward pass is
-        launched. On a CPU ``rows`` must not change until then."""
-
-    def choose_tensor(self, logits: Tensor, staged: Any) -> Tensor:
-        """Like ``choose``, but returns a tensor on the device of ``logits``: [S] int64. ``triton_ops`` queues
-        kernels on the current stream and does not wait for them, so the next step can read the tensor on the
-        device; the others wait. ``staged``: from the same implementation's ``stage_choice``."""
+    @property
+    def sampler(self) -> Sampler:
+        """Chooses tokens from logits."""
 
     @property
     def QUEUES_WORK(self) -> bool:
-        """Whether no function waits for a GPU, except ``choose``: another step can be launched meanwhile."""
+        """Whether no function waits for a GPU: another step can be launched meanwhile."""
 
     def whole_forward(self, weights: DecoderWeights, head: LinearWeight) -> Forward | None:
         """Returns a forward pass of all layers in one call, or None if the implementation has none; then the

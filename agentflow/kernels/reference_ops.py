@@ -23,14 +23,12 @@ from agentflow.kernels.inputs import (
 )
 from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.torch_ops import QUEUES_WORK as QUEUES_WORK
-from agentflow.kernels.torch_ops import choose as choose
-from agentflow.kernels.torch_ops import choose_tensor as choose_tensor
 from agentflow.kernels.torch_ops import embed as embed
 from agentflow.kernels.torch_ops import has_fp8 as has_fp8
 from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import ruled_attention as ruled_attention
-from agentflow.kernels.torch_ops import stage_choice as stage_choice
+from agentflow.kernels.torch_ops import sampler as sampler
 from agentflow.kernels.torch_ops import static_plans as static_plans
 
 

@@ -1,18 +1,15 @@
 """The kernels in torch operations, for every device.
 
-In order: linear layers, norms and RoPE, attention by the groups of an ``AttentionPlan``, and the choice of
-tokens.
+In order: linear layers, norms and RoPE, and attention by the groups of an ``AttentionPlan``.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
@@ -22,14 +19,12 @@ from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
     BlockMatrix,
-    ChoiceRows,
-    FloatArray,
     IntArray,
     LinearWeight,
     LowRank,
 )
 from agentflow.kernels.native_library import cpu_flags
-from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.torch_sampler import TorchSampler
 
 
 @functools.cache
@@ -155,6 +150,7 @@ def static_plans(
 
 
 QUEUES_WORK = False
+sampler = TorchSampler()
 
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
@@ -272,188 +268,3 @@ def attend_dense(
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     return torch.matmul(weights.to(v.dtype), v), lse
-
-
-# The number of likeliest tokens that are sorted first; a nucleus is rarely larger.
-_HEAD_SIZE = 1024
-
-
-def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
-    logits = _masked(logits, rows)
-    tokens = rows.targets.copy()
-    is_open = tokens < 0
-    is_random = is_open & (rows.temperatures > 0)
-    is_greedy = is_open & ~is_random
-    if is_greedy.any():
-        greedy = chosen_rows(logits, is_greedy)
-        likeliest = greedy.argmax(dim=-1, keepdim=True)
-        tokens[is_greedy] = _checked(likeliest, greedy.gather(1, likeliest)).cpu().numpy()
-    if is_random.any():
-        tokens[is_random] = sample(
-            chosen_rows(logits, is_random),
-            temperatures=rows.temperatures[is_random],
-            top_ks=rows.top_ks[is_random],
-            top_ps=rows.top_ps[is_random],
-            min_ps=rows.min_ps[is_random],
-            uniforms=rows.uniforms[is_random],
-        )
-    return tokens
-
-
-def stage_choice(rows: ChoiceRows, device: torch.device) -> ChoiceRows:
-    return rows
-
-
-def choose_tensor(logits: Tensor, staged: ChoiceRows) -> Tensor:
-    return torch.from_numpy(choose(logits, staged)).to(logits.device)
-
-
-def _checked(tokens: Tensor, highest: Tensor) -> Tensor:
-    """Replaces the tokens of rows without a valid choice. ``tokens`` [S, 1], and ``highest`` [S, 1]: the
-    highest logit of each row, NaN if one is. Returns [S]."""
-    tokens = torch.where(highest == -math.inf, NO_TOKEN, tokens)
-    return torch.where(highest < math.inf, tokens, NOT_FINITE).squeeze(1)
-
-
-def _masked(logits: Tensor, rows: ChoiceRows) -> Tensor:
-    """Returns the logits with -inf for tokens that a mask excludes; a copy if there is a mask."""
-    if rows.masked_rows is None or rows.mask_words is None:
-        return logits
-    bits = np.unpackbits(rows.mask_words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
-    if len(rows.masked_rows) == len(logits):
-        return torch.where(allowed, logits, -torch.inf)
-    places = torch.from_numpy(rows.masked_rows).to(logits.device)
-    return logits.index_copy(0, places, torch.where(allowed, logits.index_select(0, places), -torch.inf))
-
-
-def sample(
-    logits: Tensor,
-    *,
-    temperatures: FloatArray,
-    top_ks: IntArray,
-    top_ps: FloatArray,
-    min_ps: FloatArray,
-    uniforms: NDArray[np.float64],
-) -> IntArray:
-    """Draws one token per row, with the filters of ``Kernels.choose`` in the same order.
-
-    Args:
-        logits: [S, vocabulary].
-        temperatures: [S], above 0.
-        top_ks: [S]; 0 keeps all tokens.
-        top_ps: [S].
-        min_ps: [S].
-        uniforms: [S], random numbers in [0, 1).
-    """
-    device = logits.device
-    # Relative to the largest logit, so that even the smallest temperature does not overflow.
-    highest = logits.amax(dim=-1, keepdim=True)
-    weights = whole_weights(logits - highest, _column(scale_factors(temperatures), device))
-    filtered = (top_ks > 0) & (top_ks < logits.shape[1]) | (top_ps < 1) | (min_ps > 0)
-    if filtered.any():
-        least = np.zeros(len(filtered), dtype=np.float32)
-        least[filtered] = _least_weights(
-            chosen_rows(weights, filtered), top_ks[filtered], top_ps[filtered], min_ps[filtered]
-        )
-        weights = torch.where(weights >= _column(least, device), weights, 0.0)
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)  # exact
-    total = cumulative[:, -1:]
-    # Rounding must not move the drawn point to the total, which is past the last token.
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    drawn = torch.minimum(_column(uniforms, device) * total, below_total)
-    tokens: IntArray = _checked(torch.searchsorted(cumulative, drawn, right=True), highest).cpu().numpy()
-    return tokens
-
-
-WEIGHT_BITS = 35
-"""The likeliest token has the weight 2 to this power."""
-EXP2 = (1.3264726e-3, 9.671513e-3, 5.5507336e-2, 2.4022242e-1, 6.93147e-1, 1.0)
-"""The coefficients of a polynomial for 2^x on [-1/2, 1/2], highest power first, as float32. Its relative
-error is below 2e-7."""
-LOG2_E = 1.4426950408889634
-LEAST_EXPONENT = -64.0
-"""Weights below 2 to this power, relative to the likeliest token, are 0."""
-
-
-def scale_factors(temperatures: FloatArray) -> FloatArray:
-    """Returns log2(e) / temperature, at most the largest float32."""
-    factors = np.minimum(LOG2_E / temperatures.astype(np.float64), np.finfo(np.float32).max)
-    return factors.astype(np.float32)
-
-
-def whole_weights(logits: Tensor, factors: Tensor) -> Tensor:
-    """Returns the weights of tokens as ``Kernels.choose`` defines them: integers, as float32.
-
-    Sums of at most 2^18 of them are exact in float64 and in int64, in any order, and each operation here is
-    rounded separately. So all implementations compute the same weights, and choose the same tokens.
-
-    Args:
-        logits: [S, vocabulary], relative to the highest of the row; overwritten.
-        factors: [S, 1], from ``scale_factors``.
-    """
-    exponents = logits.mul_(factors).clamp_(min=LEAST_EXPONENT)
-    whole = (exponents + 0.5).floor_()
-    rest = exponents.sub_(whole)
-    power = torch.full_like(rest, EXP2[0])
-    for coefficient in EXP2[1:]:
-        power.mul_(rest).add_(coefficient)
-    power.view(torch.int32).add_((whole.int() + WEIGHT_BITS) << 23)  # times 2^(whole + WEIGHT_BITS)
-    return power.floor_()
-
-
-def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps: FloatArray) -> FloatArray:
-    """Returns the smallest weight to keep, per row. ``weights``: from ``whole_weights``."""
-    vocab_size = weights.shape[1]
-    top_ks = np.where(top_ks > 0, np.minimum(top_ks, vocab_size), vocab_size)
-    limited = top_ks < vocab_size
-    head_size = min(vocab_size, max(_HEAD_SIZE, int(top_ks[limited].max(initial=0))))
-    least = torch.from_numpy(min_ps * np.float32(2**WEIGHT_BITS)).to(weights.device)
-    if not limited.any() and not (top_ps < 1).any():
-        return to_host(least)
-    head = weights.topk(head_size, dim=-1).values
-    if limited.any():
-        kth = head.gather(1, _column(np.minimum(top_ks, head_size) - 1, weights.device)).squeeze(1)
-        kth = torch.where(torch.from_numpy(limited).to(weights.device), kth, 0.0)
-        least = torch.maximum(least, kth)
-        weights = torch.where(weights >= kth.unsqueeze(1), weights, 0.0)
-    if (top_ps < 1).any():
-        least = torch.maximum(least, _least_of_nucleus(weights, head, _column(top_ps, weights.device)))
-    return to_host(least)
-
-
-def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
-    """Returns per row the least weight in the smallest set of likeliest tokens that reaches ``top_ps``; 0
-    where that is 1. Rows that need more weights than ``head`` has sort again.
-
-    Args:
-        weights: of all tokens, [S, vocabulary].
-        head: the largest of them, descending.
-        top_ps: [S, 1].
-    """
-    wanted = top_ps.double() * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    cumulative = head.cumsum(dim=-1, dtype=torch.float64)
-    num_before = (cumulative < wanted).sum(dim=-1, keepdim=True)
-    least = head.gather(1, num_before.clamp(max=head.shape[1] - 1))
-    least = torch.where(top_ps < 1, least, 0.0).squeeze(1)
-    short = ((num_before == head.shape[1]) & (top_ps < 1)).squeeze(1)
-    if head.shape[1] < weights.shape[1] and bool(short.any()):
-        rest = weights[short]
-        longer = rest.topk(min(weights.shape[1], 8 * head.shape[1]), dim=-1).values
-        least[short] = _least_of_nucleus(rest, longer, top_ps[short])
-    return least
-
-
-def chosen_rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:
-    """Returns the marked rows of a tensor, or the tensor itself if all are marked."""
-    return x if chosen.all() else x[torch.from_numpy(chosen).to(x.device)]
-
-
-def _column(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device).unsqueeze(1)
-
-
-def to_host(x: Tensor) -> FloatArray:
-    """Copies a tensor to an array."""
-    values: FloatArray = x.cpu().numpy()
-    return values

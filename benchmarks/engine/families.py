@@ -165,7 +165,7 @@ def measure(name: str, report: Report) -> None:
 
     def step_by_step(batch: Batch) -> object:
         hidden = by_kernel.forward(forward_input_of(batch, kernels, pool.layers))
-        return kernels.choose(by_kernel.logits(hidden), choice_rows(batch.sampled))
+        return kernels.sampler.choose(by_kernel.logits(hidden), choice_rows(batch.sampled))
 
     num_bytes = read_bytes(model) + DECODE.context * pool.bytes_per_token
     reads = MemoryReads()

@@ -172,7 +172,7 @@ def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
     from agentflow.kernels.inputs import ChoiceRows
     from agentflow.kernels.ops import kernels_for
 
-    rng, differing = np.random.default_rng(0), 0
+    rng, differing, sampler = np.random.default_rng(0), 0, kernels_for(device).sampler
     for spread in (0.0, 0.5, 2.0, 8.0):
         logits = spread * torch.from_numpy(rng.standard_normal((num_rows, vocab_size), dtype=np.float32))
         masked = np.arange(0, num_rows, 3)
@@ -186,8 +186,8 @@ def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
             masked_rows=masked,
             mask_words=rng.integers(0, 2**32, (len(masked), -(-vocab_size // 32)), dtype=np.uint32),
         )
-        ours = kernels_for(device).choose(logits.to(device), rows)
-        differing += int((ours != torch_ops.choose(logits, rows)).sum())
+        ours = sampler.choose(logits.to(device), sampler.stage(rows, device)).cpu()
+        differing += int((ours != torch_ops.sampler.choose(logits, rows)).sum())
     return differing
 
 
@@ -447,7 +447,7 @@ def measure_choice(check: Check) -> None:
     from benchmarks.step.device_time import kernels_ms
 
     device, read_s = check.device, check.limits.bytes_s
-    kernels, vocab_size = kernels_for(device), 1_000 if check.is_small else 128_256
+    sampler, vocab_size = kernels_for(device).sampler, 1_000 if check.is_small else 128_256
     for num_rows in (1, 4) if check.is_small else (1, 64, 256):
         logits = 2.5 * torch.randn(num_rows, vocab_size, device=device)
         ones = np.ones(num_rows, dtype=np.float32)
@@ -460,10 +460,10 @@ def measure_choice(check: Check) -> None:
                 min_ps=0 * ones,
                 uniforms=np.random.default_rng(0).random(num_rows),
             )
-            staged = kernels.stage_choice(rows, device)
+            staged = sampler.stage(rows, device)
 
             def choose(logits: Any = logits, staged: Any = staged) -> None:
-                kernels.choose_tensor(logits, staged)
+                sampler.choose(logits, staged)
 
             [took] = kernels_ms([choose], device, 5, 10)
             limit_ms = 1e3 * logits.nbytes / read_s

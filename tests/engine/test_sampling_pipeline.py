@@ -99,13 +99,13 @@ def random_logits(num_rows: int, seed: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize("kernels", [torch_ops, native_ops], ids=["torch", "native"])
+@pytest.mark.parametrize("sampler", [torch_ops.sampler, native_ops.sampler], ids=["torch", "native"])
 @given(st.lists(rows, min_size=1, max_size=6), st.permutations(range(32)), st.integers(0, 1000), st.data())
-def test_the_pipeline_equals_the_loop_over_rows_and_tokens(kernels, batch, places, seed, data) -> None:
+def test_the_pipeline_equals_the_loop_over_rows_and_tokens(sampler, batch, places, seed, data) -> None:
     logits = random_logits(len(batch), seed)
     before = logits.clone()
     steps = sampled(batch, places[: len(batch)])
-    output = choose_tokens(logits, steps, kernels)
+    output = choose_tokens(logits, steps, sampler)
     assert torch.equal(logits, before)
     assert output.token_ids.tolist() == [
         row.expected(values) for row, values in zip(batch, before.numpy(), strict=True)
@@ -123,7 +123,7 @@ def test_the_pipeline_equals_the_loop_over_rows_and_tokens(kernels, batch, place
     # Neither the cut into parts nor the company changes a row.
     cut = data.draw(st.integers(0, len(batch)))
     parts = [(0, cut), (cut, len(batch))]
-    apart = [choose_tokens(logits[a:b], steps.part(a, b), kernels).token_ids for a, b in parts if a < b]
+    apart = [choose_tokens(logits[a:b], steps.part(a, b), sampler).token_ids for a, b in parts if a < b]
     assert np.concatenate(apart).tolist() == output.token_ids.tolist()
 
 

@@ -78,11 +78,11 @@ def drawn_rows(num: int) -> ChoiceRows:
 def in_a_loop() -> None:
     """Each row needs 16 MB on the thread that takes it: the caller's, or one of the team."""
     few = torch.zeros(6, 1000)
-    expected = native_ops.choose(few, drawn_rows(6)).tolist()
+    expected = native_ops.sampler.choose(few, drawn_rows(6)).tolist()
     many, rows = torch.zeros(6, MANY_TOKENS), drawn_rows(6)
-    says_memory_error(lambda: native_ops.choose(many, rows))
-    print(native_ops.choose(few, drawn_rows(6)).tolist() == expected)
-    print(native_ops.choose(many, rows).tolist() == [MANY_TOKENS // 2] * 6)
+    says_memory_error(lambda: native_ops.sampler.choose(many, rows))
+    print(native_ops.sampler.choose(few, drawn_rows(6)).tolist() == expected)
+    print(native_ops.sampler.choose(many, rows).tolist() == [MANY_TOKENS // 2] * 6)
 
 
 def in_a_job() -> None:

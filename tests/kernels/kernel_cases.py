@@ -38,23 +38,34 @@ def quick_flags(level: str) -> tuple[str, ...]:
     return tuple("-O1" if flag == "-O3" else flag for flag in native_library.FLAGS)
 
 
-class NativeAt:
-    """The native kernels, compiled for a level of instructions that may be lower than the processor's."""
+class AtLevel:
+    """An object whose functions run with the native kernels of one level of instructions."""
 
-    def __init__(self, level: str) -> None:
+    def __init__(self, level: str, inner: Any) -> None:
         self.level = level
-        self._flags = quick_flags(level)
+        self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(native_ops, name)
+        found = getattr(self._inner, name)
+        if type(found).__module__.startswith("agentflow."):
+            return AtLevel(self.level, found)
+        if not callable(found):
+            return found
 
         def at_level(*args: Any, **options: Any) -> Any:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("AGENTFLOW_CPU", self.level)
-                patch.setattr(native_library, "FLAGS", self._flags)
-                return function(*args, **options)
+                patch.setattr(native_library, "FLAGS", quick_flags(self.level))
+                return found(*args, **options)
 
         return at_level
+
+
+class NativeAt(AtLevel):
+    """The native kernels, compiled for a level of instructions that may be lower than the processor's."""
+
+    def __init__(self, level: str) -> None:
+        super().__init__(level, native_ops)
 
 
 PRESENT_FLAGS = cpu_flags()

@@ -259,7 +259,7 @@ class Step:
         given = self._given(pool, plan)
         if model.whole_forward is not None:
             return model.whole_forward.start_tokens(given, choice)().tolist()
-        return kernels.choose(model.logits(model.forward(given)), choice).tolist()
+        return kernels.sampler.choose(model.logits(model.forward(given)), choice).tolist()
 
     def _pool(self, weights: DecoderWeights) -> KvPool:
         pool = KvPool(
@@ -420,7 +420,7 @@ def test_tokens_are_those_of_the_logits(kernels: Kernels, dtype: torch.dtype, dr
         uniforms=rng.random(num),
     )
     hidden, _ = step.run(model, kernels)
-    expected = kernels.choose(model.logits(hidden), choice).tolist() if num else []
+    expected = kernels.sampler.choose(model.logits(hidden), choice).tolist() if num else []
     assert step.choose(model, kernels, choice) == expected
 
 

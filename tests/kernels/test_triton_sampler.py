@@ -17,13 +17,13 @@ from agentflow.engine.batch import LogitEdits, SampledRows, ScoredTokens, TokenM
 from agentflow.engine.models.sampler import choose_tensors, choose_tokens, stage
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import ChoiceRows
-from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 from agentflow.kernels.uploads import upload
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
 from agentflow.kernels import triton_ops
-from agentflow.kernels.triton_ops import sampler
+from agentflow.kernels.triton_ops import triton_sampler
 
 pytestmark = pytest.mark.gpu
 HAS_GPU = torch.cuda.is_available()
@@ -34,9 +34,10 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 def _small_tiles() -> Iterator[None]:
     """Tiles and chunks small enough for short rows to have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "TILE", 256 if HAS_GPU else 64)  # at least as many as the threads of a program
-        patch.setattr(sampler, "LIST_TILE", 64)
-        patch.setattr(sampler, "PROGRAMS_PER_PROCESSOR", 6)
+        tile = 256 if HAS_GPU else 64  # at least as many as the threads of a program
+        patch.setattr(triton_sampler, "TILE", tile)
+        patch.setattr(triton_sampler, "LIST_TILE", 64)
+        patch.setattr(triton_sampler, "PROGRAMS_PER_PROCESSOR", 6)
         yield
 
 
@@ -63,7 +64,12 @@ def random_choice(num_rows: int, vocab_size: int, seed: int, *, has_masks: bool 
 
 
 def chosen(logits: torch.Tensor, rows: ChoiceRows) -> list[int]:
-    return triton_ops.choose(logits.to(DEVICE), rows).tolist()
+    sampler = triton_ops.sampler
+    return sampler.choose(logits.to(DEVICE), sampler.stage(rows, DEVICE)).tolist()
+
+
+def chosen_on_the_cpu(logits: torch.Tensor, rows: ChoiceRows) -> list[int]:
+    return torch_ops.sampler.choose(logits, rows).tolist()
 
 
 @settings(max_examples=10)
@@ -82,7 +88,7 @@ def test_f42s_the_tokens_equal_the_cpus(
     if has_ties:
         logits = logits.bfloat16().float()
     rows = random_choice(num_rows, vocab_size, seed)
-    assert chosen(logits, rows) == torch_ops.choose(logits, rows).tolist()
+    assert chosen(logits, rows) == chosen_on_the_cpu(logits, rows)
 
 
 @pytest.mark.parametrize("has_temperature", [False, True])
@@ -103,7 +109,7 @@ def test_f42s_rows_that_are_not_finite(has_temperature: bool) -> None:
     tokens = chosen(logits, rows)
     assert tokens[:3] == [NOT_FINITE, NOT_FINITE, NO_TOKEN]
     assert tokens[5] == 8
-    assert tokens == torch_ops.choose(logits, rows).tolist()
+    assert tokens == chosen_on_the_cpu(logits, rows)
 
 
 @pytest.mark.parametrize("num_words", [1, 3])
@@ -183,11 +189,11 @@ def test_f42s_an_upload_is_a_copy_of_all_arrays() -> None:
 def test_f42s_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
     logits, sampled = random_logits(num_rows, 90, 2.0, seed), all_kinds(num_rows, 90, seed)
     there = logits.to(DEVICE)
-    made = choose_tensors(there, stage(sampled, triton_ops, DEVICE), triton_ops)
+    made = choose_tensors(there, stage(sampled, triton_ops.sampler, DEVICE), triton_ops.sampler)
     host = made.packed.cpu()
     ours = made.output(host)
     host.zero_()  # it belongs to the caller again
-    expected = choose_tokens(logits.clone(), sampled, torch_ops)
+    expected = choose_tokens(logits.clone(), sampled, torch_ops.sampler)
     assert torch.equal(there.cpu(), logits)
     for field in fields(expected):
         value = getattr(expected, field.name)
@@ -201,7 +207,7 @@ def test_f42s_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
 def test_f42s_on_a_gpu_nothing_waits_and_all_tokens_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 rows in batches from 1 to 256, with the tiles of real runs."""
     for name, value in (("TILE", 2048), ("LIST_TILE", 1024), ("PROGRAMS_PER_PROCESSOR", 8)):
-        monkeypatch.setattr(sampler, name, value)
+        monkeypatch.setattr(triton_sampler, name, value)
     vocab_size, first = 32_003, 0
     for number, num_rows in enumerate((1, 2, 5, 16, 64, 150, 250, 256, 256)):
         first += num_rows
@@ -211,12 +217,12 @@ def test_f42s_on_a_gpu_nothing_waits_and_all_tokens_equal_the_cpus(monkeypatch: 
             all_kinds(num_rows, vocab_size, number),
         )
         there = logits.to(DEVICE)
-        choose_tokens(there, sampled, triton_ops)  # compiles
+        choose_tokens(there, sampled, triton_ops.sampler)  # compiles
         torch.cuda.set_sync_debug_mode("error")
         try:
-            made = choose_tensors(there, stage(sampled, triton_ops, DEVICE), triton_ops)
+            made = choose_tensors(there, stage(sampled, triton_ops.sampler, DEVICE), triton_ops.sampler)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        expected = choose_tokens(logits, sampled, torch_ops)
+        expected = choose_tokens(logits, sampled, torch_ops.sampler)
         assert made.output(made.packed.cpu()).token_ids.tolist() == expected.token_ids.tolist()
     assert first == 1000

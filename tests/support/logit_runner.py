@@ -43,7 +43,7 @@ class LogitRunner(FakeRunner):
         if not seen:
             return BatchOutput(sampled.target_ids.copy(), None)
         logits = torch.from_numpy(np.stack([logits_after(tokens) for tokens in seen]))
-        return choose_tokens(logits, sampled, torch_ops)
+        return choose_tokens(logits, sampled, torch_ops.sampler)
 
 
 def logit_runner(**options) -> LogitRunner:

@@ -20,7 +20,7 @@ from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.sampler import ChosenTensors, StagedRows, choose_tensors, stage
 from agentflow.kernels.device_stream import DeviceStream, Mark
 from agentflow.kernels.inputs import ForwardInput
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.sampling.sampler import Sampler
 
 MAX_LOGIT_ROWS = 256
 """The most rows of logits in memory: 200 kB each for a vocabulary of 50,000."""
@@ -63,17 +63,17 @@ class DeviceSteps:
 
     Args:
         model: the model.
-        kernels: its kernels.
+        sampler: of its kernels.
         stream: the queue of the device.
         table_shape: of the table of slots: the most requests in a batch, and the most tokens of one. A batch
             with a larger table costs a new one on the device, and new graphs.
     """
 
     def __init__(
-        self, model: Decoder, kernels: Kernels, stream: DeviceStream, table_shape: tuple[int, int]
+        self, model: Decoder, sampler: Sampler, stream: DeviceStream, table_shape: tuple[int, int]
     ) -> None:
         self._model = model
-        self._kernels = kernels
+        self._sampler = sampler
         self._stream = stream
         self.table = DeviceTable(table_shape, stream.device)
         self._before: DeviceStep | None = None  # the batch that was launched last
@@ -104,7 +104,7 @@ class DeviceSteps:
         write, hidden = partial(write_slots, self.table.slots, arrived), list[Tensor]()
         self._stream.run(partial(self._forward, hidden, write, on_device(given, arrived), pending))
         # Computes the token masks, while the device runs the forward pass.
-        staged = [stage(part, self._kernels, self._stream.device) for part in parts_of(batch.sampled)]
+        staged = [stage(part, self._sampler, self._stream.device) for part in parts_of(batch.sampled)]
         self._stream.run(partial(self._choose, step, hidden, staged))
         step.mark = self._stream.mark()
         return step
@@ -137,6 +137,6 @@ class DeviceSteps:
         for number, part in enumerate(staged):
             first = number * MAX_LOGIT_ROWS
             logits = self._model.logits(rows[first : first + MAX_LOGIT_ROWS])
-            chosen = choose_tensors(logits, part, self._kernels)
+            chosen = choose_tensors(logits, part, self._sampler)
             step.chosen.append(chosen)
             step.copies.append(self._stream.download(chosen.packed))

@@ -25,25 +25,25 @@ from torch import Tensor
 
 from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, LogitEdits, SampledRows
 from agentflow.kernels.inputs import ChoiceRows
-from agentflow.kernels.no_choice import NOT_FINITE
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.sampling.no_choice import NOT_FINITE
+from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.uploads import upload
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 
 
 def wants_only_tokens(sampled: SampledRows) -> bool:
-    """Whether there are rows, and all of them need only ``Kernels.choose`` on unedited logits."""
+    """Whether there are rows, and all of them need only ``Sampler.choose`` on unedited logits."""
     return len(sampled.rows) > 0 and sampled.edits is None and not sampled.needs_logprobs
 
 
-def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> BatchOutput:
+def choose_tokens(logits: Tensor, sampled: SampledRows, sampler: Sampler) -> BatchOutput:
     """Returns the token of each row; with its log-probability and the likeliest tokens if any row needs them.
 
     ``logits`` [S, vocabulary] float32: modified and restored. ``sampled.edits`` and then ``sampled.masks``
-    are applied before ``Kernels.choose``. A row that is not finite gets ``NOT_FINITE``, even if it has a
+    are applied before ``Sampler.choose``. A row that is not finite gets ``NOT_FINITE``, even if it has a
     target.
     """
-    chosen = choose_tensors(logits, stage(sampled, kernels, logits.device), kernels)
+    chosen = choose_tensors(logits, stage(sampled, sampler, logits.device), sampler)
     return chosen.output_on_cpu() if logits.device.type == "cpu" else chosen.output(chosen.packed.cpu())
 
 
@@ -51,7 +51,7 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
 class StagedRows:
     """``SampledRows`` on a device, from ``stage``."""
 
-    choice: Any  # from ``Kernels.stage_choice``
+    choice: Any  # from ``Sampler.stage``
     needs_logprobs: bool
     needs_ranks: bool
     edits: _StagedEdits | None
@@ -69,8 +69,8 @@ class ChosenTensors:
 
     @property
     def token_ids(self) -> Tensor:
-        """[S] int64: tokens, or a number below 0 (``kernels.no_choice``). The next forward pass can read them
-        on the device before the host has them."""
+        """[S] int64: tokens, or a number below 0 (``kernels.sampling.no_choice``). The next forward pass can
+        read them on the device before the host has them."""
         return self.results["token_ids"]
 
     @property
@@ -102,7 +102,7 @@ class ChosenTensors:
         return BatchOutput(**{"logprobs": None, **arrays})
 
 
-def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> StagedRows:
+def stage(sampled: SampledRows, sampler: Sampler, device: torch.device) -> StagedRows:
     """Uploads the parameters of the rows; does not wait for the device. The arrays of ``sampled`` must not
     change before ``choose_tensors``."""
     wants_top = None if sampled.top_counts is None else sampled.top_counts > 0
@@ -114,7 +114,7 @@ def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> Stage
         rows, token_ids = _on_device([sampled.scored.rows, sampled.scored.token_ids], device)
         scored = rows, token_ids
     return StagedRows(
-        choice=kernels.stage_choice(choice_rows(sampled), device),
+        choice=sampler.stage(choice_rows(sampled), device),
         needs_logprobs=sampled.needs_logprobs,
         needs_ranks=_needs_ranks(sampled),
         edits=None if sampled.edits is None else _staged_edits(sampled.edits, device),
@@ -124,20 +124,20 @@ def stage(sampled: SampledRows, kernels: Kernels, device: torch.device) -> Stage
     )
 
 
-def choose_tensors(logits: Tensor, staged: StagedRows, kernels: Kernels) -> ChosenTensors:
+def choose_tensors(logits: Tensor, staged: StagedRows, sampler: Sampler) -> ChosenTensors:
     """Computes the results of ``choose_tokens`` on the device of ``logits``. With ``triton_ops`` it queues
     kernels on the current stream and does not wait for them.
 
     Args:
         logits: [S, vocabulary] float32, contiguous; modified and restored.
-        staged: from ``stage``, with the same kernels.
-        kernels: choose the tokens.
+        staged: from ``stage``, with the same sampler.
+        sampler: chooses the tokens.
     """
     if staged.edits is None:
-        tokens = kernels.choose_tensor(logits, staged.choice)
+        tokens = sampler.choose(logits, staged.choice)
     else:
         with _edited(logits, staged.edits):
-            tokens = kernels.choose_tensor(logits, staged.choice)
+            tokens = sampler.choose(logits, staged.choice)
     if not staged.needs_logprobs:
         return ChosenTensors({"token_ids": tokens}, None)
     totals = torch.cat([part.logsumexp(dim=-1) for part in _parts(logits)])

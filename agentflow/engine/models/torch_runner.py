@@ -125,7 +125,7 @@ class _Launched:
     """A batch of ``TorchRunner`` that is running. ``tokens`` or ``hidden`` is set, and waits for its end."""
 
     sampled: SampledRows
-    choice: ChoiceRows | None  # the rows' parameters for ``Kernels.choose``, if only tokens are needed
+    choice: ChoiceRows | None  # the rows' parameters for ``Sampler.choose``, if only tokens are needed
     tokens: Callable[[], IntArray] | None = None
     hidden: Callable[[], Tensor] | None = None
 
@@ -270,7 +270,7 @@ class TorchRunner:
             if isinstance(model, Decoder) and model.queues_work:
                 table_shape = max_running, min(config.max_context, num_slots)
                 with torch.inference_mode():
-                    self._ahead = DeviceSteps(model, kernels, stream, table_shape)
+                    self._ahead = DeviceSteps(model, kernels.sampler, stream, table_shape)
                     model.prepare(self._kv_pool.layers, self._ahead.table.slots)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
@@ -336,11 +336,13 @@ class TorchRunner:
         if self._embedding_head is not None:
             return embedded(sampled, self._embedding_head(hidden))
         if launched.choice is not None:
-            return BatchOutput(self._kernels.choose(self._model.logits(hidden), launched.choice), None)
+            logits, sampler = self._model.logits(hidden), self._kernels.sampler
+            tokens = sampler.choose(logits, sampler.stage(launched.choice, logits.device))
+            return BatchOutput(tokens.cpu().numpy(), None)
         outputs: list[BatchOutput] = []
         for part in parts_of(sampled):
             logits = self._model.logits(hidden[len(outputs) * MAX_LOGIT_ROWS :][: len(part.rows)])
-            outputs.append(choose_tokens(logits, part, self._kernels))
+            outputs.append(choose_tokens(logits, part, self._kernels.sampler))
         return joined(outputs) if outputs else BatchOutput(sampled.target_ids.copy(), None)
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row, Work
 from agentflow.engine.scheduling.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
-from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 
 COMMIT_RUN = 64
 """Generated tokens enter the cache in runs of at least this many; the rest when their request ends."""

@@ -4,8 +4,8 @@ for tests.
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
 ``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
 ``one_row`` multiplies one row with a dense weight, ``quantised`` any rows with weights in blocks, ``fp8``
-with weights in 8-bit floats, and ``split_products`` is what these two share; ``sampler`` chooses tokens.
-``interpreted`` has the products and the rounding that all kernels share, and ``early_start`` their launch
+with weights in 8-bit floats, and ``split_products`` is what these two share; ``triton_sampler`` chooses
+tokens. ``interpreted`` has the products and the rounding that all kernels share, and ``early_start`` their launch
 before the kernel in front has ended. Products of several rows with dense weights are torch's.
 """
 
@@ -44,14 +44,13 @@ from agentflow.kernels.triton_ops.row_ops import add_rms_norm as add_rms_norm
 from agentflow.kernels.triton_ops.row_ops import rms_norm as rms_norm
 from agentflow.kernels.triton_ops.row_ops import rope_and_write as rope_and_write
 from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
-from agentflow.kernels.triton_ops.sampler import choose as choose
-from agentflow.kernels.triton_ops.sampler import choose_tensor as choose_tensor
-from agentflow.kernels.triton_ops.sampler import stage_choice as stage_choice
+from agentflow.kernels.triton_ops.triton_sampler import TritonSampler
 from agentflow.kernels.triton_ops.units import find_groups
 
 IS_INTERPRETED: bool = INTERPRETED.value
 """Whether Triton's interpreter runs the kernels."""
 QUEUES_WORK = True
+sampler = TritonSampler()
 
 
 def check(device: torch.device) -> None:
@@ -63,7 +62,7 @@ def check(device: torch.device) -> None:
     logits[0, 7] = 50.0
     one = np.ones(1, dtype=np.float32)
     rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
-    if not is_right or choose(logits, rows).tolist() != [7]:
+    if not is_right or sampler.choose(logits, sampler.stage(rows, device)).tolist() != [7]:
         raise RuntimeError("a kernel computes another result than it should")
 
 

@@ -200,7 +200,7 @@ class EqualRunner(FakeRunner):
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
         if not seen:
             return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(torch.zeros(len(seen), self.info.vocab_size), sampled, torch_ops)
+        return choose_tokens(torch.zeros(len(seen), self.info.vocab_size), sampled, torch_ops.sampler)
 
 
 async def draws(pattern: str, seeds: range) -> list[tuple[Finished, str]]:

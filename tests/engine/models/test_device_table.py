@@ -38,7 +38,7 @@ def greedy(
     model = random_llama(CONFIG, kernels, torch.float32, CPU)
     pool = torch.full((2, NUM_SLOTS, 2, 2, 8), torch.nan).unbind(0)
     # The table of the scheduler is larger: the one on the device becomes new memory.
-    steps = DeviceSteps(model, kernels, QueuedStream(), (2, 10))
+    steps = DeviceSteps(model, kernels.sampler, QueuedStream(), (2, 10))
     config = SchedulerConfig(max_running=4, token_budget=40, use_cache=use_cache)
     scheduler = Scheduler(num_slots=NUM_SLOTS, max_context=150, config=config)
     requests = [request_of(number, prompt, num_tokens) for number, prompt in enumerate(prompts)]
@@ -106,7 +106,7 @@ def test_a_launch_that_fails_loses_no_changes(monkeypatch: pytest.MonkeyPatch) -
     """The next batches bring the rows that they read whole."""
     model = random_llama(CONFIG, torch_ops, torch.float32, CPU)
     pool = torch.zeros(2, NUM_SLOTS, 2, 2, 8).unbind(0)
-    steps = DeviceSteps(model, torch_ops, QueuedStream(), (4, 50))
+    steps = DeviceSteps(model, torch_ops.sampler, QueuedStream(), (4, 50))
     table = SlotTable(4, 50)
     form = replace(batch_of(Shape(1, 20), NUM_SLOTS, 50), token_ids=np.array([7]))
 

@@ -17,11 +17,14 @@ from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tokens, uniforms
 from agentflow.kernels import native_ops, torch_ops
 from agentflow.kernels.inputs import ChoiceRows
-from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.sampling import torch_sampler
+from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.sampler import Sampler
+from agentflow.kernels.sampling.token_weights import whole_weights
 
 Row = tuple[float, int, float, float, int, int]
-KERNELS = pytest.mark.parametrize("kernels", [torch_ops, native_ops], ids=["torch", "native"])
+BOTH = torch_ops.sampler, native_ops.sampler
+SAMPLERS = pytest.mark.parametrize("sampler", BOTH, ids=["torch", "native"])
 ROW = st.tuples(
     st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
     st.sampled_from([0, 0, 1, 2, 7, 40, 1000]),
@@ -49,11 +52,11 @@ def random_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-@KERNELS
+@SAMPLERS
 @pytest.mark.parametrize("head_size", [4, 1024])
 @given(st.lists(ROW, min_size=1, max_size=6), st.sampled_from([3, 50, 200]), st.integers(0, 1000))
 def test_a_batch_equals_the_loop_over_its_rows(
-    kernels: Kernels,
+    sampler: Sampler,
     head_size: int,
     rows: list[Row],
     vocab_size: int,
@@ -61,8 +64,8 @@ def test_a_batch_equals_the_loop_over_its_rows(
 ) -> None:
     logits = random_logits(len(rows), vocab_size, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_ops, "_HEAD_SIZE", head_size)
-        output = choose_tokens(logits, sampled_rows(rows), kernels)
+        patch.setattr(torch_sampler, "_HEAD_SIZE", head_size)
+        output = choose_tokens(logits, sampled_rows(rows), sampler)
     sampled = sampled_rows(rows)  # the parameters as float32, as the sampler sees them
     for i, row in enumerate(logits.double().tolist()):
         assert output.token_ids[i] == plain_choice(
@@ -77,7 +80,7 @@ def test_a_batch_equals_the_loop_over_its_rows(
     assert output.logprobs is None
 
 
-@KERNELS
+@SAMPLERS
 @given(
     st.lists(ROW, min_size=1, max_size=5),
     st.sampled_from([3, 32, 50, 200]),
@@ -85,7 +88,7 @@ def test_a_batch_equals_the_loop_over_its_rows(
     st.data(),
 )
 def test_only_what_a_mask_allows_is_chosen(
-    kernels: Kernels,
+    sampler: Sampler,
     rows: list[Row],
     vocab_size: int,
     seed: int,
@@ -100,7 +103,7 @@ def test_only_what_a_mask_allows_is_chosen(
         bits[place, list(allowed[row])] = 1
     words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
     masks = TokenMasks(np.array(masked, dtype=np.int64), words)
-    output = choose_tokens(logits, sampled_rows(rows, masks=masks, needs_logprobs=True), kernels)
+    output = choose_tokens(logits, sampled_rows(rows, masks=masks, needs_logprobs=True), sampler)
     sampled = sampled_rows(rows)
     for i, row in enumerate(before.double().tolist()):
         plain = [x if i not in allowed or token in allowed[i] else -math.inf for token, x in enumerate(row)]
@@ -119,7 +122,7 @@ def test_only_what_a_mask_allows_is_chosen(
     assert torch.equal(logits, before)
 
 
-@KERNELS
+@SAMPLERS
 @pytest.mark.parametrize("head_size", [4, 1024])
 @given(
     st.sampled_from([0, 3, 20]),
@@ -128,7 +131,7 @@ def test_only_what_a_mask_allows_is_chosen(
     st.integers(0, 99),
 )
 def test_no_token_too_many_or_too_few_is_kept(
-    kernels: Kernels, head_size: int, top_k: int, top_p: float, min_p: float, seed: int
+    sampler: Sampler, head_size: int, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     """With the likeliest tokens first, a number just below 1 draws the last token that is kept."""
     logits = random_logits(1, 50, seed, spread=1.0).sort(descending=True).values
@@ -138,7 +141,7 @@ def test_no_token_too_many_or_too_few_is_kept(
         kept = kept[:-1]
     kept = [weight for weight in kept if weight >= min_p * weights[0]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_ops, "_HEAD_SIZE", head_size)
+        patch.setattr(torch_sampler, "_HEAD_SIZE", head_size)
         rows = ChoiceRows(
             targets=np.array([-1]),
             temperatures=np.ones(1, dtype=np.float32),
@@ -147,15 +150,15 @@ def test_no_token_too_many_or_too_few_is_kept(
             min_ps=np.array([min_p], dtype=np.float32),
             uniforms=np.array([1 - 1e-6]),
         )
-        tokens = kernels.choose(logits, rows)
+        tokens = sampler.choose(logits, sampler.stage(rows, logits.device))
     assert tokens.tolist() == [len(kept) - 1]
 
 
-@KERNELS
+@SAMPLERS
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (20_000, 1.0), (20_000, 0.5), (0, 0.9999)])
 def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
-    kernels: Kernels, spread: float, top_k: int, top_p: float
+    sampler: Sampler, spread: float, top_k: int, top_p: float
 ) -> None:
     logits = random_logits(1, 49_000, 5, spread).sort(descending=True).values
     weights = logits[0].double().softmax(dim=0)[: top_k or None]
@@ -170,7 +173,8 @@ def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
         min_ps=np.zeros(1, dtype=np.float32),
         uniforms=np.array([1 - 1e-9]),
     )
-    assert kernels.choose(logits, rows)[0] == pytest.approx(num_kept - 1, rel=2e-3)
+    chosen = sampler.choose(logits, sampler.stage(rows, logits.device))
+    assert int(chosen[0]) == pytest.approx(num_kept - 1, rel=2e-3)
 
 
 @settings(max_examples=12)
@@ -188,13 +192,13 @@ def test_all_kernels_choose_the_same_token(
     logits = random_logits(len(rows), vocab_size, seed, spread)
     if has_ties:
         logits = logits.bfloat16().float()
-    chosen = [choose_tokens(logits, sampled_rows(rows), each).token_ids for each in (torch_ops, native_ops)]
+    chosen = [choose_tokens(logits, sampled_rows(rows), each).token_ids for each in BOTH]
     assert chosen[0].tolist() == chosen[1].tolist()
 
 
 def test_weights_are_integers_and_close_to_the_exponential() -> None:
     below = torch.linspace(-30, 0, 10_001).unsqueeze(0)
-    weights = torch_ops.whole_weights(below.clone(), torch.tensor([[1 / math.log(2)]])).double()
+    weights = whole_weights(below.clone(), torch.tensor([[1 / math.log(2)]])).double()
     assert torch.equal(weights, weights.floor())
     assert weights[0, -1] == 2**35
     exact = 2.0**35 * below.double().exp()
@@ -218,32 +222,32 @@ def test_uniforms_are_uniform_over_positions_and_over_seeds() -> None:
         assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.03
 
 
-@KERNELS
-def test_samples_follow_the_softmax(kernels: Kernels) -> None:
+@SAMPLERS
+def test_samples_follow_the_softmax(sampler: Sampler) -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.5, 0.3, -4.0, 1.1, 0.0]])
     n = 20_000
     rows = [(0.8, 0, 1.0, 0.0, 11, position) for position in range(n)]
-    tokens = choose_tokens(logits.expand(n, -1), sampled_rows(rows), kernels).token_ids
+    tokens = choose_tokens(logits.expand(n, -1), sampled_rows(rows), sampler).token_ids
     expected = n * torch.softmax(logits[0].double() / 0.8, -1).numpy()
     counts = np.bincount(tokens, minlength=8)
     # Chi-squared of 7 degrees of freedom: 24.3 is the 99.9th percentile.
     assert ((counts - expected) ** 2 / expected).sum() < 24.3
 
 
-@KERNELS
-def test_equally_likely_tokens_are_kept_or_cut_together(kernels: Kernels) -> None:
+@SAMPLERS
+def test_equally_likely_tokens_are_kept_or_cut_together(sampler: Sampler) -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -9.0]])
     rows = [(1.0, 2, 1.0, 0.0, 5, position) for position in range(200)]
-    tokens = choose_tokens(logits.expand(200, -1), sampled_rows(rows), kernels).token_ids
+    tokens = choose_tokens(logits.expand(200, -1), sampled_rows(rows), sampler).token_ids
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
-@KERNELS
-def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits(kernels: Kernels) -> None:
+@SAMPLERS
+def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits(sampler: Sampler) -> None:
     logits = random_logits(3, 100, 0)
     rows = [(0.0, 0, 1.0, 0.0, 0, 0), (0.0, 0, 1.0, 0.0, 0, 1), (0.5, 3, 0.9, 0.1, 0, 2)]
     output = choose_tokens(
-        logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True), kernels
+        logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True), sampler
     )
     tokens, logprobs = output.token_ids, output.logprobs
     assert tokens[0] == 17
@@ -254,19 +258,19 @@ def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits(kernels: Ker
     np.testing.assert_allclose(logprobs, exact, rtol=1e-5)
 
 
-@KERNELS
-def test_greedy_takes_the_first_of_equals(kernels: Kernels) -> None:
+@SAMPLERS
+def test_greedy_takes_the_first_of_equals(sampler: Sampler) -> None:
     tokens = choose_tokens(
-        torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)]), kernels
+        torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)]), sampler
     ).token_ids
     assert tokens.tolist() == [1]
 
 
-@KERNELS
-def test_the_caller_keeps_its_logits_and_targets(kernels: Kernels) -> None:
+@SAMPLERS
+def test_the_caller_keeps_its_logits_and_targets(sampler: Sampler) -> None:
     logits, targets = random_logits(2, 50, 0), np.array([-1, 3])
     before = logits.clone()
-    choose_tokens(logits, sampled_rows([(1.0, 5, 0.9, 0.1, 1, 2)] * 2, target_ids=targets), kernels)
+    choose_tokens(logits, sampled_rows([(1.0, 5, 0.9, 0.1, 1, 2)] * 2, target_ids=targets), sampler)
     assert torch.equal(logits, before)
     assert targets.tolist() == [-1, 3]
 
@@ -275,10 +279,10 @@ NUMBERS = st.floats(-30, 30, width=32) | st.just(-math.inf)
 ODD = st.sampled_from([math.nan, math.inf])
 
 
-@KERNELS
+@SAMPLERS
 @given(st.data(), st.sampled_from([3, 16, 50, 200]), st.booleans(), st.booleans())
 def test_f38b_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
-    kernels: Kernels, data: st.DataObject, vocab_size: int, is_random: bool, wants_logprobs: bool
+    sampler: Sampler, data: st.DataObject, vocab_size: int, is_random: bool, wants_logprobs: bool
 ) -> None:
     """One row of random logits, in which some are NaN, infinite or excluded, next to an ordinary row."""
     own = data.draw(st.lists(NUMBERS, min_size=vocab_size, max_size=vocab_size))
@@ -287,12 +291,12 @@ def test_f38b_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
         own[place] = data.draw(ODD)
     logits = torch.stack((torch.tensor(own), random_logits(1, vocab_size, 0)[0]))
     row = (0.7 if is_random else 0.0, 3, 0.9, 0.0, 1, 2)
-    alone = choose_tokens(logits[1:].clone(), sampled_rows([row]), kernels).token_ids
+    alone = choose_tokens(logits[1:].clone(), sampled_rows([row]), sampler).token_ids
     words = np.packbits(np.array(allowed), bitorder="little")
     words = np.pad(words, (0, -len(words) % 4)).view(np.uint32)[None]
     masks = TokenMasks(np.array([0]), words)
     chosen = choose_tokens(
-        logits, sampled_rows([row] * 2, masks=masks, needs_logprobs=wants_logprobs), kernels
+        logits, sampled_rows([row] * 2, masks=masks, needs_logprobs=wants_logprobs), sampler
     ).token_ids
     left = [own[token] for token in range(vocab_size) if allowed[token]]
     read = own if wants_logprobs else left
@@ -306,22 +310,22 @@ def test_f38b_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
     assert chosen[1] == alone[0]
 
 
-@KERNELS
-def test_f38b_a_target_after_a_row_that_is_not_finite(kernels: Kernels) -> None:
+@SAMPLERS
+def test_f38b_a_target_after_a_row_that_is_not_finite(sampler: Sampler) -> None:
     logits = random_logits(3, 50, 0)
     logits[0, 7], logits[1, 9] = math.nan, math.inf
     rows = sampled_rows([(0.0, 0, 1.0, 0.0, 1, 2)] * 3, target_ids=np.array([4] * 3), needs_logprobs=True)
-    assert choose_tokens(logits, rows, kernels).token_ids.tolist() == [NOT_FINITE, NOT_FINITE, 4]
+    assert choose_tokens(logits, rows, sampler).token_ids.tolist() == [NOT_FINITE, NOT_FINITE, 4]
 
 
-@KERNELS
+@SAMPLERS
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 49)), max_size=40).map(sorted),
     st.integers(0, 4),
     st.integers(0, 1000),
 )
 def test_any_number_of_tokens_after_a_row_is_scored(
-    kernels: Kernels, pairs: list[tuple[int, int]], cut: int, seed: int
+    sampler: Sampler, pairs: list[tuple[int, int]], cut: int, seed: int
 ) -> None:
     """Together or in parts, and next to rows that sample."""
     logits = random_logits(5, 50, seed)
@@ -332,13 +336,13 @@ def test_any_number_of_tokens_after_a_row_is_scored(
     greedy = [(0.0, 0, 1.0, 0.0, 0, 0)] * 5
     sampled = sampled_rows(greedy, target_ids=targets, needs_logprobs=True, scored=ScoredTokens(rows, tokens))
     expected = [float(logits[row].double().log_softmax(-1)[token]) for row, token in pairs]
-    output = choose_tokens(logits, sampled, kernels)
+    output = choose_tokens(logits, sampled, sampler)
     assert output.scored_logprobs == pytest.approx(expected, abs=1e-5)
     assert all(
         value == 0.0 for value, pair in zip(output.scored_logprobs, pairs, strict=True) if pair == (0, 7)
     )
     parts = [
-        choose_tokens(logits[first:end], sampled.part(first, end), kernels).scored_logprobs
+        choose_tokens(logits[first:end], sampled.part(first, end), sampler).scored_logprobs
         for first, end in ((0, cut), (cut, 5))
         if first < end
     ]
@@ -351,8 +355,8 @@ def test_ranks_are_those_of_targets_outside_trees() -> None:
     rows, targets = [(0.0, 0, 1.0, 0.0, 0, 0)] * 2, np.array([3, 5])
     of_tree = ScoredTokens(np.array([0, 0, 1]), np.array([3, 4, 5]))
     all_of_tree = sampled_rows(rows, target_ids=targets, needs_logprobs=True, scored=of_tree)
-    assert choose_tokens(logits, all_of_tree, torch_ops).ranks is None
+    assert choose_tokens(logits, all_of_tree, torch_ops.sampler).ranks is None
     one_of_prompt = replace(all_of_tree, scored=ScoredTokens(np.array([0]), np.array([3])))
-    ranks = choose_tokens(logits, one_of_prompt, torch_ops).ranks
+    ranks = choose_tokens(logits, one_of_prompt, torch_ops.sampler).ranks
     assert ranks is not None
     assert ranks[1] == int((logits[1] >= logits[1, 5]).sum())

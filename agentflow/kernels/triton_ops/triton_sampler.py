@@ -11,8 +11,8 @@ most five kernels run, one after another:
 5. ``_draw`` finds the exact last weight in the list, then the chunk and the token at which the cumulative sum
    passes the drawn point.
 
-Weights are the integers of ``torch_ops.whole_weights``, and sums are 64-bit integers. They do not depend on
-the chunks, and the tokens equal those of the CPU's kernels. ``_find_ranges`` and ``_draw`` have one program
+Weights are the integers of ``token_weights.whole_weights``, and sums are 64-bit integers. They do not
+depend on the chunks, and the tokens equal those of the CPU's kernels. ``_find_ranges`` and ``_draw`` have one program
 for each row; ``_draw`` reads the list and one chunk.
 """
 
@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentflow.kernels import torch_ops
-from agentflow.kernels.inputs import ChoiceRows, IntArray
-from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.token_weights import EXP2, LEAST_EXPONENT, WEIGHT_BITS, scale_factors
 from agentflow.kernels.uploads import upload
 
 TILE = 2048
@@ -42,9 +42,9 @@ LIST_TILE = 1024
 
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 _NO_TOKEN, _NOT_FINITE = tl.constexpr(NO_TOKEN), tl.constexpr(NOT_FINITE)
-_BITS = tl.constexpr(torch_ops.WEIGHT_BITS)
-_LEAST_EXPONENT = tl.constexpr(torch_ops.LEAST_EXPONENT)
-_C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(coefficient) for coefficient in torch_ops.EXP2)
+_BITS = tl.constexpr(WEIGHT_BITS)
+_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
+_C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(coefficient) for coefficient in EXP2)
 _INFINITY = tl.constexpr(float("inf"))
 _NEVER = tl.constexpr(2**31 - 1)
 """Larger than any token id."""
@@ -58,7 +58,7 @@ NUM_RANGES = 512
 FINE_POWERS = 13
 _NUM_RANGES = tl.constexpr(NUM_RANGES)
 _FIRST_FINE = tl.constexpr(NUM_RANGES - 1 - 32 * FINE_POWERS)  # the number of the lowest fine range
-_FINE_KEY = tl.constexpr((127 + torch_ops.WEIGHT_BITS - FINE_POWERS) << 23)  # its lowest key
+_FINE_KEY = tl.constexpr((127 + WEIGHT_BITS - FINE_POWERS) << 23)  # its lowest key
 _FINE_SHIFT, _COARSE_SHIFT = tl.constexpr(18), tl.constexpr(21)
 
 # For each row: the counts of the ranges, then the entries below.
@@ -86,82 +86,69 @@ class StagedChoice:
     is_filtered: bool  # whether any such row has top_k or top_p
 
 
-def stage_choice(rows: ChoiceRows, device: torch.device) -> StagedChoice:
-    draws = (rows.targets < 0) & (rows.temperatures > 0)
-    factors = np.zeros(len(draws), dtype=np.float32)
-    factors[draws] = torch_ops.scale_factors(rows.temperatures[draws])
-    places = np.full(len(draws), -1, dtype=np.int32)
-    words = np.zeros((1, 1), dtype=np.int32)
-    if rows.masked_rows is not None and rows.mask_words is not None:
-        places[rows.masked_rows] = np.arange(len(rows.masked_rows))
-        words = rows.mask_words.view(np.int32)
-    least_weights = rows.min_ps * np.float32(2**torch_ops.WEIGHT_BITS)
-    tensors = upload(
-        [rows.targets, factors, rows.top_ks, rows.top_ps, least_weights, rows.uniforms, places, words], device
-    )
-    targets, device_factors, top_ks, top_ps, device_least, uniforms, mask_places, mask_words = tensors
-    return StagedChoice(
-        targets=targets,
-        factors=device_factors,
-        top_ks=top_ks,
-        top_ps=top_ps,
-        least_weights=device_least,
-        uniforms=uniforms,
-        mask_places=mask_places,
-        mask_words=mask_words,
-        is_random=bool(draws.any()),
-        is_filtered=bool((draws & ((rows.top_ks > 0) | (rows.top_ps < 1))).any()),
-    )
+class TritonSampler:
+    """``Sampler`` of the Triton kernels."""
 
-
-def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
-    tokens: IntArray = choose_tensor(logits, stage_choice(rows, logits.device)).cpu().numpy()
-    return tokens
-
-
-def choose_tensor(logits: Tensor, staged: StagedChoice) -> Tensor:
-    num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if not num_rows:
-        return tokens
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    chunk = _chunk_size(num_rows, vocab_size, logits.device)
-    num_chunks = -(-vocab_size // chunk)
-    chunks = num_chunks, num_rows
-    highest = logits.new_empty(num_rows, num_chunks)
-    highest_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
-    ints = listed = highest_ids  # unused
-    sums = torch.empty(3, num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    if staged.is_filtered:
-        ints = torch.zeros(num_rows, _ROW_INTS.value, dtype=torch.int32, device=logits.device)
-        listed = torch.empty(num_rows, 2, vocab_size, dtype=torch.int32, device=logits.device)
-    read = (
-        logits, logits.stride(0), vocab_size, chunk, num_chunks, staged.mask_words, staged.mask_places,
-        staged.mask_words.shape[1],
-    )  # fmt: skip
-    found = highest, highest_ids
-    limits = staged.factors, staged.top_ks, staged.top_ps, staged.least_weights
-    # Fused products and sums would round differently. Fewer registers let more programs run on a
-    # multiprocessor: three of ``_count`` and ``_split``, and two of ``_draw``, instead of one.
-    options: dict[str, Any] = {
-        "TILE": TILE,
-        "num_warps": 8,
-        "enable_fp_fusion": False,
-    }
-    _find_highest[chunks](*read, *found, **options)
-    if staged.is_filtered:
-        _count[chunks](*read, *found, *limits, ints, sums, maxnreg=80, **options)
-        _find_ranges[(num_rows,)](
-            vocab_size, num_chunks, highest, *limits[:3], ints, sums, num_warps=8, enable_fp_fusion=False
+    def stage(self, rows: ChoiceRows, device: torch.device) -> StagedChoice:
+        draws = (rows.targets < 0) & (rows.temperatures > 0)
+        factors = np.zeros(len(draws), dtype=np.float32)
+        factors[draws] = scale_factors(rows.temperatures[draws])
+        places = np.full(len(draws), -1, dtype=np.int32)
+        words = np.zeros((1, 1), dtype=np.int32)
+        if rows.masked_rows is not None and rows.mask_words is not None:
+            places[rows.masked_rows] = np.arange(len(rows.masked_rows))
+            words = rows.mask_words.view(np.int32)
+        least_weights = rows.min_ps * np.float32(2**WEIGHT_BITS)
+        filters = [factors, rows.top_ks, rows.top_ps, least_weights, rows.uniforms]
+        return StagedChoice(
+            *upload([rows.targets, *filters, places, words], device),
+            is_random=bool(draws.any()),
+            is_filtered=bool((draws & ((rows.top_ks > 0) | (rows.top_ps < 1))).any()),
         )
-    if staged.is_random:
-        _split[chunks](*read, *found, *limits, ints, sums, listed, maxnreg=80, **options)
-    _draw[(num_rows,)](
-        *read, *found, *limits, ints, sums, listed, staged.targets, staged.uniforms, tokens,
-        LIST_TILE=LIST_TILE, maxnreg=128, **options,
-    )  # fmt: skip
-    return tokens
+
+    def choose(self, logits: Tensor, staged: StagedChoice) -> Tensor:
+        num_rows, vocab_size = logits.shape
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        if not num_rows:
+            return tokens
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        chunk = _chunk_size(num_rows, vocab_size, logits.device)
+        num_chunks = -(-vocab_size // chunk)
+        chunks = num_chunks, num_rows
+        highest = logits.new_empty(num_rows, num_chunks)
+        highest_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
+        ints = listed = highest_ids  # unused
+        sums = torch.empty(3, num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+        if staged.is_filtered:
+            ints = torch.zeros(num_rows, _ROW_INTS.value, dtype=torch.int32, device=logits.device)
+            listed = torch.empty(num_rows, 2, vocab_size, dtype=torch.int32, device=logits.device)
+        read = (
+            logits, logits.stride(0), vocab_size, chunk, num_chunks, staged.mask_words, staged.mask_places,
+            staged.mask_words.shape[1],
+        )  # fmt: skip
+        found = highest, highest_ids
+        limits = staged.factors, staged.top_ks, staged.top_ps, staged.least_weights
+        # Fused products and sums would round differently. Fewer registers let more programs run on a
+        # multiprocessor: three of ``_count`` and ``_split``, and two of ``_draw``, instead of one.
+        options: dict[str, Any] = {
+            "TILE": TILE,
+            "num_warps": 8,
+            "enable_fp_fusion": False,
+        }
+        _find_highest[chunks](*read, *found, **options)
+        if staged.is_filtered:
+            _count[chunks](*read, *found, *limits, ints, sums, maxnreg=80, **options)
+            _find_ranges[(num_rows,)](
+                vocab_size, num_chunks, highest, *limits[:3], ints, sums, num_warps=8, enable_fp_fusion=False
+            )
+        if staged.is_random:
+            _split[chunks](*read, *found, *limits, ints, sums, listed, maxnreg=80, **options)
+        _draw[(num_rows,)](
+            *read, *found, *limits, ints, sums, listed, staged.targets, staged.uniforms, tokens,
+            LIST_TILE=LIST_TILE, maxnreg=128, **options,
+        )  # fmt: skip
+        return tokens
 
 
 def _chunk_size(num_rows: int, vocab_size: int, device: torch.device) -> int:
@@ -192,7 +179,7 @@ def _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, ro
 
 @triton.jit
 def _whole_weights(below, factor):
-    """``torch_ops.whole_weights``, as float32."""
+    """``token_weights.whole_weights``, as float32."""
     exponent = tl.maximum(below * factor, _LEAST_EXPONENT)
     whole = tl.floor(exponent + 0.5)
     rest = exponent - whole

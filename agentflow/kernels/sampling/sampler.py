@@ -1,0 +1,45 @@
+"""The interface for choosing tokens: one for each row of logits, all rows of a batch together."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from agentflow.kernels.inputs import ChoiceRows
+
+
+class Sampler(Protocol):
+    """Chooses tokens where the logits are. A step reads their ids from the device once, at its end."""
+
+    def stage(self, rows: ChoiceRows, device: torch.device) -> Any:
+        """Prepares ``choose`` on a device: queues one copy of the parameters on the current stream and does
+        not wait for it. Any time before ``choose`` will do, such as before the forward pass is launched. On a
+        CPU ``rows`` must not change until then."""
+
+    def choose(self, logits: Tensor, staged: Any) -> Tensor:
+        """Chooses one token per row of ``logits`` [S, vocabulary] float32. A row with a target gets the
+        target. With temperature 0 a row gets the likeliest token that its mask allows, the lowest id of
+        equals. The other rows draw a token:
+
+        divide by the temperature; keep the ``top_k`` likeliest tokens (0: all); of these, the fewest
+        likeliest that together reach ``top_p``; of these, the tokens at least ``min_p`` times as likely as
+        the likeliest. Ties with the last token kept are kept. Then invert the cumulative distribution, in
+        order of token ids, at ``uniforms``.
+
+        A probability is a weight, divided by the sum of all weights. A weight is an integer,
+        floor(2^35 exp((logit - highest) / temperature)), with the rounding of ``token_weights``. Sums of
+        integers do not depend on the order, so all implementations choose the same tokens from the same
+        logits, for vocabularies of up to 2^18 tokens. Tokens of less than 2^-35 times the highest
+        probability are not drawn.
+
+        Args:
+            logits: one row for each token to choose.
+            staged: from the same implementation's ``stage``.
+
+        Returns:
+            [S] int64 on the device of ``logits``. A row from which no token can be chosen gets ``NO_TOKEN``
+            or ``NOT_FINITE`` (``no_choice``). Where the implementation ``queues_work``, this does not wait
+            for the device, so that the next step can read the tokens there.
+        """
