@@ -26,16 +26,13 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activated(inner: Tensor, activation: Activation) -> Tensor:
-    """Returns the activation of an MLP without a gate."""
-    return _FUNCTIONS[activation](inner)
-
-
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns the activation of the first half of each row times the second half. "clamped_swiglu" is that of
-    GPT-OSS (arXiv 2508.10925)."""
-    gate, up = gate_up.chunk(2, dim=-1)
+def activated(product: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+    """Returns the activation of rows; ``is_gated``: of the first half of each row, times the second half.
+    "clamped_swiglu" is that of GPT-OSS (arXiv 2508.10925), which has a gate. May overwrite ``product``."""
+    if not is_gated:
+        return _FUNCTIONS[activation](product)
+    gate, up = product.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
-    return activated(gate, activation).mul_(up)
+    return _FUNCTIONS[activation](gate).mul_(up)

@@ -40,7 +40,7 @@ class Rope:
 class Mlp:
     """A dense MLP."""
 
-    gate_up: LinearWeight  # packed for ``Kernels.gated_linear``; only the first product if there is no gate
+    gate_up: LinearWeight  # packed with its gate; only the first product if there is none
     down: LinearWeight
 
 
@@ -119,7 +119,7 @@ class Part:
 class DecoderWeights:
     """A decoder without its head."""
 
-    embedding: LinearWeight  # [vocabulary, hidden_size], from ``Kernels.pack_embedding``
+    embedding: LinearWeight  # [vocabulary, hidden_size], from ``LinearMethod.pack_embedding``
     layers: Sequence[LayerWeights]
     final_norm: Norm
     ropes: Sequence[Rope]

@@ -57,6 +57,7 @@ class LinearWeight:
     bias: Tensor | None  # [out], in the model's dtype
     shape: tuple[int, int]  # (out, in)
     quantised: tuple[QuantisedPanels, ...] = ()  # W as quantised panels, instead of ``packed``
+    is_gated: bool = False  # the first half of the outputs are gates of the second half
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
-from agentflow.kernels.activations import ACTIVATIONS, Activation, PlainActivation
+from agentflow.kernels.activations import ACTIVATIONS, Activation
 from agentflow.kernels.decoder_weights import DecoderWeights, LatentWeights
 from agentflow.kernels.inputs import (
     Adapter,
@@ -40,8 +40,8 @@ from agentflow.kernels.inputs import (
 )
 from agentflow.kernels.masked_attention import AttentionRule
 from agentflow.kernels.native_library import load_best, native_level
-from agentflow.kernels.native_structures import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.native_structures import (
+    BLOCK_TYPES,
     LANES,
     MAX_SEGMENTS,
     PANEL,
@@ -63,7 +63,6 @@ from agentflow.kernels.native_structures import (
     pointer,
 )
 from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
-from agentflow.kernels.torch_ops import has_fp8 as has_fp8
 from agentflow.kernels.torch_ops import static_plans as static_plans
 
 logger = logging.getLogger(__name__)
@@ -102,16 +101,110 @@ def _is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-def pack_linear(
-    weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
-) -> LinearWeight:
-    num_out, num_in = weight.shape
-    team, weight = _team(), weight.contiguous()
-    size = team.af_panel_size(_is_bf16(weight), num_out, num_in, gated)
-    num_panels = -(-num_out // 2 // LANES) if gated else -(-num_out // PANEL)
-    panels = _zeroed_panels(torch.empty(size, dtype=weight.dtype), 0, num_panels, num_panels)
-    team.af_pack(_is_bf16(weight), weight.data_ptr(), num_out, num_in, gated, panels.data_ptr())
-    return LinearWeight(None, panels, bias, (num_out, num_in))
+class NativeLinear:
+    """``LinearMethod`` of the native kernels."""
+
+    block_types: Sequence[str] = BLOCK_TYPES
+
+    def has_fp8(self, device: torch.device) -> bool:
+        return False
+
+    def pack(
+        self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
+    ) -> LinearWeight:
+        num_out, num_in = weight.shape
+        team, weight = _team(), weight.contiguous()
+        size = team.af_panel_size(_is_bf16(weight), num_out, num_in, gated)
+        num_panels = -(-num_out // 2 // LANES) if gated else -(-num_out // PANEL)
+        panels = _zeroed_panels(torch.empty(size, dtype=weight.dtype), 0, num_panels, num_panels)
+        team.af_pack(_is_bf16(weight), weight.data_ptr(), num_out, num_in, gated, panels.data_ptr())
+        return LinearWeight(None, panels, bias, (num_out, num_in), is_gated=gated)
+
+    def pack_blocks(
+        self,
+        parts: Sequence[BlockMatrix],
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        device: torch.device | None = None,
+    ) -> LinearWeight | None:
+        if not _are_packable(parts, gated):
+            return None
+        num_out, num_in = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if gated:
+            num_panels = -(-num_out // 2 // LANES)
+            panels = _empty_panels(parts[0].type, num_in, 0, num_panels, num_panels)
+            first = 0
+            for part in parts:
+                _pack_part(part, first, num_out // 2, panels)
+                first += part.shape[0]
+            return LinearWeight(None, None, bias, (num_out, num_in), (panels,), is_gated=True)
+        made: list[QuantisedPanels] = []
+        for part in parts:
+            first, num = sum(one.num_panels for one in made), -(-part.shape[0] // PANEL)
+            made.append(_empty_panels(part.type, num_in, first, num, -(-num_out // PANEL)))
+            _pack_part(part, 0, 0, made[-1])
+        return LinearWeight(None, None, bias, (num_out, num_in), tuple(made))
+
+    def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
+        return self.pack(weight, None) if head is None else head
+
+    def embed(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        ids, is_bf16 = token_ids.contiguous(), dtype == torch.bfloat16
+        out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
+        _team().af_rows_of(is_bf16, native_weight(weight), ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        added: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        num_out = weight.shape[0] // 2 if weight.is_gated else weight.shape[0]
+        return _product(x, weight, x.new_empty(x.shape[0], num_out), added, activation)
+
+    def add_product(self, hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
+        assert hidden.is_contiguous()
+        _product(x, weight, hidden, hidden)
+
+    def multiply_exactly(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        return _product(x, weight, torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32), is_exact=True)
+
+    def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
+        x, out = x.contiguous(), x.new_empty(x.shape[0], num_out)
+        natives = [native_low_rank(change) for change, _ in changes]
+        made = [
+            NativeChangedRows(ctypes.pointer(native), rows.data_ptr(), len(rows))
+            for native, (_, rows) in zip(natives, changes, strict=True)
+        ]
+        array = (NativeChangedRows * len(made))(*made)
+        _team().af_low_rank(
+            _is_bf16(x), x.data_ptr(), x.shape[0], x.shape[1], array, len(made), num_out, out.data_ptr()
+        )
+        return out
+
+
+def _product(
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    added: Tensor | None = None,
+    activation: Activation | None = None,
+    *,
+    is_exact: bool = False,
+) -> Tensor:
+    """Writes a product to ``out``, and returns it."""
+    assert activation is not None or not weight.is_gated
+    x, added = x.contiguous(), None if added is None else added.contiguous()
+    function = len(ACTIVATIONS) if activation is None else ACTIVATIONS.index(activation)
+    _team().af_linear(
+        *(_is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight)),
+        *(weight.is_gated, function, is_exact, pointer(added), out.data_ptr()),
+    )
+    return out
 
 
 def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> Tensor:
@@ -127,32 +220,6 @@ def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> 
     advise_huge_pages(memory)
     _team().af_zero_panels(memory.data_ptr(), first, num, num_in_weight, memory.nbytes // num)
     return memory
-
-
-def pack_blocks(
-    parts: Sequence[BlockMatrix],
-    bias: Tensor | None,
-    *,
-    gated: bool = False,
-    device: torch.device | None = None,
-) -> LinearWeight | None:
-    if not _are_packable(parts, gated):
-        return None
-    num_out, num_in = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    if gated:
-        num_panels = -(-num_out // 2 // LANES)
-        panels = _empty_panels(parts[0].type, num_in, 0, num_panels, num_panels)
-        first = 0
-        for part in parts:
-            _pack_part(part, first, num_out // 2, panels)
-            first += part.shape[0]
-        return LinearWeight(None, None, bias, (num_out, num_in), (panels,))
-    made: list[QuantisedPanels] = []
-    for part in parts:
-        first, num = sum(one.num_panels for one in made), -(-part.shape[0] // PANEL)
-        made.append(_empty_panels(part.type, num_in, first, num, -(-num_out // PANEL)))
-        _pack_part(part, 0, 0, made[-1])
-    return LinearWeight(None, None, bias, (num_out, num_in), tuple(made))
 
 
 def _are_packable(parts: Sequence[BlockMatrix], gated: bool) -> bool:
@@ -185,74 +252,6 @@ def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPane
         _team().af_pack_blocks(number, address(some), len(some), num_in, first + begin, gated_half, panels)
         if is_mapped:
             release_file_pages(some.ctypes.data, some.nbytes)
-
-
-def pack_embedding(weight: Tensor, head: LinearWeight | None) -> LinearWeight:
-    return pack_linear(weight, None) if head is None else head
-
-
-def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-    ids, is_bf16 = token_ids.contiguous(), dtype == torch.bfloat16
-    out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
-    _team().af_rows_of(is_bf16, native_weight(weight), ids.data_ptr(), len(ids), out.data_ptr())
-    return out
-
-
-def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]), added)
-
-
-def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
-    x, out = x.contiguous(), x.new_empty(x.shape[0], num_out)
-    natives = [native_low_rank(change) for change, _ in changes]
-    made = [
-        NativeChangedRows(ctypes.pointer(native), rows.data_ptr(), len(rows))
-        for native, (_, rows) in zip(natives, changes, strict=True)
-    ]
-    array = (NativeChangedRows * len(made))(*made)
-    _team().af_low_rank(
-        _is_bf16(x), x.data_ptr(), x.shape[0], x.shape[1], array, len(made), num_out, out.data_ptr()
-    )
-    return out
-
-
-def gated_linear(
-    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
-) -> Tensor:
-    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    return _product(x, weight, out, added, activation=activation, is_gated=True)
-
-
-def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
-    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]), activation=activation)
-
-
-def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    return _product(x, weight, torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32), exact=True)
-
-
-def _product(
-    x: Tensor,
-    weight: LinearWeight,
-    out: Tensor,
-    added: Tensor | None = None,
-    *,
-    activation: Activation | None = None,
-    is_gated: bool = False,
-    exact: bool = False,
-) -> Tensor:
-    x, added = x.contiguous(), None if added is None else added.contiguous()
-    function = len(ACTIVATIONS) if activation is None else ACTIVATIONS.index(activation)
-    _team().af_linear(
-        *(_is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight)),
-        *(is_gated, function, exact, pointer(added), out.data_ptr()),
-    )
-    return out
-
-
-def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
-    assert hidden.is_contiguous()
-    _product(x, weight, hidden, hidden)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -358,6 +357,7 @@ class NativeSampler:
 
 
 QUEUES_WORK = False
+linear = NativeLinear()
 sampler = NativeSampler()
 
 
@@ -459,8 +459,8 @@ def _packed_heads(latent: LinearWeight | LatentWeights) -> PackedHeads | None:
     if isinstance(latent, LinearWeight):
         return None
     return PackedHeads(
-        [pack_linear(matrix.t(), None) for matrix in latent.key_up],
-        [pack_linear(matrix.t(), None) for matrix in latent.value_up],
+        [linear.pack(matrix.t(), None) for matrix in latent.key_up],
+        [linear.pack(matrix.t(), None) for matrix in latent.value_up],
     )
 
 

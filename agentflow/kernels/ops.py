@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import native_ops, reference_ops, torch_ops
-from agentflow.kernels.activations import Activation, PlainActivation
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
-    BlockMatrix,
     ChoiceRows,
     ForwardInput,
     IntArray,
     LinearWeight,
-    LowRank,
 )
+from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.masked_attention import AttentionRule
 from agentflow.kernels.native_library import NoNativeKernels
 from agentflow.kernels.sampling.sampler import Sampler
@@ -74,54 +72,6 @@ class Kernels(Protocol):
     transformers' eager modules round it, so that both accumulate the same error.
     """
 
-    @property
-    def BLOCK_TYPES(self) -> Sequence[str]:
-        """The types of blocks that ``pack_blocks`` accepts."""
-
-    def has_fp8(self, device: torch.device) -> bool:
-        """Whether weights (blocks of the type "F8_E4M3") and the KV pool may be 8-bit floats on a device,
-        ``torch.float8_e4m3fn``. Keys and values have no scales then: larger numbers than 448 become 448."""
-
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
-    ) -> LinearWeight:
-        """Lays out ``weight`` [out, in] for ``linear``, or with ``exact_output`` for ``exact_linear``, or
-        with ``gated`` for ``gated_linear``. The caller should then drop the weight."""
-
-    def pack_blocks(
-        self,
-        parts: Sequence[BlockMatrix],
-        bias: Tensor | None,
-        *,
-        gated: bool = False,
-        device: torch.device | None = None,
-    ) -> LinearWeight | None:
-        """Lays out matrices with the same input as one stacked weight for all products, without dequantising
-        them. Returns None if this implementation cannot, which may happen if the types differ. ``bias``: in
-        the model's dtype. ``device``: of the weight; None: the CPU."""
-
-    def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
-        """Lays out ``weight`` [vocabulary, hidden_size] for ``embed``. ``head``: the weight from
-        ``pack_linear`` of the same matrix, if they are tied; the result may share its memory."""
-
-    def embed(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-        """Returns the rows ``token_ids`` [T] of ``weight``, as ``dtype``: [T, hidden_size]."""
-
-    def linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-        """[T, in] to [T, out]: x Wᵀ + b, rounded, plus ``added`` [T, out]."""
-
-    def add_linear(self, hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
-        """Adds the rounded ``linear`` of x to ``hidden`` [T, out], which is contiguous."""
-
-    def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
-        """Returns the sum that low-rank changes add to the product of x with a weight of ``num_out`` outputs:
-        [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded.
-        ``changes``: each with the numbers of its rows, int64 on the device of x."""
-
-    def exact_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """Like ``linear``, but returns float32 with at least 16 significant bits. For logits: in bfloat16,
-        close ones would tie."""
-
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + eps) * ``weight`` + ``bias`` over the last dimension, rounded
         once (arXiv 1607.06450)."""
@@ -132,19 +82,6 @@ class Kernels(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual). ``residual`` may be overwritten."""
-
-    def gated_linear(
-        self,
-        x: Tensor,
-        weight: LinearWeight,
-        added: Tensor | None = None,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        """[T, in] to [T, out / 2]: the activation of the first half times the second half of ``linear``
-        (SwiGLU and its relatives, arXiv 2002.05202)."""
-
-    def activated_linear(self, x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
-        """[T, in] to [T, out]: the activation of ``linear``."""
 
     def rope_and_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
@@ -157,7 +94,7 @@ class Kernels(Protocol):
             cos: [T, 1, head_dim].
             sin: [T, 1, head_dim], its first half negated.
             kv_layer: [slots, 2, kv_heads, head_dim]: keys at 0, values at 1; also as 8-bit floats, where
-                ``has_fp8``.
+                ``LinearMethod.has_fp8``.
             write_slots: [T] int64.
 
         Returns:
@@ -215,6 +152,10 @@ class Kernels(Protocol):
         """
 
     @property
+    def linear(self) -> LinearMethod:
+        """Packs weights, and multiplies with them."""
+
+    @property
     def sampler(self) -> Sampler:
         """Chooses tokens from logits."""
 
@@ -224,7 +165,7 @@ class Kernels(Protocol):
 
     def whole_forward(self, weights: DecoderWeights, head: LinearWeight) -> Forward | None:
         """Returns a forward pass of all layers in one call, or None if the implementation has none; then the
-        functions above run one by one. ``head``: the weight with which ``exact_linear`` computes logits."""
+        functions above run one by one. ``head``: the weight with which ``multiply_exactly`` computes logits."""
 
 
 NAMES = ("native", "triton", "torch", "reference")

@@ -5,65 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     AttentionBatch,
     IntArray,
     LinearWeight,
-    LowRank,
     ReqToToken,
     TreeAttention,
 )
-from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
+from agentflow.kernels.linear.reference_linear import ReferenceLinear
 from agentflow.kernels.torch_ops import QUEUES_WORK as QUEUES_WORK
-from agentflow.kernels.torch_ops import embed as embed
-from agentflow.kernels.torch_ops import has_fp8 as has_fp8
-from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
-from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 from agentflow.kernels.torch_ops import ruled_attention as ruled_attention
 from agentflow.kernels.torch_ops import sampler as sampler
 from agentflow.kernels.torch_ops import static_plans as static_plans
 
 
-def pack_linear(
-    weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
-) -> LinearWeight:
-    return LinearWeight(weight.t(), None, bias, (weight.shape[0], weight.shape[1]))
-
-
-def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    product = exact_linear(x, weight).to(x.dtype)
-    return product if added is None else product + added
-
-
-def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
-    added = torch.zeros(len(x), num_out, dtype=x.dtype)
-    for change, rows in changes:
-        for row in rows.tolist():
-            inner = linear(x[row : row + 1], change.down)
-            for part in change.parts:
-                num_outputs, rank = part.up.shape
-                end = part.first_output + num_outputs
-                added[row, part.first_output : end] = linear(inner[:, :rank], part.up)[0]
-                inner = inner[:, rank:]
-    return added
-
-
-def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    assert weight.transposed is not None
-    product = x.float() @ weight.transposed.float()
-    return product if weight.bias is None else product + weight.bias.float()
-
-
-def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
-    hidden += linear(x, weight)
+linear = ReferenceLinear()
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -82,20 +43,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual + x
     return rms_norm(total, weight, eps), total
-
-
-def gated_linear(
-    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
-) -> Tensor:
-    if activation != "silu":
-        return gated(linear(x, weight, added), activation)
-    gate, up = linear(x, weight, added).chunk(2, dim=-1)
-    silu = (gate.float() / (1 + torch.exp(-gate.float()))).to(gate.dtype)
-    return silu * up
-
-
-def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
-    return activated(linear(x, weight), activation)
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:

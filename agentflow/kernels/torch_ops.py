@@ -1,105 +1,22 @@
 """The kernels in torch operations, for every device.
 
-In order: linear layers, norms and RoPE, and attention by the groups of an ``AttentionPlan``.
+In order: norms and RoPE, and attention by the groups of an ``AttentionPlan``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
 from agentflow.kernels.attention_plan import AttentionPlan, Group
 from agentflow.kernels.attention_plan import plan_attention as plan_groups
 from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.inputs import (
-    AttentionBatch,
-    BlockMatrix,
-    IntArray,
-    LinearWeight,
-    LowRank,
-)
-from agentflow.kernels.native_library import cpu_flags
+from agentflow.kernels.inputs import AttentionBatch, IntArray, LinearWeight
+from agentflow.kernels.linear.torch_linear import TorchLinear
 from agentflow.kernels.sampling.torch_sampler import TorchSampler
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether the CPU has bfloat16 products (x86: AVX-512 BF16 or AMX). Without them, torch's products of
-    several rows in bfloat16 take up to 10 times as long as in float32."""
-    return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def pack_linear(
-    weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
-) -> LinearWeight:
-    shape = (weight.shape[0], weight.shape[1])
-    if exact_output and weight.device.type == "cpu":  # a CPU's products have the dtype of their operands
-        weight = weight.float()
-    return LinearWeight(weight.t(), None, bias, shape)
-
-
-BLOCK_TYPES = ()
-
-
-def has_fp8(device: torch.device) -> bool:
-    return False
-
-
-def pack_blocks(
-    parts: Sequence[BlockMatrix],
-    bias: Tensor | None,
-    *,
-    gated: bool = False,
-    device: torch.device | None = None,
-) -> None:
-    return None
-
-
-def pack_embedding(weight: Tensor, head: LinearWeight | None) -> LinearWeight:
-    return LinearWeight(weight.t(), None, None, (weight.shape[0], weight.shape[1]))
-
-
-def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-    assert weight.transposed is not None
-    return torch.nn.functional.embedding(token_ids, weight.transposed.t()).to(dtype)
-
-
-def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    assert weight.transposed is not None
-    if x.device.type == "cpu" and len(x) > 8 and x.dtype == torch.bfloat16 and not _multiplies_bfloat16():
-        product = exact_linear(x, weight).to(x.dtype)
-    else:
-        product = torch.nn.functional.linear(x, weight.transposed.t(), weight.bias)
-    return product if added is None else product.add_(added)
-
-
-def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    assert weight.transposed is not None
-    if x.is_cuda and x.dtype != torch.float32:
-        product = torch.mm(x, weight.transposed, out_dtype=torch.float32)  # GPUs add in float32 anyway
-    else:
-        product = torch.mm(x.float(), weight.transposed.float())
-    return product if weight.bias is None else product.add_(weight.bias)
-
-
-def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
-    added = x.new_zeros(len(x), num_out)
-    for change, rows in changes:
-        inner = linear(x.index_select(0, rows), change.down)
-        ranks = [part.up.shape[1] for part in change.parts]
-        for part, own in zip(change.parts, torch.split(inner, ranks, dim=1), strict=True):
-            outputs = slice(part.first_output, part.first_output + part.up.shape[0])
-            added[:, outputs].index_copy_(0, rows, linear(own, part.up))
-    return added
-
-
-def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
-    hidden.add_(linear(x, weight))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -113,16 +30,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual.add_(x)
     return rms_norm(total, weight, eps), total
-
-
-def gated_linear(
-    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
-) -> Tensor:
-    return gated(linear(x, weight, added), activation)
-
-
-def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
-    return activated(linear(x, weight), activation)
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:
@@ -151,6 +58,7 @@ def static_plans(
 
 QUEUES_WORK = False
 sampler = TorchSampler()
+linear = TorchLinear()
 
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:

@@ -169,7 +169,7 @@ def _measure_8_bit_keys(report: Report, device: torch.device, config: DecoderCon
     """Compares keys and values in 8-bit floats with those in bfloat16."""
     from agentflow.kernels import triton_ops
 
-    if not triton_ops.has_fp8(device):
+    if not triton_ops.linear.has_fp8(device):
         return
     wide = Case.of(UNSHARED, config, device)
     narrow = replace(wide, kv_layer=wide.kv_layer.to(torch.float8_e4m3fn))

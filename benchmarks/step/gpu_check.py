@@ -202,7 +202,7 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     from agentflow.kernels.ops import kernels_for
 
     kernels, wrong = kernels_for(device), []
-    if not kernels.has_fp8(device):
+    if not kernels.linear.has_fp8(device):
         return []
     from agentflow.kernels.triton_ops import fp8
 
@@ -215,13 +215,13 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     is_gpu = device.type == "cuda"
     num_out, num_in = (1_000, 3_072) if is_gpu else (100, 160)
     bias = torch.randn(num_out, device=device).bfloat16()
-    weight = kernels.pack_blocks([quantised(torch.randn(num_out, num_in), "F8_E4M3")], bias, device=device)
+    weight = kernels.linear.pack_blocks([quantised(torch.randn(num_out, num_in), "F8_E4M3")], bias, device=device)
     assert weight is not None
     known = fp8.dequantised_rows(weight.quantised[0], range(num_out), torch.float32).double()
     for num_rows in (1, 16, 64, 300) if is_gpu else (1, 20, 70):
         x = torch.randn(num_rows, num_in, device=device).bfloat16()
         rows = x.double()
-        check(f"logits of {num_rows} rows", kernels.exact_linear(x, weight), rows @ known.t() + bias, 1e-3)
+        check(f"logits of {num_rows} rows", kernels.linear.multiply_exactly(x, weight), rows @ known.t() + bias, 1e-3)
         if num_rows > fp8.MAX_ROWS and is_gpu:  # rows are rounded too
             codes, scales = fp8.round_rows(x)
             if not fp8._has_scaled_products(x.device):
@@ -229,7 +229,7 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
                 continue
             check("rounded rows", codes.float() * scales, rows, 4e-2)
             rows = codes.double() * scales
-        check(f"a product of {num_rows} rows", kernels.linear(x, weight), rows @ known.t() + bias, 1e-2)
+        check(f"a product of {num_rows} rows", kernels.linear.multiply(x, weight), rows @ known.t() + bias, 1e-2)
     num, length, num_heads, num_kv_heads, head_dim = 4, 300 if is_gpu else 80, 8, 2, 128
     slots = np.random.default_rng(0).permutation(num * length).astype(np.int32).reshape(num, length)
     kv = 3 * torch.randn(num * length, num_heads + 2 * num_kv_heads, head_dim, device=device).bfloat16()
@@ -371,7 +371,7 @@ def measure_quantised(check: Check) -> None:
 
     report, device, config, read_bytes_s = check.report, check.device, check.config, check.limits.bytes_s
     kernels = kernels_for(device)
-    if not kernels.BLOCK_TYPES:
+    if not kernels.linear.block_types:
         return
     rng = np.random.default_rng(0)
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -394,12 +394,12 @@ def measure_quantised(check: Check) -> None:
         return [1e3 * ms for ms in took]
 
     dense = [
-        torch_ops.pack_linear(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
+        torch_ops.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
         for shape in shapes
     ]
     few: tuple[int, ...] = 1, 16, 64
     many = (*few, 256, 2_048) if device.type == "cuda" else few
-    plain = {num: statistics.median(layer_us(dense, kernels.linear, num)) for num in many}
+    plain = {num: statistics.median(layer_us(dense, kernels.linear.multiply, num)) for num in many}
     del dense
 
     def random_matrix(block_type: str, num_out: int, num_in: int) -> BlockMatrix:
@@ -415,18 +415,18 @@ def measure_quantised(check: Check) -> None:
         return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
 
     kinds = [("int8", "Q8_0", few), ("int4", "Q4_1", few)]
-    if kernels.has_fp8(device):
+    if kernels.linear.has_fp8(device):
         kinds.append(("fp8", "F8_E4M3", many))
     for name, block_type, counts in kinds:
         weights = []
         for num_out, num_in in shapes:
             matrix = random_matrix(block_type, num_out, num_in)
-            packed = kernels.pack_blocks([matrix], None, device=device)
+            packed = kernels.linear.pack_blocks([matrix], None, device=device)
             assert packed is not None
             weights.append(packed)
         num_bytes = sum(weight.nbytes for weight in weights)
         for num in counts:
-            took = layer_us(weights, kernels.linear, num)
+            took = layer_us(weights, kernels.linear.multiply, num)
             shares = [num_bytes / read_bytes_s * 1e6 / us for us in took]
             note = f"{num} rows, {num_bytes / 1e6:.0f} MB: {statistics.median(took):.0f} us a layer"
             if num in few:

@@ -83,10 +83,10 @@ def random_llama(
 
     def linear(num_out: int, num_in: int, *, gated: bool = False) -> LinearWeight:
         if not is_4_bit:
-            return kernels.pack_linear(random(num_out, num_in), None, gated=gated)
+            return kernels.linear.pack(random(num_out, num_in), None, gated=gated)
         # A gated weight has two parts; all have the same type.
         parts = [num_out // 2] * 2 if gated else [num_out]
-        packed = kernels.pack_blocks([random_blocks(rng, size, num_in) for size in parts], None, gated=gated)
+        packed = kernels.linear.pack_blocks([random_blocks(rng, size, num_in) for size in parts], None, gated=gated)
         assert packed is not None
         return packed
 
@@ -109,8 +109,8 @@ def random_llama(
     else:
         table = random(config.vocab_size, hidden)
         top = table if config.tie_word_embeddings else random(config.vocab_size, hidden)
-        head = kernels.pack_linear(top, None, exact_output=True)
-        embedding = kernels.pack_embedding(table, head if config.tie_word_embeddings else None)
+        head = kernels.linear.pack(top, None, exact_output=True)
+        embedding = kernels.linear.pack_embedding(table, head if config.tie_word_embeddings else None)
     weights = DecoderWeights(
         embedding=embedding,
         layers=layers,

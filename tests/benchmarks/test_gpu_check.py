@@ -54,7 +54,7 @@ def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyP
         if len(made) == 2:
             weights = self.model.weights
             wrong = torch.randn(weights.embedding.shape, dtype=weights.final_norm.weight.dtype)
-            weights = replace(weights, embedding=self.kernels.pack_embedding(wrong, None))
+            weights = replace(weights, embedding=self.kernels.linear.pack_embedding(wrong, None))
             self.model = Decoder(self.kernels, weights, self.model._head)
 
     monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)

@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not triton_ops.has_fp8(DEVICE), reason="the GPU has no 8-bit floats"),
+    pytest.mark.skipif(not triton_ops.linear.has_fp8(DEVICE), reason="the GPU has no 8-bit floats"),
 ]
 E4M3 = torch.float8_e4m3fn
 UNIT = 2.0**-4
@@ -96,7 +96,7 @@ def weight_of(num_out: int, num_in: int, seed: int, bias: torch.Tensor | None = 
         for size, scale in zip(sizes, (0.1, 2.0, 0.01), strict=True)
     ]
     blocks = [quantised(part, "F8_E4M3") for part in parts if len(part)]
-    packed = triton_ops.pack_blocks(blocks, bias, device=DEVICE)
+    packed = triton_ops.linear.pack_blocks(blocks, bias, device=DEVICE)
     assert packed is not None
     return packed
 
@@ -125,7 +125,7 @@ def sum_error(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torc
 def test_weights_are_rounded_within_the_bound(num_out: int, num_in: int, scale: float, seed: int) -> None:
     dense = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed)) * scale
     dense[num_out // 2] = 0
-    weight = triton_ops.pack_blocks([quantised(dense, "F8_E4M3")], None, device=DEVICE)
+    weight = triton_ops.linear.pack_blocks([quantised(dense, "F8_E4M3")], None, device=DEVICE)
     assert weight is not None
     assert weight.nbytes < (num_in + 8) * (num_out + 128)
     [part] = weight.quantised
@@ -134,7 +134,7 @@ def test_weights_are_rounded_within_the_bound(num_out: int, num_in: int, scale: 
     bound = UNIT * dense.double().abs() + LEAST * scales
     assert ((dequantised(weight) - dense.double()).abs() <= bound * (1 + 1e-6)).all()
     ids = torch.tensor([0, num_out - 1, num_out // 2, 0])
-    rows = triton_ops.embed(ids.to(DEVICE), weight, torch.float32).cpu()
+    rows = triton_ops.linear.embed(ids.to(DEVICE), weight, torch.float32).cpu()
     assert torch.equal(rows, dequantised(weight)[ids].float())
 
 
@@ -173,7 +173,7 @@ def test_f42q_a_fused_product_is_that_of_the_dequantised_weight(
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(split_products, "num_processors", lambda device: num_processors)
-        results = [triton_ops.linear(moved[0], weight, moved[1]) for _ in range(2)]
+        results = [triton_ops.linear.multiply(moved[0], weight, moved[1]) for _ in range(2)]
     assert results[0].dtype == dtype
     assert torch.equal(results[0], results[1])  # the counters are as before
     assert ((results[0].cpu().double() - exact).abs() <= bound).all()
@@ -183,7 +183,7 @@ def test_f42q_logits_are_as_exact_as_their_rows() -> None:
     """For any number of rows."""
     x = torch.randn(270, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = weight_of(40, 96, 1)
-    logits = triton_ops.exact_linear(x.to(DEVICE), weight).cpu()
+    logits = triton_ops.linear.multiply_exactly(x.to(DEVICE), weight).cpu()
     assert logits.dtype == torch.float32
     exact = x.double() @ dequantised(weight).t()
     assert ((logits.double() - exact).abs() <= sum_error(x, dequantised(weight), torch.float32)).all()
@@ -232,7 +232,7 @@ def test_f42q_many_rows_are_rounded_within_the_bound(
     x[3] = 0
     bias = torch.randn(num_out, generator=rng).to(dtype)
     weight = weight_of(num_out, num_in, 2, bias.to(DEVICE) if has_bias else None)
-    result = triton_ops.linear(x.to(DEVICE), weight).cpu()
+    result = triton_ops.linear.multiply(x.to(DEVICE), weight).cpu()
     assert result.dtype == dtype
     known = dequantised(weight)
     exact = x.double() @ known.t() + (bias.double() if has_bias else 0)
@@ -332,7 +332,7 @@ def test_f42q_keys_and_values_are_stored_as_the_nearest_8_bit_floats(
 def test_older_gpus_have_none(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert not fp8.has_fp8.__wrapped__(torch.device("cuda", 7))
-    assert not torch_ops.has_fp8(DEVICE)
+    assert not torch_ops.linear.has_fp8(DEVICE)
 
 
 def test_a_gpu_whose_kernels_fail_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,11 +353,11 @@ def test_weights_of_several_formats_are_one_product() -> None:
     rng = torch.Generator().manual_seed(0)
     dense = [torch.randn(size, 64, generator=rng) for size in (20, 30)]
     blocks = [quantised(dense[0], "F8_E4M3"), quantised(dense[1], "Q8_0")]
-    weight = triton_ops.pack_blocks(blocks, None, device=DEVICE)
+    weight = triton_ops.linear.pack_blocks(blocks, None, device=DEVICE)
     assert weight is not None
     for num_rows in (2, 70):
         x = torch.randn(num_rows, 64, generator=rng)
-        result = triton_ops.linear(x.to(DEVICE), weight).cpu()
+        result = triton_ops.linear.multiply(x.to(DEVICE), weight).cpu()
         exact = x @ torch.cat(dense).t()
         assert float((result - exact).norm() / exact.norm()) < 0.05
 
@@ -373,11 +373,11 @@ def test_products_of_a_models_size_repeat_in_a_graph(num_rows: int) -> None:
         codes, scales = fp8.round_rows(x)
         rows = codes.double() * scales
     exact = rows @ dequantised(weight).to(DEVICE).t()
-    expected = triton_ops.linear(x, weight)
+    expected = triton_ops.linear.multiply(x, weight)
     assert float((expected.double() - exact).norm() / exact.norm()) < 1e-2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = triton_ops.linear(x, weight)
+        result = triton_ops.linear.multiply(x, weight)
     for _ in range(50):
         result.zero_()
         graph.replay()

@@ -143,7 +143,7 @@ class _Maker:
     def linear(self, num_out: int, num_in: int, *, gated: bool = False) -> LinearWeight:
         weight = self.random(num_out, num_in)
         bias = self.random(num_out) if self._sizes.has_bias else None
-        return self._kernels.pack_linear(weight, bias, gated=gated)
+        return self._kernels.linear.pack(weight, bias, gated=gated)
 
     def mlp(self, inner: int) -> Mlp:
         hidden, is_gated = self._sizes.hidden, self._sizes.is_gated
@@ -172,7 +172,7 @@ class _Maker:
         if sizes.routing is not None:
             # In bfloat16, roundings change which experts are chosen, unless their scores are far apart.
             is_close = self._dtype == torch.float32
-            router = self._kernels.pack_linear(
+            router = self._kernels.linear.pack(
                 self.random(sizes.num_experts, sizes.hidden, scale=0.2 if is_close else 0.02),
                 None if is_close else torch.linspace(-3, 3, sizes.num_experts).to(self._dtype),
             )
@@ -199,7 +199,7 @@ def rope_of(frequencies: torch.Tensor, sizes: Sizes) -> Rope:
 def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) -> Decoder:
     maker = _Maker(sizes, kernels, dtype, seed)
     embedding = maker.random(VOCAB, sizes.hidden, scale=1.0)
-    head = kernels.pack_linear(embedding, None, exact_output=True)
+    head = kernels.linear.pack(embedding, None, exact_output=True)
     turned = sizes.head_dim - (sizes.latent[1] if sizes.latent else 0)
     ropes = [
         rope_of(inverse_frequencies(RopeConfig("default", theta, fraction=part), turned), sizes)
@@ -207,7 +207,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
     ]
     has_positions = sizes.num_positions > 0
     weights = DecoderWeights(
-        embedding=kernels.pack_embedding(embedding, head),
+        embedding=kernels.linear.pack_embedding(embedding, head),
         layers=[maker.layer(i) for i in range(NUM_LAYERS)],
         final_norm=maker.norm(sizes.hidden),
         ropes=ropes,
@@ -560,12 +560,12 @@ def test_threads_of_python_take_turns() -> None:
 def test_a_forked_process_has_a_team_of_its_own() -> None:
     """The child has none of its parent's threads. (Those of OpenMP it would wait for, for ever: nothing here
     is large enough for torch to use them.)"""
-    weight = native_ops.pack_linear(torch.randn(640, 32), None)
+    weight = native_ops.linear.pack(torch.randn(640, 32), None)
     x = torch.randn(4, 32)
-    expected = native_ops.linear(x, weight).tolist()
+    expected = native_ops.linear.multiply(x, weight).tolist()
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        os._exit(0 if native_ops.linear(x, weight).tolist() == expected else 1)
+        os._exit(0 if native_ops.linear.multiply(x, weight).tolist() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert native_ops.linear(x, weight).tolist() == expected
+    assert native_ops.linear.multiply(x, weight).tolist() == expected

@@ -213,5 +213,5 @@ def test_a_linux_that_refuses_tiles_has_products_without(
     flags.update(native_library.LEVELS["amx"])
     assert Path(native_ops.library()._name).name.startswith("amx-")
     x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()
-    product = native_ops.linear(x, native_ops.pack_linear(weight, None))
+    product = native_ops.linear.multiply(x, native_ops.linear.pack(weight, None))
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, rtol=1e-2, atol=0.2)

@@ -34,11 +34,11 @@ def has_advice(memory: Tensor) -> bool:
 @pytest.mark.skipif(not NATIVE, reason="no native kernels")
 def test_packed_weights() -> None:
     kernels = NATIVE[-1]
-    dense = kernels.pack_linear(torch.randn(2048, 2048).bfloat16(), None)
+    dense = kernels.linear.pack(torch.randn(2048, 2048).bfloat16(), None)
     assert dense.packed is not None
     assert has_advice(dense.packed)
     codes = torch.zeros(4096, 2048 // 32 * 20, dtype=torch.uint8)
-    packed = kernels.pack_blocks([BlockMatrix("Q4_1", codes.numpy(), (4096, 2048))], None)
+    packed = kernels.linear.pack_blocks([BlockMatrix("Q4_1", codes.numpy(), (4096, 2048))], None)
     assert packed is not None
     assert has_advice(packed.quantised[0].panels)
 

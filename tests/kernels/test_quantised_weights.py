@@ -28,11 +28,12 @@ else:
     TRITON = pytest.param(triton_ops, id="triton", marks=compiled)
     KERNELS = pytest.mark.parametrize("kernels", [*NATIVE_PARAMS, TRITON])
 
-TYPES = pytest.mark.parametrize("block_type", native_ops.BLOCK_TYPES)
+BLOCK_TYPES = native_ops.linear.block_types
+TYPES = pytest.mark.parametrize("block_type", BLOCK_TYPES)
 ONE_OF_EACH_FORMAT = ("Q8_0", "Q4_1", "Q6_K", "Q4_K")  # in which Triton has the weights
 IN = 512  # two blocks of the largest types
 # Scales of K blocks are products of two numbers, which the panels round to float16.
-TOLERANCE = dict.fromkeys(native_ops.BLOCK_TYPES, 1e-6) | dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), 1e-3)
+TOLERANCE = dict.fromkeys(BLOCK_TYPES, 1e-6) | dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), 1e-3)
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
@@ -60,13 +61,13 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) -> None:
     matrix = random_matrix(block_type, 70, seed=1)
     ids = torch.tensor([0, 69, 31, 32, 5, 5])
-    weight = kernels.pack_blocks([matrix], None)
+    weight = kernels.linear.pack_blocks([matrix], None)
     expected = dequantised(matrix)[ids]
-    assert error(kernels.embed(ids, weight, torch.float32), expected) < TOLERANCE[block_type]
-    assert error(kernels.embed(ids, weight, torch.bfloat16), expected) < 3e-3
+    assert error(kernels.linear.embed(ids, weight, torch.float32), expected) < TOLERANCE[block_type]
+    assert error(kernels.linear.embed(ids, weight, torch.bfloat16), expected) < 3e-3
     if isinstance(kernels, NativeAt):
         with pytest.raises(IndexError):
-            kernels.embed(torch.tensor([70]), weight, torch.float32)
+            kernels.linear.embed(torch.tensor([70]), weight, torch.float32)
 
 
 PRODUCTS = given(
@@ -86,7 +87,7 @@ def test_a_product_is_that_of_the_dequantised_weight(
 def triton_cases() -> Iterator[Any]:
     """Types of blocks; ``make test`` has one of each format."""
     if TRITON is not None:
-        for block_type in native_ops.BLOCK_TYPES:
+        for block_type in BLOCK_TYPES:
             marks = TRITON.marks if block_type in ONE_OF_EACH_FORMAT else (*TRITON.marks, pytest.mark.full)
             yield pytest.param(*TRITON.values, block_type, id=block_type, marks=marks)
 
@@ -107,13 +108,13 @@ def assert_product(
     x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(seed))
     bias = torch.randn(num_out, generator=torch.Generator().manual_seed(seed)) if has_bias else None
     exact = x.double() @ dequantised(matrix).double().t() + (0 if bias is None else bias.double())
-    result = kernels.linear(x, kernels.pack_blocks([matrix], bias))
+    result = kernels.linear.multiply(x, kernels.linear.pack_blocks([matrix], bias))
     # Sums that cancel keep the absolute error of their parts.
     size = x.double().abs() @ dequantised(matrix).double().abs().t() + 1
     assert ((result.double() - exact).abs() / size).max() < 2 * TOLERANCE[block_type]
 
-    weight = kernels.pack_blocks([matrix], None if bias is None else bias.bfloat16())
-    rough = kernels.exact_linear(x.bfloat16(), weight)
+    weight = kernels.linear.pack_blocks([matrix], None if bias is None else bias.bfloat16())
+    rough = kernels.linear.multiply_exactly(x.bfloat16(), weight)
     assert rough.dtype == torch.float32
     assert ((rough.double() - exact).abs() / size).max() < 2e-2
 
@@ -124,7 +125,7 @@ def test_errors_of_bfloat16_products_stay_below_one_percent(kernels: NativeAt, b
     matrix = random_matrix(block_type, 200, seed=7)
     x = torch.randn(30, IN, generator=torch.Generator().manual_seed(7)).bfloat16()
     expected = x.double() @ dequantised(matrix).double().t()
-    assert error(kernels.exact_linear(x, kernels.pack_blocks([matrix], None)), expected) < 1e-2
+    assert error(kernels.linear.multiply_exactly(x, kernels.linear.pack_blocks([matrix], None)), expected) < 1e-2
 
 
 @NATIVE_KERNELS
@@ -132,10 +133,10 @@ def test_errors_of_bfloat16_products_stay_below_one_percent(kernels: NativeAt, b
 def test_a_row_does_not_depend_on_other_rows(kernels: NativeAt, block_type: str) -> None:
     if kernels.level == "amx":
         pytest.skip("AMX multiplies many rows as bfloat16")
-    weight = kernels.pack_blocks([random_matrix(block_type, 40, seed=2)], None)
+    weight = kernels.linear.pack_blocks([random_matrix(block_type, 40, seed=2)], None)
     x = torch.randn(29, IN, generator=torch.Generator().manual_seed(2)).bfloat16()
-    together = kernels.exact_linear(x, weight)
-    alone = torch.cat([kernels.exact_linear(row[None], weight) for row in x])
+    together = kernels.linear.multiply_exactly(x, weight)
+    alone = torch.cat([kernels.linear.multiply_exactly(row[None], weight) for row in x])
     assert torch.equal(together, alone)
 
 
@@ -143,10 +144,10 @@ def test_a_row_does_not_depend_on_other_rows(kernels: NativeAt, block_type: str)
 @pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K"])
 def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: NativeAt, block_type: str) -> None:
     """Their depth is taken in slices; that of 26 rows is not."""
-    weight = kernels.pack_blocks([random_matrix(block_type, 40, seed=4, num_in=9728)], None)
+    weight = kernels.linear.pack_blocks([random_matrix(block_type, 40, seed=4, num_in=9728)], None)
     x = torch.randn(156, 9728, generator=torch.Generator().manual_seed(4)).bfloat16()
-    together = kernels.exact_linear(x, weight)
-    assert torch.equal(together, torch.cat([kernels.exact_linear(rows, weight) for rows in x.split(26)]))
+    together = kernels.linear.multiply_exactly(x, weight)
+    assert torch.equal(together, torch.cat([kernels.linear.multiply_exactly(rows, weight) for rows in x.split(26)]))
 
 
 GATED = given(half=st.integers(1, 50), num_rows=st.integers(1, 20), seed=st.integers(0, 99))
@@ -168,9 +169,11 @@ def test_a_gated_product_of_triton(kernels: NativeAt, half: int, num_rows: int, 
 def assert_gated_product(kernels: NativeAt, half: int, num_rows: int, seed: int) -> None:
     parts = [random_matrix("Q4_1", half, seed + i) for i in range(2)]
     x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(seed))
-    dense = reference_ops.pack_linear(torch.cat([dequantised(part) for part in parts]), None)
-    expected = reference_ops.gated_linear(x, dense)
-    result = kernels.gated_linear(x, kernels.pack_blocks(parts, None, gated=True))
+    dense = reference_ops.linear.pack(torch.cat([dequantised(part) for part in parts]), None, gated=True)
+    expected = reference_ops.linear.multiply(x, dense, activation="silu")
+    result = kernels.linear.multiply(
+        x, kernels.linear.pack_blocks(parts, None, gated=True), activation="silu"
+    )
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -179,14 +182,14 @@ def test_stacked_matrices_may_differ_in_type(kernels: NativeAt) -> None:
     parts = [random_matrix(name, size, seed=3) for name, size in (("Q4_K", 64), ("Q8_0", 32), ("Q6_K", 33))]
     x = torch.randn(5, IN, generator=torch.Generator().manual_seed(3))
     expected = torch.cat([x @ dequantised(part).t() for part in parts], dim=1)
-    assert error(kernels.linear(x, kernels.pack_blocks(parts, None)), expected) < 1e-3
+    assert error(kernels.linear.multiply(x, kernels.linear.pack_blocks(parts, None)), expected) < 1e-3
 
 
 def test_incompatible_blocks_are_not_packed() -> None:
     q4, q8 = random_matrix("Q4_1", 32, seed=0), random_matrix("Q8_0", 33, seed=0)
-    assert native_ops.pack_blocks([q4, q8], None, gated=True) is None
-    assert native_ops.pack_blocks([q8, q4], None) is None  # the first does not fill its last panel
-    assert native_ops.pack_blocks([BlockMatrix("TQ1_0", q4.rows, q4.shape)], None) is None
+    assert native_ops.linear.pack_blocks([q4, q8], None, gated=True) is None
+    assert native_ops.linear.pack_blocks([q8, q4], None) is None  # the first does not fill its last panel
+    assert native_ops.linear.pack_blocks([BlockMatrix("TQ1_0", q4.rows, q4.shape)], None) is None
 
 
 @given(

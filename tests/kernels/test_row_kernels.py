@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
-from agentflow.kernels.activations import ACTIVATIONS, Activation, PlainActivation, activated, gated
+from agentflow.kernels.activations import ACTIVATIONS, Activation, PlainActivation, activated
 from agentflow.kernels.inputs import LinearWeight, LowRank, LowRankPart
 from agentflow.kernels.ops import Kernels
 
@@ -87,7 +87,7 @@ def test_add_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed:
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True])
 @given(st.integers(1, 40), st.sampled_from([1, 16, 17, 40, 64]), st.sampled_from(ACTIVATIONS), SEEDS)
-def test_gated_linear(
+def test_products_with_gates(
     kernels: Kernels,
     dtype: torch.dtype,
     has_bias: bool,
@@ -101,8 +101,12 @@ def test_gated_linear(
         random(2 * inner, 24, seed=seed + 1, dtype=dtype),
     )
     bias = random(2 * inner, seed=seed + 2, dtype=dtype) if has_bias else None
-    expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, bias), None, activation)
-    result = kernels.gated_linear(x, kernels.pack_linear(weight, bias, gated=True), None, activation)
+    expected = reference_ops.linear.multiply(
+        x, reference_ops.linear.pack(weight, bias, gated=True), activation=activation
+    )
+    result = kernels.linear.multiply(
+        x, kernels.linear.pack(weight, bias, gated=True), activation=activation
+    )
     # A gate that rounds to its neighbour in bfloat16 moves the result by more than its own rounding.
     tolerance = {"rtol": 6 * TOLERANCE[dtype], "atol": 12 * TOLERANCE[dtype]}
     assert result.dtype == expected.dtype
@@ -113,21 +117,21 @@ def test_gated_linear(
         gate, up = wide.chunk(2, dim=-1)
         torch.testing.assert_close(expected.double(), gate * gate.sigmoid() * up, **tolerance)
     else:
-        torch.testing.assert_close(expected.double(), gated(wide, activation), **tolerance)
+        torch.testing.assert_close(expected.double(), activated(wide, activation, is_gated=True), **tolerance)
 
 
 @QUICK_KERNELS
 @DTYPES
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(get_args(PlainActivation)), SEEDS)
-def test_activated_linear(
+def test_activated_products(
     kernels: Kernels, dtype: torch.dtype, num_rows: int, num_out: int, activation: PlainActivation, seed: int
 ) -> None:
     x, weight = random(num_rows, 24, seed=seed, dtype=dtype), random(num_out, 24, seed=seed + 1, dtype=dtype)
     bias = random(num_out, seed=seed + 2, dtype=dtype)
-    result = kernels.activated_linear(x, kernels.pack_linear(weight, bias), activation)
+    result = kernels.linear.multiply(x, kernels.linear.pack(weight, bias), activation=activation)
     wide = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     tolerance = {"rtol": 3 * TOLERANCE[dtype], "atol": 6 * TOLERANCE[dtype]}
-    torch.testing.assert_close(result.double(), activated(wide, activation), **tolerance)
+    torch.testing.assert_close(result.double(), activated(wide, activation, is_gated=False), **tolerance)
 
 
 @DTYPES
@@ -170,15 +174,15 @@ def test_linear(
         random(num_out, num_in, seed=seed + 1, dtype=dtype),
     )
     bias = random(num_out, seed=seed + 2, dtype=dtype) if has_bias else None
-    plain = reference_ops.pack_linear(weight, bias)
-    expected = reference_ops.linear(x, plain)
+    plain = reference_ops.linear.pack(weight, bias)
+    expected = reference_ops.linear.multiply(x, plain)
     tolerance = {"rtol": 5 * TOLERANCE[dtype], "atol": 5 * TOLERANCE[dtype]}
-    torch.testing.assert_close(kernels.linear(x, kernels.pack_linear(weight, bias)), expected, **tolerance)
+    torch.testing.assert_close(kernels.linear.multiply(x, kernels.linear.pack(weight, bias)), expected, **tolerance)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(expected.double(), exact, **tolerance)
-    logits = kernels.exact_linear(x, kernels.pack_linear(weight, bias, exact_output=True))
+    logits = kernels.linear.multiply_exactly(x, kernels.linear.pack(weight, bias, exact_output=True))
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, reference_ops.exact_linear(x, plain), **tolerance)
+    torch.testing.assert_close(logits, reference_ops.linear.multiply_exactly(x, plain), **tolerance)
 
 
 @NATIVE_KERNELS
@@ -186,9 +190,9 @@ def test_linear(
 def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: Kernels, dtype: torch.dtype) -> None:
     """Their depth is taken in slices; that of 26 rows is not."""
     x, weight = random(156, 4900, seed=0, dtype=dtype), random(40, 4900, seed=1, dtype=dtype)
-    packed = kernels.pack_linear(weight, None)
-    together = kernels.exact_linear(x, packed)
-    assert torch.equal(together, torch.cat([kernels.exact_linear(rows, packed) for rows in x.split(26)]))
+    packed = kernels.linear.pack(weight, None)
+    together = kernels.linear.multiply_exactly(x, packed)
+    assert torch.equal(together, torch.cat([kernels.linear.multiply_exactly(rows, packed) for rows in x.split(26)]))
     exact = (x.double() @ weight.double().t()).float()
     torch.testing.assert_close(together, exact, rtol=1e-4, atol=1e-3)
 
@@ -207,12 +211,12 @@ def test_linear_of_torch(
     """The weight is neither copied nor packed."""
     monkeypatch.setattr(torch_ops, "_multiplies_bfloat16", lambda: is_bfloat16_fast)
     x, weight = random(num_rows, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
-    packed = torch_ops.pack_linear(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
+    packed = torch_ops.linear.pack(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
     assert packed.transposed is not None
     assert packed.transposed.data_ptr() == weight.data_ptr()
     assert packed.packed is None
-    assert_close(torch_ops.linear(x, packed), reference_ops.linear(x, packed), dtype)
-    assert torch_ops.exact_linear(x, packed).dtype == torch.float32
+    assert_close(torch_ops.linear.multiply(x, packed), reference_ops.linear.multiply(x, packed), dtype)
+    assert torch_ops.linear.multiply_exactly(x, packed).dtype == torch.float32
 
 
 def test_nbytes_counts_every_layout_that_is_held() -> None:
@@ -240,8 +244,8 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_torch_keeps_one_copy_of_a_weight() -> None:
     """The head's is in float32 on a CPU, whose products have the type of their operands."""
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    assert torch_ops.pack_linear(weight, None).nbytes == 48
-    assert torch_ops.pack_linear(weight, None, exact_output=True).nbytes == 96
+    assert torch_ops.linear.pack(weight, None).nbytes == 48
+    assert torch_ops.linear.pack(weight, None, exact_output=True).nbytes == 96
 
 
 @QUICK_KERNELS
@@ -253,10 +257,10 @@ def test_an_exact_result_is_not_rounded_to_bfloat16(
     x = random(num_rows, 40, seed=seed, dtype=torch.bfloat16)
     weight = random(24, 40, seed=seed + 1, dtype=torch.bfloat16)
     bias = random(24, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
-    packed = kernels.pack_linear(weight, bias, exact_output=True)
+    packed = kernels.linear.pack(weight, bias, exact_output=True)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     scale = x.double().abs() @ weight.double().abs().t() + 1
-    assert ((kernels.exact_linear(x, packed).double() - exact).abs() <= scale * 2.0**-14).all()
+    assert ((kernels.linear.multiply_exactly(x, packed).double() - exact).abs() <= scale * 2.0**-14).all()
 
 
 HAS_GPU = torch.cuda.is_available()
@@ -277,7 +281,7 @@ def test_logits_of_torch_are_exact(device: str, has_bias: bool) -> None:
     x = random(3, 40, seed=0, dtype=torch.bfloat16).to(device)
     weight = random(500, 40, seed=1, dtype=torch.bfloat16).to(device)
     bias = random(500, seed=2, dtype=torch.bfloat16).to(device) if has_bias else None
-    logits = torch_ops.exact_linear(x, torch_ops.pack_linear(weight, bias, exact_output=True))
+    logits = torch_ops.linear.multiply_exactly(x, torch_ops.linear.pack(weight, bias, exact_output=True))
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
@@ -304,9 +308,9 @@ def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(n, 40, dtype=torch.bfloat16, device="cuda") for n in (3, 500))
         bias = torch.empty(500, dtype=torch.bfloat16, device="cuda") if has_bias else None
-        packed = torch_ops.pack_linear(weight, bias, exact_output=True)
+        packed = torch_ops.linear.pack(weight, bias, exact_output=True)
         with _Narrowed() as narrowed:
-            logits = torch_ops.exact_linear(x, packed)
+            logits = torch_ops.linear.multiply_exactly(x, packed)
     assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (3, 500), "cuda")
     assert narrowed.found == []
 
@@ -327,13 +331,13 @@ def test_low_rank_changes_of_some_rows(
         for number, own in enumerate(ranks):
             down = random(sum(own), 72, seed=seed + number, dtype=dtype) * 0.2
             ups = [random(size, rank, seed=rank, dtype=dtype) for size, rank in zip(sizes, own, strict=False)]
-            parts = [LowRankPart(packed_by.pack_linear(up, None), 50 * i) for i, up in enumerate(ups)]
-            change = LowRank(packed_by.pack_linear(down, None), tuple(parts))
+            parts = [LowRankPart(packed_by.linear.pack(up, None), 50 * i) for i, up in enumerate(ups)]
+            change = LowRank(packed_by.linear.pack(down, None), tuple(parts))
             made.append((change, torch.from_numpy(np.flatnonzero(owners == number))))
         return made
 
-    result = kernels.low_rank(x, 150, changes(kernels))
-    expected = reference_ops.low_rank(x, 150, changes(reference_ops))
+    result = kernels.linear.low_rank(x, 150, changes(kernels))
+    expected = reference_ops.linear.low_rank(x, 150, changes(reference_ops))
     torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
     assert not result[owners < 0].any()
 
@@ -348,8 +352,8 @@ def test_products_are_added_in_place(
     x, weight = random(num_rows + 2, num_in, seed=0, dtype=dtype), random(72, num_in, seed=1, dtype=dtype)
     before, bias = random(num_rows + 2, 72, seed=2, dtype=dtype), random(72, seed=3, dtype=dtype)
     expected, hidden = before.clone(), before.clone()
-    reference_ops.add_linear(expected[1:-1], x[1:-1], reference_ops.pack_linear(weight, bias))
-    kernels.add_linear(hidden[1:-1], x[1:-1], kernels.pack_linear(weight, bias))
+    reference_ops.linear.add_product(expected[1:-1], x[1:-1], reference_ops.linear.pack(weight, bias))
+    kernels.linear.add_product(hidden[1:-1], x[1:-1], kernels.linear.pack(weight, bias))
     tolerance = TOLERANCE[dtype] * num_in**0.5
     torch.testing.assert_close(hidden, expected, rtol=4 * TOLERANCE[dtype], atol=8 * tolerance)
     assert torch.equal(hidden[[0, -1]], before[[0, -1]])
@@ -360,8 +364,12 @@ def test_products_are_added_in_place(
 def test_products_with_an_added_term(kernels: Kernels, dtype: torch.dtype) -> None:
     x, weight, bias = (random(*shape, seed=0, dtype=dtype) for shape in ((7, 48), (72, 48), (72,)))
     added = random(7, 72, seed=1, dtype=dtype)
-    for name in ("linear", "gated_linear"):
-        is_gated = name == "gated_linear"
-        expected = getattr(reference_ops, name)(x, reference_ops.pack_linear(weight, bias), added.clone())
-        result = getattr(kernels, name)(x, kernels.pack_linear(weight, bias, gated=is_gated), added.clone())
+    cases: list[tuple[bool, Activation | None]] = [(False, None), (False, "gelu"), (True, "silu")]
+    for is_gated, activation in cases:
+        expected, result = (
+            linear.multiply(
+                x, linear.pack(weight, bias, gated=is_gated), added.clone(), activation=activation
+            )
+            for linear in (reference_ops.linear, kernels.linear)
+        )
         torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=64 * TOLERANCE[dtype])

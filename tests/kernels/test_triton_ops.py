@@ -306,9 +306,11 @@ def test_f42c_rope_and_write(dtype: torch.dtype, num_heads: int, num_kv_heads: i
 def test_f42c_the_gated_activation(dtype: torch.dtype, num_rows: int) -> None:
     torch.manual_seed(0)
     x, weight = random(num_rows, 24, dtype=dtype), random(2 * 1100, 24, dtype=dtype)
-    expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, None))
-    result = triton_ops.gated_linear(
-        x.to(DEVICE), triton_ops.pack_linear(weight.to(DEVICE), None, gated=True)
+    plain = reference_ops.linear.pack(weight, None, gated=True)
+    expected = reference_ops.linear.multiply(x, plain, activation="silu")
+    packed = triton_ops.linear.pack(weight.to(DEVICE), None, gated=True)
+    result = triton_ops.linear.multiply(
+        x.to(DEVICE), packed, activation="silu"
     )
     assert relative_error(result.cpu(), expected.double()) < RELATIVE_ERROR[dtype]
 
@@ -326,9 +328,9 @@ def test_f42c_products_of_one_row(
     bias = random(num_out, dtype=dtype) if has_bias else torch.zeros(num_out, dtype=dtype)
     product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     expected = product + added.double() if has_added else product
-    packed = triton_ops.pack_linear(weight.to(DEVICE), bias.to(DEVICE) if has_bias else None)
-    result = triton_ops.linear(x.to(DEVICE), packed, added.to(DEVICE) if has_added else None)
-    exact = triton_ops.exact_linear(x.to(DEVICE), packed)
+    packed = triton_ops.linear.pack(weight.to(DEVICE), bias.to(DEVICE) if has_bias else None)
+    result = triton_ops.linear.multiply(x.to(DEVICE), packed, added.to(DEVICE) if has_added else None)
+    exact = triton_ops.linear.multiply_exactly(x.to(DEVICE), packed)
     # Sums in float32, then the product and the result are rounded.
     sums = (num_in + 1) * 2.0**-24 * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
     unit = torch.finfo(dtype).eps

@@ -26,7 +26,7 @@ from agentflow.engine.models.forward.adapted_products import Place
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.linear.method import LinearMethod
 from agentflow.protocol.client_pattern import InvalidPattern, compiled
 from agentflow.protocol.sampling import is_number, is_whole
 
@@ -74,16 +74,16 @@ class AdapterWeights:
     parts: Mapping[tuple[int, Place], Sequence[tuple[_Projection, Tensor, Tensor]]]
 
     @torch.inference_mode()
-    def packed(self, device: torch.device, kernels: Kernels) -> Adapter:
-        """Returns the adapter on the model's device, in the layout of the kernels."""
+    def packed(self, device: torch.device, linear: LinearMethod) -> Adapter:
+        """Returns the adapter on the model's device, in the layout of ``linear``."""
 
         def product(layer: int, place: Place) -> LowRank | None:
             found = sorted(self.parts.get((layer, place), ()), key=lambda part: part[0].first)
             if not found:
                 return None
             downs = torch.cat([down for _, down, _ in found]).to(device)
-            ups = [(kernels.pack_linear(up.contiguous().to(device), None), one.first) for one, _, up in found]
-            return LowRank(kernels.pack_linear(downs, None), tuple(LowRankPart(*up) for up in ups))
+            ups = [(linear.pack(up.contiguous().to(device), None), one.first) for one, _, up in found]
+            return LowRank(linear.pack(downs, None), tuple(LowRankPart(*up) for up in ups))
 
         layers = [
             LayerAdapter(product(i, "qkv"), product(i, "output"), product(i, "gate_up"), product(i, "down"))

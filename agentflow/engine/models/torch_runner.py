@@ -188,7 +188,7 @@ class TorchRunner:
                 f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {kv_dtype!r}", param="kv_dtype"
             )
         check_fp8(kernels, torch_device, quantize=quantize, kv_dtype=kv_dtype)
-        if quantize is not None and not kernels.BLOCK_TYPES:
+        if quantize is not None and not kernels.linear.block_types:
             raise BadArgument(
                 "quantize needs the native kernels, for x86-64 CPUs with Linux, or a GPU with triton",
                 param="quantize",
@@ -365,14 +365,14 @@ class TorchRunner:
         self._check_room(adapter_bytes(folder, self._dtype.itemsize))
         weights = read_adapter(folder, config, self._dtype)
         if self._device.type == "cpu":
-            return ReadAdapter(identity, weights.packed(self._device, self._kernels))
+            return ReadAdapter(identity, weights.packed(self._device, self._kernels.linear))
         return ReadAdapter(identity, weights)  # only the engine's thread uses the device
 
     def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
         weights = adapter.weights
         if adapter.identity not in self._adapters:
             if isinstance(weights, AdapterWeights):
-                weights = weights.packed(self._device, self._kernels)
+                weights = weights.packed(self._device, self._kernels.linear)
             assert isinstance(weights, Adapter)
             self._adapters[adapter.identity] = weights
         return AdapterInfo(adapter.identity, self._adapters[adapter.identity].nbytes)
@@ -499,7 +499,7 @@ def device_named(name: str | None) -> torch.device:
 def check_fp8(kernels: Kernels, device: torch.device, *, quantize: str | None, kv_dtype: str) -> None:
     """Raises ``BadArgument`` if an option asks for 8-bit floats where there are none."""
     for param, value in (("quantize", quantize), ("kv_dtype", kv_dtype)):
-        if value == "fp8" and not kernels.has_fp8(device):
+        if value == "fp8" and not kernels.linear.has_fp8(device):
             raise BadArgument(
                 f"{param} is fp8, and {device} has no 8-bit floats: they need an NVIDIA GPU of compute "
                 "capability 8.9 or higher (Ada, Hopper and later) and the Triton kernels: leave it out"

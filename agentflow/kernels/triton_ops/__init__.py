@@ -4,9 +4,9 @@ for tests.
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
 ``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
 ``one_row`` multiplies one row with a dense weight, ``quantised`` any rows with weights in blocks, ``fp8``
-with weights in 8-bit floats, and ``split_products`` is what these two share; ``triton_sampler`` chooses
-tokens. ``interpreted`` has the products and the rounding that all kernels share, and ``early_start`` their launch
-before the kernel in front has ended. Products of several rows with dense weights are torch's.
+with weights in 8-bit floats, ``split_products`` is what these two share, and ``triton_linear`` chooses among
+them and torch's products; ``triton_sampler`` chooses tokens. ``interpreted`` has the products and the rounding
+that all kernels share, and ``early_start`` their launch before the kernel in front has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels import torch_ops
-from agentflow.kernels.activations import Activation, PlainActivation, activated, gated
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.inputs import (
     MAX_HEAD_DIM,
@@ -28,22 +26,15 @@ from agentflow.kernels.inputs import (
 )
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.torch_ops import layer_norm as layer_norm
-from agentflow.kernels.torch_ops import low_rank as low_rank
-from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
-from agentflow.kernels.torch_ops import pack_linear as pack_linear
 from agentflow.kernels.torch_ops import segment_attention as segment_attention
 from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
-from agentflow.kernels.triton_ops.fp8 import has_fp8 as has_fp8
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
-from agentflow.kernels.triton_ops.one_row import is_one_row, multiply_row
 from agentflow.kernels.triton_ops.paged_attention import attend
-from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES as BLOCK_TYPES
-from agentflow.kernels.triton_ops.quantised import dequantised_rows, multiply
-from agentflow.kernels.triton_ops.quantised import pack_blocks as pack_blocks
 from agentflow.kernels.triton_ops.row_ops import add_rms_norm as add_rms_norm
 from agentflow.kernels.triton_ops.row_ops import rms_norm as rms_norm
 from agentflow.kernels.triton_ops.row_ops import rope_and_write as rope_and_write
 from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
+from agentflow.kernels.triton_ops.triton_linear import TritonLinear
 from agentflow.kernels.triton_ops.triton_sampler import TritonSampler
 from agentflow.kernels.triton_ops.units import find_groups
 
@@ -51,6 +42,7 @@ IS_INTERPRETED: bool = INTERPRETED.value
 """Whether Triton's interpreter runs the kernels."""
 QUEUES_WORK = True
 sampler = TritonSampler()
+linear = TritonLinear()
 
 
 def check(device: torch.device) -> None:
@@ -64,46 +56,6 @@ def check(device: torch.device) -> None:
     rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
     if not is_right or sampler.choose(logits, sampler.stage(rows, device)).tolist() != [7]:
         raise RuntimeError("a kernel computes another result than it should")
-
-
-def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-    if weight.transposed is not None:
-        return torch_ops.embed(token_ids, weight, dtype)
-    [part] = weight.quantised
-    return dequantised_rows(part, weight.shape[1], token_ids, dtype)
-
-
-def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
-    if weight.transposed is None:
-        return multiply(x, weight, x.dtype, added)
-    if is_one_row(x, weight):
-        return multiply_row(x, weight, x.dtype, added)
-    return torch_ops.linear(x, weight, added)
-
-
-def add_linear(hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
-    hidden.add_(linear(x, weight))
-
-
-def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    if weight.transposed is None:
-        return multiply(x, weight, torch.float32)
-    if is_one_row(x, weight):
-        return multiply_row(x, weight, torch.float32)
-    return torch_ops.exact_linear(x, weight)
-
-
-def gated_linear(
-    x: Tensor, weight: LinearWeight, added: Tensor | None = None, activation: Activation = "silu"
-) -> Tensor:
-    if activation == "silu" and is_one_row(x, weight):
-        return multiply_row(x, weight, x.dtype, added, is_gated=True)
-    product = linear(x, weight, added)
-    return silu_and_multiply(product) if activation == "silu" else gated(product, activation)
-
-
-def activated_linear(x: Tensor, weight: LinearWeight, activation: PlainActivation) -> Tensor:
-    return activated(linear(x, weight), activation)
 
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:

@@ -64,15 +64,11 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 def pack_blocks(
-    parts: Sequence[BlockMatrix],
-    bias: Tensor | None,
-    *,
-    gated: bool = False,
-    device: torch.device | None = None,
+    parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool, device: torch.device
 ) -> LinearWeight | None:
+    """As ``LinearMethod.pack_blocks``."""
     if not all(part.type in _FORMAT_OF_TYPE for part in parts):
         return None
-    device = device or torch.device("cpu")
     stacked: list[list[BlockMatrix]] = []
     for part in parts:  # neighbours of one format are one product
         if stacked and _FORMAT_OF_TYPE[stacked[-1][0].type] == _FORMAT_OF_TYPE[part.type]:
@@ -81,7 +77,7 @@ def pack_blocks(
             stacked.append([part])
     quantised = tuple(_packed(same, device) for same in stacked)
     num_out = sum(part.shape[0] for part in parts)
-    return LinearWeight(None, None, bias, (num_out, parts[0].shape[1]), quantised)
+    return LinearWeight(None, None, bias, (num_out, parts[0].shape[1]), quantised, gated)
 
 
 def _packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPanels:

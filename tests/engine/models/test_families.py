@@ -21,7 +21,7 @@ from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
-from agentflow.kernels import torch_ops
+from agentflow.kernels.linear.torch_linear import TorchLinear
 
 pytestmark = pytest.mark.gpu
 NATIVE = ("native",) if DEVICE == "cpu" else ()  # these kernels are for CPUs
@@ -163,7 +163,7 @@ def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_model(family, tmp_path)
-    monkeypatch.setattr(torch_ops, "has_fp8", lambda device: True)
+    monkeypatch.setattr(TorchLinear, "has_fp8", lambda self, device: True)
     monkeypatch.setenv("AGENTFLOW_KERNELS", "torch")
     with pytest.raises(BadArgument, check=has_param("kv_dtype")):
         TorchRunner(tmp_path, num_slots=4, device="cpu", kv_dtype="fp8")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentflow.kernels.activations import Activation
 from agentflow.kernels.inputs import Adapter, AdapterRows, LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.uploads import upload
 
 Place = Literal["qkv", "output", "gate_up", "down"]
@@ -22,13 +22,13 @@ class Products:
     """The products of one forward pass.
 
     Args:
-        kernels: compute the products.
+        linear: computes the products.
         adapters: as in ``ForwardInput``.
         device: where the products are computed.
     """
 
-    def __init__(self, kernels: Kernels, adapters: Sequence[AdapterRows], device: torch.device) -> None:
-        self._kernels = kernels
+    def __init__(self, linear: LinearMethod, adapters: Sequence[AdapterRows], device: torch.device) -> None:
+        self._linear = linear
         self._rows: list[tuple[Adapter, Tensor]] = []
         self._sampled: list[tuple[Adapter, Tensor]] = []
         if adapters:
@@ -42,20 +42,19 @@ class Products:
         """Prepares for products of ``ForwardInput.rows`` only, in this and all later calls."""
         self._rows = self._sampled
 
-    def linear(self, x: Tensor, weight: LinearWeight, layer: int, place: Place) -> Tensor:
-        """``Kernels.linear`` at one place of a layer."""
-        if not self._rows:
-            return self._kernels.linear(x, weight)
-        return self._kernels.linear(x, weight, self._added(x, weight, layer, place))
-
-    def gated_linear(
-        self, x: Tensor, weight: LinearWeight, layer: int, place: Place, activation: Activation
+    def multiply(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        place: Place,
+        activation: Activation | None = None,
     ) -> Tensor:
-        """``Kernels.gated_linear`` at one place of a layer."""
+        """``LinearMethod.multiply`` at one place of a layer."""
         added = self._added(x, weight, layer, place) if self._rows else None
-        return self._kernels.gated_linear(x, weight, added, activation)
+        return self._linear.multiply(x, weight, added, activation=activation)
 
     def _added(self, x: Tensor, weight: LinearWeight, layer: int, place: Place) -> Tensor | None:
         found = [(getattr(adapter.layers[layer], place), rows) for adapter, rows in self._rows]
         changes = [(change, rows) for change, rows in found if change is not None]
-        return self._kernels.low_rank(x, weight.shape[0], changes) if changes else None
+        return self._linear.low_rank(x, weight.shape[0], changes) if changes else None

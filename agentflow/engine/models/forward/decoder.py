@@ -10,7 +10,6 @@ from agentflow.engine.models.forward.adapted_products import Products
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, arrays_of, on_device
 from agentflow.engine.models.forward.latent_attention import project, values_of
 from agentflow.engine.models.rope import rope_angles
-from agentflow.kernels.activations import activated
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
     Experts,
@@ -40,7 +39,7 @@ class _Batch:
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
         self.plans = MaskedPlans(given.plan, self.rows.device)
-        self.products = Products(kernels, given.adapters, self.rows.device)
+        self.products = Products(kernels.linear, given.adapters, self.rows.device)
 
     def positions_of(self, rope: Rope) -> Tensor:
         """Returns the positions of the rows, [T], or [T, frequencies] if the rope has axes that differ."""
@@ -162,7 +161,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to [S, vocab_size] in float32; the ranks of a model but the first return an empty
         tensor."""
-        logits = self._kernels.exact_linear(hidden, self._head)
+        logits = self._kernels.linear.multiply_exactly(hidden, self._head)
         if self._part is not None:
             gathered = self._part.ranks.gather(logits, self._part.token_counts)
             if gathered is None:
@@ -192,7 +191,7 @@ class Decoder:
                 products.keep_sampled()
             if isinstance(layer.qkv, LatentWeights):
                 attended = values_of(layer.qkv, attended)
-            attended = self._summed(products.linear(attended, layer.output, i, "output"))
+            attended = self._summed(products.multiply(attended, layer.output, i, "output"))
             attended = self._normed(attended, layer.attention_norm)
             normed, residual = self._added(attended, residual, layer.mlp_norm)
             out = self._normed(self._summed(self._mlp(layer.mlp, normed, products, i)), layer.output_norm)
@@ -208,11 +207,11 @@ class Decoder:
     def _embedded(self, batch: _Batch) -> Tensor:
         weights, dtype, part = self.weights, self.weights.final_norm.weight.dtype, self._part
         if part is None:
-            hidden = self._kernels.embed(batch.token_ids, weights.embedding, dtype)
+            hidden = self._kernels.linear.embed(batch.token_ids, weights.embedding, dtype)
         else:
             places = batch.token_ids - part.first_token
             is_here = (places >= 0) & (places < weights.embedding.shape[0])
-            hidden = self._kernels.embed(torch.where(is_here, places, 0), weights.embedding, dtype)
+            hidden = self._kernels.linear.embed(torch.where(is_here, places, 0), weights.embedding, dtype)
             hidden = self._summed(hidden.masked_fill(~is_here.unsqueeze(1), 0))
         if weights.embedding_scale != 1.0:
             hidden = hidden * weights.embedding_scale
@@ -245,7 +244,7 @@ class Decoder:
             queries, kv = project(layer.qkv, x, self._kernels, batch.angles[0])
             kv_layer.index_copy_(0, batch.write_slots, kv)
             return queries
-        qkv = batch.products.linear(x, layer.qkv, index, "qkv")
+        qkv = batch.products.multiply(x, layer.qkv, index, "qkv")
         qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         for norm, first, end in (
             (layer.q_norm, 0, num_heads),
@@ -279,8 +278,8 @@ class Decoder:
     def _mlp(self, mlp: Mlp | Experts, x: Tensor, products: Products, layer: int) -> Tensor:
         if isinstance(mlp, Mlp):
             return self._dense(mlp, x, products, layer)
-        weights, chosen = _routed(self._kernels.linear(x, mlp.router), mlp.routing)
-        unchanged = Products(self._kernels, (), x.device)
+        weights, chosen = _routed(self._kernels.linear.multiply(x, mlp.router), mlp.routing)
+        unchanged = Products(self._kernels.linear, (), x.device)
         out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x, unchanged, layer)
         # The rows of each expert become adjacent: one product for all of them.
         order = chosen.flatten().argsort(stable=True)
@@ -295,12 +294,8 @@ class Decoder:
         return out
 
     def _dense(self, mlp: Mlp, x: Tensor, products: Products, layer: int) -> Tensor:
-        activation = self.weights.activation
-        if self.weights.is_gated:
-            inner = products.gated_linear(x, mlp.gate_up, layer, "gate_up", activation)
-        else:
-            inner = activated(products.linear(x, mlp.gate_up, layer, "gate_up"), activation)
-        return products.linear(inner, mlp.down, layer, "down")
+        inner = products.multiply(x, mlp.gate_up, layer, "gate_up", self.weights.activation)
+        return products.multiply(inner, mlp.down, layer, "down")
 
 
 def _routed(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,12 @@ def project(
     """Projects ``x`` [T, hidden_size] to queries [T, heads, pool_dim] and to the pool's entries
     [T, 2, 1, pool_dim]."""
     kv_rank, plain_dim, num_heads = weights.kv_rank, weights.plain_dim, len(weights.key_up)
-    down, rotated_dim = kernels.linear(x, weights.down), angles[0].shape[-1]
+    down, rotated_dim = kernels.linear.multiply(x, weights.down), angles[0].shape[-1]
     pool_dim = kv_rank + rotated_dim
     queries, latent, shared = torch.split(down, [down.shape[1] - pool_dim, kv_rank, rotated_dim], dim=1)
     if weights.q_norm is not None and weights.q_up is not None:
-        queries = kernels.linear(kernels.rms_norm(queries, weights.q_norm, weights.eps), weights.q_up)
+        normed = kernels.rms_norm(queries, weights.q_norm, weights.eps)
+        queries = kernels.linear.multiply(normed, weights.q_up)
     heads = queries.reshape(len(x), num_heads, -1)
     plain, rotated = heads[..., :plain_dim], heads[..., plain_dim:]
     in_latent = torch.bmm(plain.transpose(0, 1), weights.key_up).transpose(0, 1)

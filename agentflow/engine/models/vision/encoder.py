@@ -51,7 +51,7 @@ class EncoderLayer:
     qkv: LinearWeight
     output: LinearWeight
     mlp_norm: Norm
-    up: LinearWeight  # with a gate: packed for ``gated_linear``
+    up: LinearWeight  # packed with its gate, if there is one
     down: LinearWeight
 
     @property
@@ -97,7 +97,7 @@ class Encoder:
         """The first half of a layer, for the rows from ``first`` up to ``end``."""
         layer, shape, hidden = self._layers[index], self.shape, rows.hidden
         normed = apply_norm(hidden[first:end], layer.input_norm, self._kernels)
-        qkv = self._kernels.linear(normed, layer.qkv).view(-1, 3, shape.num_heads, shape.head_dim)
+        qkv = self._kernels.linear.multiply(normed, layer.qkv).view(-1, 3, shape.num_heads, shape.head_dim)
         if rows.angles is not None:
             cos, sin = (part[first:end].unsqueeze(1) for part in rows.angles)
             turned = qkv[:, :2]
@@ -116,12 +116,7 @@ class Encoder:
         starts = rows.windows if is_windowed and rows.windows is not None else rows.starts
         queries, kv, scale = rows.qkv[first:end, 0], rows.qkv[:, 1:], self.shape.head_dim**-0.5
         attended = self._kernels.segment_attention(queries, kv, starts, first, scale)
-        self._kernels.add_linear(hidden, attended, layer.output)
+        self._kernels.linear.add_product(hidden, attended, layer.output)
         normed = apply_norm(hidden, layer.mlp_norm, self._kernels)
-        self._kernels.add_linear(hidden, self._inner(normed, layer.up), layer.down)
-
-    def _inner(self, normed: Tensor, up: LinearWeight) -> Tensor:
-        activation, kernels = self.shape.activation, self._kernels
-        if self.shape.is_gated:
-            return kernels.gated_linear(normed, up, None, activation)
-        return kernels.activated_linear(normed, up, activation)
+        inner = self._kernels.linear.multiply(normed, layer.up, activation=self.shape.activation)
+        self._kernels.linear.add_product(hidden, inner, layer.down)

@@ -62,7 +62,7 @@ class Gemma3Tower(TileTower):
 
     def _project(self, tokens: Tensor) -> Tensor:
         kernels = self._tiles.kernels
-        return kernels.linear(apply_norm(tokens, self._norm, kernels), self._projection)
+        return kernels.linear.multiply(apply_norm(tokens, self._norm, kernels), self._projection)
 
 
 def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Gemma3Tower:
@@ -92,7 +92,7 @@ def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) ->
     return Gemma3Tower(
         tiles,
         replace(norm, is_less_one=True),
-        weights.kernels.pack_linear(matrix, None),
+        weights.kernels.linear.pack(matrix, None),
         shape.grid // side,
         scaling,
     )

@@ -49,7 +49,8 @@ class Idefics3Tower(TileTower):
         squares = patches.view(len(patches), grid // scale, scale, grid // scale, scale, -1)
         tokens = squares.transpose(2, 3).reshape(-1, scale * scale * patches.shape[-1])
         kernels = self._tiles.kernels
-        return [(yield from by_rows(lambda some: kernels.linear(some, self._connector), tokens, count))]
+        multiply = kernels.linear.multiply
+        return [(yield from by_rows(lambda some: multiply(some, self._connector), tokens, count))]
 
 
 def load_idefics3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> Idefics3Tower:

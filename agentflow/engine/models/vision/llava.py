@@ -121,8 +121,8 @@ class LlavaTower(TileTower):
 
     def _project(self, features: Tensor) -> Tensor:
         kernels, projector = self._tiles.kernels, self._projector
-        inner = kernels.activated_linear(features, projector.first, projector.activation)
-        return kernels.linear(inner, projector.second)
+        inner = kernels.linear.multiply(features, projector.first, activation=projector.activation)
+        return kernels.linear.multiply(inner, projector.second)
 
     def join(self, arrays: Arrays, parts: Sequence[list[Tensor]]) -> Features:
         tiles = torch.cat([part[0] for part in parts])

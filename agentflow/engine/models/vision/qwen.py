@@ -67,8 +67,8 @@ class Merger:
         """[tokens, hidden_size of the patches of each] to [tokens, hidden_size of the text model]."""
         size = squares.shape[1]
         normed = apply_norm(squares.view(-1, len(self.norm.weight)), self.norm, kernels)
-        inner = kernels.activated_linear(normed.view(-1, size), self.first, "gelu")
-        return kernels.linear(inner, self.second)
+        inner = kernels.linear.multiply(normed.view(-1, size), self.first, activation="gelu")
+        return kernels.linear.multiply(inner, self.second)
 
 
 class QwenTower(Tower):
@@ -141,7 +141,8 @@ class QwenTower(Tower):
             if first < end:
                 side = shape.merge * shape.patch
                 patches = self._cut(self.scaled(frames[:, :, first * side : end * side]), num_times)
-                lines = self._kernels.linear(patches, self._patches).view(num_times, (end - first) * line, -1)
+                lines = self._kernels.linear.multiply(patches, self._patches)
+                lines = lines.view(num_times, (end - first) * line, -1)
                 if self._positions is not None:
                     some = places[:, first * line : end * line]
                     lines = lines + _resized(self._positions, some, (rows, columns)).to(lines.dtype)

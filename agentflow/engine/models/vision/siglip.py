@@ -108,7 +108,7 @@ class TileEncoder:
             for some, top, bottom in _blocks(first, end, shape.grid):
                 pixels = scaled(tiles[some, :, top * shape.patch : bottom * shape.patch])
                 patches = _patches_of(pixels, shape.patch)
-                hidden = self.kernels.linear(patches.flatten(0, 1), self.patches)
+                hidden = self.kernels.linear.multiply(patches.flatten(0, 1), self.patches)
                 places = slice(num_before + top * shape.grid, num_before + bottom * shape.grid)
                 rows[some, places] += hidden.view(*patches.shape[:2], -1)
             yield

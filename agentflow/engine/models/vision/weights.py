@@ -75,7 +75,7 @@ class TowerWeights:
         self, names: Sequence[str] | str, num_outputs: int, num_inputs: int, *, gated: bool = False
     ) -> LinearWeight:
         """Returns one weight for matrices with the same input, which divide the outputs equally. ``gated``:
-        for ``gated_linear``."""
+        as of ``LinearMethod.pack``."""
         names = [names] if isinstance(names, str) else names
         whole, size = [self.prefix + name for name in names], num_outputs // len(names)
         weight = self._checkpoint.take_rows(
@@ -85,13 +85,13 @@ class TowerWeights:
         bias = None
         if any(one is not None for one in biases):  # Qwen2's keys have none
             bias = torch.cat([weight.new_zeros(size) if one is None else one for one in biases])
-        return self.kernels.pack_linear(weight, bias, gated=gated)
+        return self.kernels.linear.pack(weight, bias, gated=gated)
 
     def patches(self, name: str, num_outputs: int, *shape: int) -> LinearWeight:
         """Returns a convolution whose steps are as long as its kernel: a product with patches."""
         weight = self.tensor(f"{name}.weight", num_outputs, *shape).view(num_outputs, -1)
         bias = self._checkpoint.take_if_there(f"{self.prefix}{name}.bias", num_outputs)
-        return self.kernels.pack_linear(weight, bias)
+        return self.kernels.linear.pack(weight, bias)
 
     def norm(self, name: str, size: int, eps: float, *, is_rms: bool = False) -> Norm:
         bias = None if is_rms else self.tensor(f"{name}.bias", size)

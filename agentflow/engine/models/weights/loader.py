@@ -246,14 +246,14 @@ class _Loader:
         if (embedding := self._quantised({embedding_name: shape[0]}, shape[1], None)) is not None:
             return embedding, embedding if is_tied else self._head(*shape)
         weight = self._vector(embedding_name, *shape)
-        head = kernels.pack_linear(weight, None, exact_output=True) if is_tied else self._head(*shape)
-        return kernels.pack_embedding(weight, head if is_tied else None), head
+        head = kernels.linear.pack(weight, None, exact_output=True) if is_tied else self._head(*shape)
+        return kernels.linear.pack_embedding(weight, head if is_tied else None), head
 
     def _head(self, vocab_size: int, hidden_size: int) -> LinearWeight:
         name = f"{self._names.head}.weight"
         if (head := self._quantised({name: vocab_size}, hidden_size, None)) is not None:
             return head
-        return self._kernels.pack_linear(self._vector(name, vocab_size, hidden_size), None, exact_output=True)
+        return self._kernels.linear.pack(self._vector(name, vocab_size, hidden_size), None, exact_output=True)
 
     def _quantised(
         self,
@@ -266,7 +266,7 @@ class _Loader:
     ) -> LinearWeight | None:
         """Returns a weight in blocks of quantised values, or None if it must be dense. ``parts``: the number
         of outputs of each tensor."""
-        if not self._kernels.BLOCK_TYPES:
+        if not self._kernels.linear.block_types:
             return None
         blocks: list[BlockMatrix] = []
         for name, size in parts.items():
@@ -282,12 +282,12 @@ class _Loader:
             if stored is None:
                 return None
             blocks.append(stored)
-        packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
+        packed = self._kernels.linear.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
         if packed is None:  # several types, or a type that the kernels cannot multiply
             dense = self._dense(parts, num_inputs, is_transposed=is_transposed)
             self.is_as_stored = False
             blocks = [quantised(dense, "Q8_0")]
-            packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
+            packed = self._kernels.linear.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
         self._checkpoint.release_blocks(parts)
         self.block_types.update(block.type for block in blocks)
         return packed
@@ -414,10 +414,10 @@ class _Loader:
         biases = checkpoint.take(f"{name}_bias", count, num_out)
         order = order.to(biases.device)
         blocks = None
-        if self._weights.keeps_blocks and self._kernels.BLOCK_TYPES:
+        if self._weights.keeps_blocks and self._kernels.linear.block_types:
             blocks = checkpoint.take_stacked_blocks(name, count, num_in, num_out)
         quantise = self._weights.quantise
-        if blocks is not None and blocks[0].type not in self._kernels.BLOCK_TYPES:
+        if blocks is not None and blocks[0].type not in self._kernels.linear.block_types:
             blocks, quantise = None, "Q8_0"
         if blocks is not None:
             matrices: list[BlockMatrix | Tensor] = [
@@ -437,15 +437,15 @@ class _Loader:
         self, matrix: BlockMatrix | Tensor, bias: Tensor, quantise: str | None, is_gated: bool
     ) -> LinearWeight:
         kernels = self._kernels
-        if isinstance(matrix, Tensor) and quantise and kernels.BLOCK_TYPES:
+        if isinstance(matrix, Tensor) and quantise and kernels.linear.block_types:
             self.is_as_stored = False
             matrix = quantised(matrix, quantise) if self._fits_blocks(matrix.shape[1]) else matrix
         elif isinstance(matrix, BlockMatrix):
             self._num_kept += 1
         if isinstance(matrix, Tensor):
-            return kernels.pack_linear(matrix, bias, gated=is_gated)
+            return kernels.linear.pack(matrix, bias, gated=is_gated)
         self.block_types.add(matrix.type)
-        packed = kernels.pack_blocks([matrix], bias, gated=is_gated, device=self._device)
+        packed = kernels.linear.pack_blocks([matrix], bias, gated=is_gated, device=self._device)
         assert packed is not None  # kernels that accept blocks accept those of 5 and 8 bits
         return packed
 
@@ -477,7 +477,7 @@ class _Loader:
         if packed is not None:
             return packed
         weight = self._dense(outputs, num_inputs, is_transposed=is_transposed)
-        return self._kernels.pack_linear(weight, bias, gated=is_gated)
+        return self._kernels.linear.pack(weight, bias, gated=is_gated)
 
     def _dense(self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool) -> Tensor:
         """Returns the matrices [outputs, inputs] of ``parts``, stacked."""

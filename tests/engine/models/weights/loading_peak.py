@@ -27,7 +27,7 @@ def main(folder: Path, name: str) -> None:
     dtype = torch.bfloat16 if keeps_blocks else getattr(torch, name)
     device = torch.device("cpu")
     config, kernels = read_config(folder), kernels_for(device)
-    kernels.pack_linear(torch.zeros(64, 64, dtype=dtype), None)  # state that is made once, and by threads
+    kernels.linear.pack(torch.zeros(64, 64, dtype=dtype), None)  # state that is made once, and by threads
     before = memory_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     weights = WeightFormat(dtype, keeps_blocks)

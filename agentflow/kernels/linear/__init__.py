@@ -1,0 +1,5 @@
+"""Weights in their formats, and the products with them.
+
+Reading order: ``method`` (the interface), ``reference_linear`` (written for clarity), ``torch_linear`` (any
+device). Platforms add their formats: panels on CPUs, and blocks or 8-bit floats on GPUs.
+"""
