@@ -90,7 +90,7 @@ class LayerWeights:
     qkv: LinearWeight | LatentWeights  # queries, keys and values in one product
     q_norm: Norm | None = None  # of a query head, or of all query heads together, by its size
     k_norm: Norm | None = None
-    sinks: Tensor | None = None  # [heads]: scores without values (``masked_attention``)
+    sinks: Tensor | None = None  # [heads]: scores without values (``AttentionBackend.attend``)
     output: LinearWeight  # of the attention
     attention_norm: Norm | None = None  # of the attention's output
     mlp_norm: Norm | None

@@ -143,7 +143,7 @@ class ForwardInput:
     positions: IntArray  # [T], in the row's sequence
     write_slots: IntArray  # [T], for the row's key and value
     kv_layers: tuple[Tensor, ...]  # the KV pool, layer by layer, as in ``Kernels.rope_and_write``
-    plan: Any  # from ``plan_attention`` of the same kernels
+    plan: Any  # from ``AttentionBackend.plan`` of the same kernels
     rows: IntArray  # [S]: the rows whose hidden states or tokens the forward pass returns
     adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; no row is in two of them
     given: GivenRows | None = None  # their token ids are any in the vocabulary

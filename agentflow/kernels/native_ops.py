@@ -25,6 +25,7 @@ from torch import Tensor
 
 from agentflow.kernels import torch_ops
 from agentflow.kernels.activations import ACTIVATIONS, Activation
+from agentflow.kernels.attention.backend import AttentionBackend, AttentionRule
 from agentflow.kernels.decoder_weights import DecoderWeights, LatentWeights
 from agentflow.kernels.inputs import (
     Adapter,
@@ -38,7 +39,7 @@ from agentflow.kernels.inputs import (
     LowRank,
     QuantisedPanels,
 )
-from agentflow.kernels.masked_attention import AttentionRule
+from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.native_library import load_best, native_level
 from agentflow.kernels.native_structures import (
     BLOCK_TYPES,
@@ -63,7 +64,7 @@ from agentflow.kernels.native_structures import (
     pointer,
 )
 from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
-from agentflow.kernels.torch_ops import static_plans as static_plans
+from agentflow.kernels.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +102,10 @@ def _is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-class NativeLinear:
+class NativeLinear(LinearMethod):
     """``LinearMethod`` of the native kernels."""
 
-    block_types: Sequence[str] = BLOCK_TYPES
-
-    def has_fp8(self, device: torch.device) -> bool:
-        return False
+    block_types = BLOCK_TYPES
 
     def pack(
         self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
@@ -288,52 +286,44 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 rope_and_write = torch_ops.rope_and_write
 
 
-def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionBatch:
-    return batch
+class NativeAttention(AttentionBackend):
+    """``AttentionBackend`` of the native kernels, which plan a batch themselves."""
 
+    def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionBatch:
+        return batch
 
-def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -> Tensor:
-    return ruled_attention(q, kv_layer, plan, AttentionRule(scale))
+    def attend(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: AttentionBatch,
+        rule: AttentionRule,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        _, num_heads, head_dim = q.shape
+        sinks = None if sinks is None else sinks.to(q.dtype)
+        if q.stride()[1:] != (head_dim, 1):
+            q = q.contiguous()
+        out = q.new_empty(q.shape[0], num_heads * head_dim)
+        _team().af_attention(
+            *(_is_bf16(q), q.data_ptr(), q.stride(0), kv_layer.data_ptr(), native_batch(plan)),
+            *(num_heads, kv_layer.shape[2], head_dim, rule.scale, rule.window, rule.cap),
+            *(pointer(sinks), out.data_ptr()),
+        )
+        return out
 
-
-def ruled_attention(
-    q: Tensor, kv_layer: Tensor, plan: AttentionBatch, rule: AttentionRule, sinks: Tensor | None = None
-) -> Tensor:
-    _, num_heads, head_dim = q.shape
-    sinks = None if sinks is None else sinks.to(q.dtype)
-    if q.stride()[1:] != (head_dim, 1):
-        q = q.contiguous()
-    out = q.new_empty(q.shape[0], num_heads * head_dim)
-    _team().af_attention(
-        _is_bf16(q),
-        q.data_ptr(),
-        q.stride(0),
-        kv_layer.data_ptr(),
-        native_batch(plan),
-        num_heads,
-        kv_layer.shape[2],
-        head_dim,
-        rule.scale,
-        rule.window,
-        rule.cap,
-        pointer(sinks),
-        out.data_ptr(),
-    )
-    return out
-
-
-def segment_attention(q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
-    num_rows, num_heads, head_dim = q.shape
-    q = _with_whole_rows(q)
-    kv = _with_whole_rows(kv)
-    starts = np.ascontiguousarray(starts, dtype=np.int64)
-    out = q.new_empty(num_rows, num_heads * head_dim)
-    _team().af_segment_attention(
-        *(_is_bf16(q), q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0)),
-        *(address(starts), len(starts) - 1, first, first + num_rows),
-        *(num_heads, head_dim, scale, out.data_ptr()),
-    )
-    return out
+    def attend_segments(self, q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
+        num_rows, num_heads, head_dim = q.shape
+        q = _with_whole_rows(q)
+        kv = _with_whole_rows(kv)
+        starts = np.ascontiguousarray(starts, dtype=np.int64)
+        out = q.new_empty(num_rows, num_heads * head_dim)
+        _team().af_segment_attention(
+            *(_is_bf16(q), q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0)),
+            *(address(starts), len(starts) - 1, first, first + num_rows),
+            *(num_heads, head_dim, scale, out.data_ptr()),
+        )
+        return out
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
@@ -341,11 +331,8 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x[:1].is_contiguous() else x.contiguous()
 
 
-class NativeSampler:
+class NativeSampler(Sampler):
     """``Sampler`` of the native kernels."""
-
-    def stage(self, rows: ChoiceRows, device: torch.device) -> ChoiceRows:
-        return rows
 
     def choose(self, logits: Tensor, staged: ChoiceRows) -> Tensor:
         logits = logits.contiguous()
@@ -359,6 +346,7 @@ class NativeSampler:
 QUEUES_WORK = False
 linear = NativeLinear()
 sampler = NativeSampler()
+attention = NativeAttention()
 
 
 # The measured parts of a forward pass, in the order of part_times.h. ``head``: single products, such as the

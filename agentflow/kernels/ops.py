@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from agentflow.kernels import native_ops, reference_ops, torch_ops
+from agentflow.kernels.attention.backend import AttentionBackend
 from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.inputs import (
-    AttentionBatch,
-    ChoiceRows,
-    ForwardInput,
-    IntArray,
-    LinearWeight,
-)
+from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
 from agentflow.kernels.linear.method import LinearMethod
-from agentflow.kernels.masked_attention import AttentionRule
 from agentflow.kernels.native_library import NoNativeKernels
 from agentflow.kernels.sampling.sampler import Sampler
 
@@ -45,23 +39,6 @@ class Forward(Protocol):
 
     def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
         """The same, but the result is the tokens that ``Sampler.choose`` chooses from their logits, [S]."""
-
-
-class StaticPlans(Protocol):
-    """Buffers at fixed addresses for the plans of decode batches, one plan at a time."""
-
-    def forms(self) -> Sequence[Any]:
-        """Returns all forms, the most frequent ones first."""
-
-    def update(self, plan: Any) -> Any:
-        """Writes a plan from ``plan_attention``. Returns the form of its launches, which is hashable and has
-        ``num_rows``; None if the batch does not fit."""
-
-    def capture_with(self, form: Any, plan: Any) -> Any:
-        """Returns the plan with which a graph of this form is captured."""
-
-
-RuledAttention = Callable[[Tensor, Tensor, Any, AttentionRule, Tensor | None], Tensor]
 
 
 class Kernels(Protocol):
@@ -101,55 +78,9 @@ class Kernels(Protocol):
             the rotated queries [T, heads, head_dim].
         """
 
-    def plan_attention(
-        self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device
-    ) -> AttentionBatch:
-        """Decides once for all layers how to compute the attention of a batch. ``dtype``: of the KV pool."""
-
-    def static_plans(
-        self,
-        num_rows: Sequence[int],
-        num_heads: int,
-        num_kv_heads: int,
-        device: torch.device,
-        windows: Sequence[int] = (0,),
-    ) -> StaticPlans | None:
-        """Returns buffers for the plans of decode batches, which captured graphs read; None if this
-        implementation has none. The plans' batches have a ``device_table``, which the graphs read too.
-
-        Args:
-            num_rows: the numbers of rows of the graphs, ascending.
-            num_heads: the query heads of a layer.
-            num_kv_heads: the KV heads of a layer.
-            device: where the buffers are.
-            windows: of the layers; 0: none.
-        """
-
-    def attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
-        """Computes paged causal attention for decode and prefill rows, over cached and newly written KV.
-        ``q`` [T, heads, head_dim]; returns [T, heads * head_dim]. ``plan`` comes from the same
-        implementation's ``plan_attention``. Slots of other requests may contain anything, NaN included."""
-
     @property
-    def ruled_attention(self) -> RuledAttention | None:
-        """``attention`` under a rule, and with the scores of the heads' sinks, [heads]. None:
-        ``masked_attention`` computes it."""
-
-    def segment_attention(self, q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
-        """Computes attention in both directions within segments, as in encoders: no KV is kept. The queries
-        may be a part of the rows.
-
-        Args:
-            q: [T, heads, head_dim]: the queries of the rows from ``first`` on. May be a strided view, as
-                ``kv``.
-            kv: [rows, 2, heads, head_dim]: keys and values of all rows.
-            starts: [S + 1]: the first row of each segment, ascending, and the number of rows.
-            first: the row of the first query.
-            scale: of the scores.
-
-        Returns:
-            [T, heads * head_dim].
-        """
+    def attention(self) -> AttentionBackend:
+        """Plans and computes attention."""
 
     @property
     def linear(self) -> LinearMethod:

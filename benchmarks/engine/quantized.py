@@ -215,6 +215,6 @@ def logits_of(runner: TorchRunner, tokens: Tensor) -> Tensor:
     model, kernels = runner._model, runner._kernels
     num, places = np.array([len(tokens)]), np.arange(len(tokens))
     batch = AttentionBatch(places.astype(np.int32)[None], np.array([0]), num, num, None)
-    plan = kernels.plan_attention(batch, runner.kv_layers[0].dtype, torch.device("cpu"))
+    plan = kernels.attention.plan(batch, runner.kv_layers[0].dtype, torch.device("cpu"))
     given = ForwardInput(tokens.numpy(), places, places, runner.kv_layers, plan, places)
     return model.logits(model.forward(given))

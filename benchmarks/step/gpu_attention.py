@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
 from benchmarks.report import Report, median_of
 from benchmarks.step.device_time import kernels_ms, timed_ms
@@ -96,7 +97,8 @@ class Case:
 
         with sharing(shares):
             plan = self.plan()
-        return lambda: triton_ops.attention(self.q, self.kv_layer, plan, self.scale)
+        rule = AttentionRule(self.scale)
+        return lambda: triton_ops.attention.attend(self.q, self.kv_layer, plan, rule)
 
     def plan(self) -> Any:
         """Makes a plan, complete and on the device."""
@@ -109,7 +111,7 @@ class Case:
             shared=shared_prefixes(self.levels, num),
             device_table=self.device_table,
         )
-        plan = triton_ops.plan_attention(batch, self.q.dtype, self.q.device)
+        plan = triton_ops.attention.plan(batch, self.q.dtype, self.q.device)
         plan.units(self.q.shape[1], self.kv_layer.shape[2])
         return plan
 

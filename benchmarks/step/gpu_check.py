@@ -198,6 +198,7 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     import torch
 
     from agentflow.engine.models.weights.quantising import quantised
+    from agentflow.kernels.attention.backend import AttentionRule
     from agentflow.kernels.inputs import AttentionBatch
     from agentflow.kernels.ops import kernels_for
 
@@ -215,13 +216,15 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     is_gpu = device.type == "cuda"
     num_out, num_in = (1_000, 3_072) if is_gpu else (100, 160)
     bias = torch.randn(num_out, device=device).bfloat16()
-    weight = kernels.linear.pack_blocks([quantised(torch.randn(num_out, num_in), "F8_E4M3")], bias, device=device)
+    matrix = quantised(torch.randn(num_out, num_in), "F8_E4M3")
+    weight = kernels.linear.pack_blocks([matrix], bias, device=device)
     assert weight is not None
     known = fp8.dequantised_rows(weight.quantised[0], range(num_out), torch.float32).double()
     for num_rows in (1, 16, 64, 300) if is_gpu else (1, 20, 70):
         x = torch.randn(num_rows, num_in, device=device).bfloat16()
         rows = x.double()
-        check(f"logits of {num_rows} rows", kernels.linear.multiply_exactly(x, weight), rows @ known.t() + bias, 1e-3)
+        logits = kernels.linear.multiply_exactly(x, weight)
+        check(f"logits of {num_rows} rows", logits, rows @ known.t() + bias, 1e-3)
         if num_rows > fp8.MAX_ROWS and is_gpu:  # rows are rounded too
             codes, scales = fp8.round_rows(x)
             if not fp8._has_scaled_products(x.device):
@@ -229,7 +232,8 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
                 continue
             check("rounded rows", codes.float() * scales, rows, 4e-2)
             rows = codes.double() * scales
-        check(f"a product of {num_rows} rows", kernels.linear.multiply(x, weight), rows @ known.t() + bias, 1e-2)
+        product = kernels.linear.multiply(x, weight)
+        check(f"a product of {num_rows} rows", product, rows @ known.t() + bias, 1e-2)
     num, length, num_heads, num_kv_heads, head_dim = 4, 300 if is_gpu else 80, 8, 2, 128
     slots = np.random.default_rng(0).permutation(num * length).astype(np.int32).reshape(num, length)
     kv = 3 * torch.randn(num * length, num_heads + 2 * num_kv_heads, head_dim, device=device).bfloat16()
@@ -239,12 +243,13 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     stored = kv[:, num_heads:].view(-1, 2, num_kv_heads, head_dim).float().to(pool.dtype)
     if not torch.equal(stored.view(torch.uint8), pool.view(torch.uint8)):
         wrong.append("keys and values that are stored")
+    attention, rule = kernels.attention, AttentionRule(head_dim**-0.5)
     for query_len in (1, 40):
         counts = np.full(num, query_len)
         batch = AttentionBatch(slots, np.arange(num), counts, np.full(num, length), None)
         q = torch.randn(num * query_len, num_heads, head_dim, device=device).bfloat16()
         results = [
-            kernels.attention(q, each, kernels.plan_attention(batch, each.dtype, device), head_dim**-0.5)
+            attention.attend(q, each, attention.plan(batch, each.dtype, device), rule)
             for each in (pool, pool.bfloat16())
         ]
         check(f"attention of {query_len} rows", results[0], results[1].double(), 1e-2)

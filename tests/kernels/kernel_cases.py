@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentflow.kernels import native_library, native_ops, torch_ops
+from agentflow.kernels.attention.backend import AttentionRule
+from agentflow.kernels.attention.shared_runs import with_trees as requests_and_trees
 from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
 from agentflow.kernels.native_library import LEVELS, cpu_flags
-from agentflow.kernels.shared_runs import with_trees as requests_and_trees
 
 FOREIGN = 2**31 - 1
 """The value of req_to_token where no token is: reading a slot of this number fails immediately."""
@@ -307,6 +308,7 @@ def in_both_directions(case: Case, seed: int) -> Case:
 
 SCALE = 0.3
 """Of the scores in all cases."""
+RULE = AttentionRule(SCALE)
 EXP_ERROR = {torch.float32: 2e-7, torch.float16: 2e-7, torch.bfloat16: 5e-5}
 """The relative error of a weight before it is rounded. Polynomials are shorter where bfloat16 follows."""
 

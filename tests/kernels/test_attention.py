@@ -15,6 +15,7 @@ from kernel_cases import (
     FOREIGN,
     IN_ORDER,
     QUICK_KERNELS,
+    RULE,
     SAME_EXAMPLES,
     SCALE,
     Case,
@@ -34,7 +35,9 @@ from kernel_cases import (
 from support.examples import examples
 
 from agentflow.kernels import reference_ops, torch_ops
-from agentflow.kernels.attention_plan import AttentionPlan, Group, plan_attention
+from agentflow.kernels.attention import torch_attention
+from agentflow.kernels.attention.group_attention import attend_dense
+from agentflow.kernels.attention.groups import AttentionPlan, Group, plan_groups
 from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.ops import Kernels
 
@@ -51,7 +54,7 @@ SHARES_50 = {"least_saving": 50}
 
 def planned(case: Case, rows: Rows | None = None, **limits: int) -> AttentionPlan:
     """The plan of torch's kernels."""
-    return plan_attention(batch_of(case, rows), case.q.dtype, case.q.device, **limits)
+    return plan_groups(batch_of(case, rows), case.q.dtype, case.q.device, **limits)
 
 
 def assert_attends(kernels: Kernels, case: Case, rows: Rows | None = None, **limits: int) -> None:
@@ -59,8 +62,8 @@ def assert_attends(kernels: Kernels, case: Case, rows: Rows | None = None, **lim
     if kernels is torch_ops:
         plan = planned(case, rows, **limits)
     else:
-        plan = kernels.plan_attention(batch_of(case, rows), case.q.dtype, case.q.device)
-    assert_exact(kernels.attention(case.q, case.kv_layer, plan, SCALE), case, rows)
+        plan = kernels.attention.plan(batch_of(case, rows), case.q.dtype, case.q.device)
+    assert_exact(kernels.attention.attend(case.q, case.kv_layer, plan, RULE), case, rows)
 
 
 def stretched(batch: list[Shape], times: int) -> list[Shape]:
@@ -159,14 +162,14 @@ def test_segments_of_an_encoder(
         qkv = torch.cat((case.q[:, None], kv), dim=1)
         queries, kv = qkv[first:end, 0], qkv[:, 1:]
     exact = exact_attention(case)
-    found = kernels.segment_attention(queries, kv, starts, first, SCALE)
+    found = kernels.attention.attend_segments(queries, kv, starts, first, SCALE)
     assert Exact(exact.out[first:end], exact.bound[first:end]).excess(found) <= 1
 
 
 @given(batches(), st.integers(0, 1000))
 def test_dense_attention_of_gpus_equals_float64(batch: Batch, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_ops, "attend", torch_ops.attend_dense)
+        patch.setattr(torch_attention, "attend", attend_dense)
         made = make_case(batch[0], seed=seed)
         assert_attends(torch_ops, *with_trees(made, batch[1], seed), least_saving=10)
 
@@ -212,8 +215,8 @@ def test_scores_of_any_size_give_weights(kernels: Kernels) -> None:
 def test_a_row_of_infinite_keys_is_lost_alone(kernels: Kernels) -> None:
     case = make_case([Shape(-1, 0, 30, 1), Shape(-1, 0, 40, 1)])
     case.kv_layer[case.req_to_token[case.req_rows[0], 7]] = math.nan
-    plan = kernels.plan_attention(batch_of(case), case.q.dtype, case.q.device)
-    out = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    plan = kernels.attention.plan(batch_of(case), case.q.dtype, case.q.device)
+    out = kernels.attention.attend(case.q, case.kv_layer, plan, RULE)
     assert out[0].isnan().all()
     exact = exact_attention(case)
     assert ((out[1].double() - exact.out[1]).abs() <= exact.bound[1]).all()
@@ -266,10 +269,10 @@ def test_f36a_a_row_is_the_same_in_any_company_and_chunk(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
     )
-    plan = kernels.plan_attention(batch_of(case), dtype, case.q.device)
+    plan = kernels.attention.plan(batch_of(case), dtype, case.q.device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: data.draw(st.integers(1, 3)))
-        expected = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+        expected = kernels.attention.attend(case.q, case.kv_layer, plan, RULE)
     first_rows = np.cumsum(case.query_lens) - case.query_lens
     members = data.draw(st.lists(st.sampled_from(range(len(batch))), min_size=1, unique=True))
     begins = [data.draw(st.integers(0, case.query_lens[m] - 1)) for m in members]
@@ -284,8 +287,8 @@ def test_f36a_a_row_is_the_same_in_any_company_and_chunk(
         case.kv_lens[members] - case.query_lens[members] + ends,
         None,
     )
-    plan = kernels.plan_attention(part, dtype, case.q.device)
-    assert torch.equal(kernels.attention(case.q[rows], case.kv_layer, plan, SCALE), expected[rows])
+    plan = kernels.attention.plan(part, dtype, case.q.device)
+    assert torch.equal(kernels.attention.attend(case.q[rows], case.kv_layer, plan, RULE), expected[rows])
 
 
 @IN_ORDER
@@ -299,15 +302,15 @@ def test_f36b_a_short_prefix_that_many_share_changes_no_bit(
         *[Shape(0, shared, shared + own + i % 3, 1) for i in range(num_requests)],
     ]
     case = make_case(made, seed=seed, dtype=torch.bfloat16, num_heads=6, num_kv_heads=2, head_dim=64)
-    plan = kernels.plan_attention(batch_of(case), torch.bfloat16, case.q.device)
-    together = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    plan = kernels.attention.plan(batch_of(case), torch.bfloat16, case.q.device)
+    together = kernels.attention.attend(case.q, case.kv_layer, plan, RULE)
     for r in (0, num_requests // 2, num_requests):
         one = slice(r, r + 1)
         alone = AttentionBatch(
             case.req_to_token, case.req_rows[one], case.query_lens[one], case.kv_lens[one], None
         )
-        plan = kernels.plan_attention(alone, torch.bfloat16, case.q.device)
-        assert torch.equal(kernels.attention(case.q[one], case.kv_layer, plan, SCALE), together[one])
+        plan = kernels.attention.plan(alone, torch.bfloat16, case.q.device)
+        assert torch.equal(kernels.attention.attend(case.q[one], case.kv_layer, plan, RULE), together[one])
 
 
 def sizes(groups: Sequence[Group]) -> list[tuple[int, int, int]]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import SCALE, Shape, Tree, assert_exact, batch_of, batches, make_case, with_trees
+from kernel_cases import RULE, SCALE, Shape, Tree, assert_exact, batch_of, batches, make_case, with_trees
 
 from agentflow.engine.models.weights.quantising import quantised
 from agentflow.kernels import torch_ops
+from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.inputs import LinearWeight
-from agentflow.kernels.masked_attention import AttentionRule
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
@@ -282,8 +282,8 @@ def test_f42q_attention_over_8_bit_floats_equals_float64(
     case, rows = with_trees(make_case(batch[0], seed=seed, dtype=dtype, **sizes), batch[1], seed)
     pool = fp8_pool(case.kv_layer)
     known = replace(case, kv_layer=pool.to(dtype))
-    plan = triton_ops.plan_attention(batch_of(case, rows), dtype, DEVICE)
-    assert_exact(triton_ops.attention(case.q.to(DEVICE), pool.to(DEVICE), plan, SCALE).cpu(), known, rows)
+    plan = triton_ops.attention.plan(batch_of(case, rows), dtype, DEVICE)
+    assert_exact(triton_ops.attention.attend(case.q.to(DEVICE), pool.to(DEVICE), plan, RULE).cpu(), known, rows)
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -296,9 +296,9 @@ def test_f42q_rules_of_attention_apply_to_8_bit_floats(window: int, head_dim: in
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).to(DEVICE)
     results = []
     for kv_layer in (pool, pool.bfloat16()):
-        plan = triton_ops.plan_attention(batch_of(case, None), torch.bfloat16, DEVICE)
+        plan = triton_ops.attention.plan(batch_of(case, None), torch.bfloat16, DEVICE)
         q = case.q.to(DEVICE)
-        results.append(triton_ops.ruled_attention(q, kv_layer.to(DEVICE), plan, rule, sinks).cpu().float())
+        results.append(triton_ops.attention.attend(q, kv_layer.to(DEVICE), plan, rule, sinks).cpu().float())
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
 
 

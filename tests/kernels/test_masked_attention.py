@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kernel_cases import (
     NATIVE_PARAMS,
     Case,
-    NativeAt,
     Rows,
     Shape,
     Tree,
@@ -26,7 +25,10 @@ from kernel_cases import (
     with_trees,
 )
 
-from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
+from agentflow.kernels import reference_ops, torch_ops
+from agentflow.kernels.attention.backend import AttentionRule
+from agentflow.kernels.attention.groups import MaskedPlans
+from agentflow.kernels.ops import Kernels
 
 CPU = torch.device("cpu")
 RULES = st.builds(
@@ -37,13 +39,18 @@ RULES = st.builds(
 )
 
 
+ON_CPU = [
+    pytest.param(reference_ops, id="reference"),
+    pytest.param(torch_ops, id="torch"),
+    *NATIVE_PARAMS,
+]
 try:
     from agentflow.kernels import triton_ops
     from agentflow.kernels.triton_ops import units
 except ImportError:  # for x86-64 and Linux
-    IMPLEMENTATIONS: list[Any] = ["torch", *NATIVE_PARAMS]
+    IMPLEMENTATIONS: list[Any] = ON_CPU
 else:
-    IMPLEMENTATIONS = ["torch", *NATIVE_PARAMS, pytest.param("triton", marks=pytest.mark.gpu)]
+    IMPLEMENTATIONS = [*ON_CPU, pytest.param(triton_ops, id="triton", marks=pytest.mark.gpu)]
 
 
 def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None) -> Any:
@@ -61,30 +68,21 @@ def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torc
 
 
 def all_attended(
-    implementation: str | NativeAt,
-    case: Case,
-    rows: Rows | None,
-    rule: AttentionRule,
-    sinks: torch.Tensor | None,
+    kernels: Kernels, case: Case, rows: Rows | None, rule: AttentionRule, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    batch = batch_of(case, rows)
-    if isinstance(implementation, NativeAt):
-        return implementation.ruled_attention(case.q, case.kv_layer, batch, rule, sinks)
-    if implementation == "torch":
-        plan = MaskedPlans(batch, CPU).of(rule.window)
-        return masked_attention(case.q, case.kv_layer, plan, rule, sinks)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = triton_ops.plan_attention(batch, case.q.dtype, device)
+    is_on_gpu = kernels is globals().get("triton_ops") and torch.cuda.is_available()
+    device = torch.device("cuda" if is_on_gpu else "cpu")
+    plan = kernels.attention.plan(batch_of(case, rows), case.q.dtype, device)
     q, kv_layer = case.q.to(device), case.kv_layer.to(device)
     sinks = None if sinks is None else sinks.to(device)
-    return triton_ops.ruled_attention(q, kv_layer, plan, rule, sinks).cpu()
+    return kernels.attention.attend(q, kv_layer, plan, rule, sinks).cpu()
 
 
 def assert_windows(
-    implementation: str | NativeAt, case: Case, rows: Rows | None, rule: AttentionRule, has_sinks: bool
+    kernels: Kernels, case: Case, rows: Rows | None, rule: AttentionRule, has_sinks: bool
 ) -> None:
     sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
-    found = all_attended(implementation, case, rows, rule, sinks)
+    found = all_attended(kernels, case, rows, rule, sinks)
     causal = seen_by_all(replace(case, both_ways=None), rows)
     for row, slots in enumerate(seen_by_all(case, rows)):
         first = max(0, len(causal[row]) - rule.window) if rule.window else 0
@@ -93,10 +91,10 @@ def assert_windows(
         torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["torch", *NATIVE_PARAMS])
+@pytest.mark.parametrize("kernels", ON_CPU)
 @given(batches(), RULES, st.booleans(), st.integers(0, 1000), st.booleans())
 def test_each_row_sees_its_window(
-    implementation: str | NativeAt,
+    kernels: Kernels,
     made: tuple[list[Shape], list[Tree]],
     rule: AttentionRule,
     has_sinks: bool,
@@ -105,7 +103,7 @@ def test_each_row_sees_its_window(
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
     case = in_both_directions(case, seed) if both_ways else case
-    assert_windows(implementation, case, rows, rule, has_sinks)
+    assert_windows(kernels, case, rows, rule, has_sinks)
 
 
 @pytest.mark.gpu
@@ -116,21 +114,21 @@ def test_each_row_sees_its_window_on_a_gpu(
     made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
-    assert_windows("triton", case, rows, rule, has_sinks)
+    assert_windows(triton_ops, case, rows, rule, has_sinks)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("head_dim", "window"), [(8, 70), (96, 0), (96, 130), (264, 70), (264, 0)])
 def test_windows_over_long_contexts(
-    implementation: str | NativeAt, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a shared prefix, a chunk, and segments of keys, some outside of the windows of some rows."""
-    if implementation == "triton":
+    if kernels is globals().get("triton_ops"):
         monkeypatch.setattr(units, "LEAST_SAVING", 10)
         monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
     batch = [Shape(-1, 0, 300, 1), Shape(0, 200, 250, 1), Shape(0, 200, 230, 20), Shape(-1, 0, 5, 1)]
     case = make_case(batch, head_dim=head_dim)
-    assert_windows(implementation, case, None, AttentionRule(0.1, window, 2.0), has_sinks=True)
+    assert_windows(kernels, case, None, AttentionRule(0.1, window, 2.0), has_sinks=True)
 
 
 def test_a_batch_of_one_decoding_row_gathers_only_its_window() -> None:

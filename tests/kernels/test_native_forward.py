@@ -241,7 +241,7 @@ class Step:
     def run(self, model: Decoder, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states, and the pool after them."""
         pool = self._pool(model.weights)
-        plan = kernels.plan_attention(self.batch, self.kv.dtype, CPU)
+        plan = kernels.attention.plan(self.batch, self.kv.dtype, CPU)
         hidden = model.forward(self._given(pool, plan))
         return hidden, torch.stack(pool.layers)
 
@@ -250,12 +250,12 @@ class Step:
         states."""
         pool = self._pool(model.weights)
         assert model.whole_forward is not None
-        plan = native_ops.plan_attention(self.batch, self.kv.dtype, CPU)
+        plan = native_ops.attention.plan(self.batch, self.kv.dtype, CPU)
         return model.whole_forward.start_hidden(self._given(pool, plan))
 
     def choose(self, model: Decoder, kernels: Kernels, choice: ChoiceRows) -> list[int]:
         """The tokens of the wanted rows."""
-        pool, plan = self._pool(model.weights), kernels.plan_attention(self.batch, self.kv.dtype, CPU)
+        pool, plan = self._pool(model.weights), kernels.attention.plan(self.batch, self.kv.dtype, CPU)
         given = self._given(pool, plan)
         if model.whole_forward is not None:
             return model.whole_forward.start_tokens(given, choice)().tolist()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kernel_cases import Shape, Tree, batch_of, batches, make_case, shapes, with_trees
 from numpy.typing import NDArray
 
+from agentflow.kernels.attention.shared_runs import SharedRun, shared_runs
+from agentflow.kernels.attention.shared_runs import with_trees as requests_and_trees
 from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.shared_runs import SharedRun, shared_runs
-from agentflow.kernels.shared_runs import with_trees as requests_and_trees
 
 IntArray = NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     FOREIGN,
-    SCALE,
+    RULE,
     Case,
     Rows,
     Shape,
@@ -57,8 +57,8 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attended(case: Case, rows: Rows | None, *, has_table: bool = False) -> torch.Tensor:
     batch = batch_of(case, rows)
-    plan = triton_ops.plan_attention(with_table(batch) if has_table else batch, case.q.dtype, DEVICE)
-    return triton_ops.attention(case.q.to(DEVICE), case.kv_layer.to(DEVICE), plan, SCALE).cpu()
+    plan = triton_ops.attention.plan(with_table(batch) if has_table else batch, case.q.dtype, DEVICE)
+    return triton_ops.attention.attend(case.q.to(DEVICE), case.kv_layer.to(DEVICE), plan, RULE).cpu()
 
 
 def with_table(batch: AttentionBatch) -> AttentionBatch:
@@ -209,21 +209,21 @@ def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(0, 100), st.integers(0, 1000))
 def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) -> None:
     """One batch after another, with rows that round the number up: nothing of an earlier batch remains."""
-    plans = triton_ops.static_plans((2, 8), 4, 2, DEVICE)
+    plans = triton_ops.attention.static_plans((2, 8), 4, 2, DEVICE)
     first = max(lens[0], shared)
     for batch in (
         [Shape(-1, 0, first, 1), *(Shape(0, shared, shared + length, 1) for length in lens[1:])],
         [Shape(-1, 0, lens[-1], 1)],
     ):
         case = make_case(batch, seed=seed)
-        plan = triton_ops.plan_attention(with_table(batch_of(case, None)), torch.float32, DEVICE)
+        plan = triton_ops.attention.plan(with_table(batch_of(case, None)), torch.float32, DEVICE)
         form = plans.update(plan)
         assert form is not None
         assert form.num_rows == (2 if len(batch) <= 2 else 8)
         q = torch.zeros(form.num_rows, 4, 8, device=DEVICE)
         q[: len(batch)] = case.q.to(DEVICE)
         kv_layer = case.kv_layer.to(DEVICE)
-        result = triton_ops.attention(q, kv_layer, plans.capture_with(form, plan), SCALE)[: len(batch)]
+        result = triton_ops.attention.attend(q, kv_layer, plans.capture_with(form, plan), RULE)[: len(batch)]
         assert_exact(result.cpu(), case)
 
 
@@ -233,10 +233,10 @@ def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) 
     ids=["a chunk", "too many rows", "no table on the device"],
 )
 def test_f42b_batches_without_a_form(batch: list[Shape], has_table: bool) -> None:
-    plans = triton_ops.static_plans((2, 8), 4, 2, DEVICE)
+    plans = triton_ops.attention.static_plans((2, 8), 4, 2, DEVICE)
     made = batch_of(make_case(batch))
     made = with_table(made) if has_table else made
-    assert plans.update(triton_ops.plan_attention(made, torch.float32, DEVICE)) is None
+    assert plans.update(triton_ops.attention.plan(made, torch.float32, DEVICE)) is None
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -355,7 +355,7 @@ def test_f42d_a_whole_model_computes_what_it_computes_on_torch_kernels() -> None
             slots = table[np.repeat(np.arange(3), counts), positions].astype(np.int64)
             cached = cached + counts
             batch = AttentionBatch(table, np.arange(3), counts, cached, None)
-            plan = kernels.plan_attention(batch, torch.float32, device)
+            plan = kernels.attention.plan(batch, torch.float32, device)
             tokens = rng.integers(0, 100, len(positions))
             with torch.inference_mode():
                 given = ForwardInput(tokens, positions, slots, pool, plan, np.cumsum(counts) - 1)
@@ -378,7 +378,7 @@ def test_f42d_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pyte
         for place in range(400):
             batch = AttentionBatch(table, 0 * one, one, one + place, None)
             with torch.inference_mode():
-                plan = triton_ops.plan_attention(batch, torch.bfloat16, DEVICE)
+                plan = triton_ops.attention.plan(batch, torch.bfloat16, DEVICE)
                 given = ForwardInput(one * (place % 97), one * place, one * place, pool, plan, 0 * one)
                 hidden.append(model.forward(given).clone())
         outputs.append(torch.cat(hidden).cpu())

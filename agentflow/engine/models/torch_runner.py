@@ -62,7 +62,7 @@ def forward_input_of(
     """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, on the model's
     device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``. ``features``: of the batch's media.
     ``table``: as ``AttentionBatch.device_table``."""
-    plan = kernels.plan_attention(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
+    plan = kernels.attention.plan(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
     rows, media, token_ids, positions = batch.sampled.rows, batch.media, batch.token_ids, batch.positions
     given = None
     if media is not None:

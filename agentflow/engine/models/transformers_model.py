@@ -2,7 +2,7 @@
 
 transformers computes everything except attention: its models call the attention function that their config
 selects. The function registered here writes keys and values to the pool and attends to it
-(``kernels.masked_attention``). This is slower than a family: weights are not packed, and each layer runs in
+(``attention.masked_attention``). This is slower than a family: weights are not packed, and each layer runs in
 Python.
 
 A model can run this way if only attention combines its tokens, with the same number and size of KV heads in
@@ -27,8 +27,10 @@ from torch import Tensor
 
 from agentflow.engine.models.config import RawConfig, architectures_of, end_token_ids, read_folder
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.attention.backend import AttentionRule
+from agentflow.kernels.attention.groups import MaskedPlans
+from agentflow.kernels.attention.masked_attention import masked_attention
 from agentflow.kernels.inputs import ForwardInput, IntArray
-from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
 
 logger = logging.getLogger(__name__)

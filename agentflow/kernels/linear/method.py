@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +12,22 @@ from agentflow.kernels.activations import Activation
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight, LowRank
 
 
-class LinearMethod(Protocol):
+class LinearMethod(ABC):
     """Packs weights, and multiplies rows with weights that it has packed. T is the number of rows.
 
     Sums are computed in float32. In bfloat16, each result named here is rounded where transformers' eager
     modules round it, so that both accumulate the same error.
     """
 
-    @property
-    def block_types(self) -> Sequence[str]:
-        """The types of blocks that ``pack_blocks`` accepts."""
+    block_types: Sequence[str] = ()
+    """The types of blocks that ``pack_blocks`` accepts."""
 
     def has_fp8(self, device: torch.device) -> bool:
         """Whether weights (blocks of the type "F8_E4M3") and the KV pool may be 8-bit floats on a device,
         ``torch.float8_e4m3fn``. Keys and values have no scales then: larger numbers than 448 become 448."""
+        return False
 
+    @abstractmethod
     def pack(
         self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
     ) -> LinearWeight:
@@ -45,14 +46,18 @@ class LinearMethod(Protocol):
         """Lays out matrices with the same input as one stacked weight for all products, without dequantising
         them. Returns None if this implementation cannot, which may happen if the types differ. ``bias``: in
         the model's dtype. ``device``: of the weight; None: the CPU."""
+        return None
 
+    @abstractmethod
     def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
         """Lays out ``weight`` [vocabulary, hidden_size] for ``embed``. ``head``: the weight from ``pack`` of
         the same matrix, if they are tied; the result may share its memory."""
 
+    @abstractmethod
     def embed(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
         """Returns the rows ``token_ids`` [T] of ``weight``, as ``dtype``: [T, hidden_size]."""
 
+    @abstractmethod
     def multiply(
         self,
         x: Tensor,
@@ -76,11 +81,14 @@ class LinearMethod(Protocol):
 
     def add_product(self, hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
         """Adds the rounded product of x to ``hidden`` [T, out], which is contiguous."""
+        hidden.add_(self.multiply(x, weight))
 
+    @abstractmethod
     def multiply_exactly(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """Returns the product as float32 with at least 16 significant bits. For logits: in bfloat16, close
         ones would tie."""
 
+    @abstractmethod
     def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
         """Returns the sum that low-rank changes add to the product of x with a weight of ``num_out`` outputs:
         [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded.

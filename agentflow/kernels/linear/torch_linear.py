@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.activations import Activation, activated
-from agentflow.kernels.inputs import BlockMatrix, LinearWeight, LowRank
+from agentflow.kernels.inputs import LinearWeight, LowRank
+from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.native_library import cpu_flags
 
 
@@ -20,13 +21,8 @@ def _multiplies_bfloat16() -> bool:
     return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
-class TorchLinear:
+class TorchLinear(LinearMethod):
     """``LinearMethod`` in torch operations."""
-
-    block_types: Sequence[str] = ()
-
-    def has_fp8(self, device: torch.device) -> bool:
-        return False
 
     def pack(
         self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
@@ -35,16 +31,6 @@ class TorchLinear:
         if exact_output and weight.device.type == "cpu":  # a CPU's products have the dtype of their operands
             weight = weight.float()
         return LinearWeight(weight.t(), None, bias, shape, is_gated=gated)
-
-    def pack_blocks(
-        self,
-        parts: Sequence[BlockMatrix],
-        bias: Tensor | None,
-        *,
-        gated: bool = False,
-        device: torch.device | None = None,
-    ) -> LinearWeight | None:
-        return None
 
     def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
         return LinearWeight(weight.t(), None, None, (weight.shape[0], weight.shape[1]))
@@ -68,9 +54,6 @@ class TorchLinear:
             product = torch.nn.functional.linear(x, weight.transposed.t(), weight.bias)
         product = product if added is None else product.add_(added)
         return product if activation is None else activated(product, activation, is_gated=weight.is_gated)
-
-    def add_product(self, hidden: Tensor, x: Tensor, weight: LinearWeight) -> None:
-        hidden.add_(self.multiply(x, weight))
 
     def multiply_exactly(self, x: Tensor, weight: LinearWeight) -> Tensor:
         assert weight.transposed is not None

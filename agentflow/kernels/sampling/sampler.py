@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +11,16 @@ from torch import Tensor
 from agentflow.kernels.inputs import ChoiceRows
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """Chooses tokens where the logits are. A step reads their ids from the device once, at its end."""
 
     def stage(self, rows: ChoiceRows, device: torch.device) -> Any:
         """Prepares ``choose`` on a device: queues one copy of the parameters on the current stream and does
         not wait for it. Any time before ``choose`` will do, such as before the forward pass is launched. On a
         CPU ``rows`` must not change until then."""
+        return rows
 
+    @abstractmethod
     def choose(self, logits: Tensor, staged: Any) -> Tensor:
         """Chooses one token per row of ``logits`` [S, vocabulary] float32. A row with a target gets the
         target. With temperature 0 a row gets the likeliest token that its mask allows, the lowest id of

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from agentflow.kernels.inputs import ChoiceRows, FloatArray, IntArray
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.sampling.token_weights import WEIGHT_BITS, scale_factors, whole_weights
 
 _HEAD_SIZE = 1024
 """The number of likeliest tokens that are sorted first; a nucleus is rarely larger."""
 
 
-class TorchSampler:
+class TorchSampler(Sampler):
     """``Sampler`` in torch operations."""
-
-    def stage(self, rows: ChoiceRows, device: torch.device) -> ChoiceRows:
-        return rows
 
     def choose(self, logits: Tensor, staged: ChoiceRows) -> Tensor:
         rows, logits = staged, _masked(logits, staged)

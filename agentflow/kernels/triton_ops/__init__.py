@@ -2,7 +2,7 @@
 for tests.
 
 ``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
-``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
+``paged_attention`` computes them, for ``triton_attention``. ``row_ops`` has norms, rotary embeddings and the activation;
 ``one_row`` multiplies one row with a dense weight, ``quantised`` any rows with weights in blocks, ``fp8``
 with weights in 8-bit floats, ``split_products`` is what these two share, and ``triton_linear`` chooses among
 them and torch's products; ``triton_sampler`` chooses tokens. ``interpreted`` has the products and the rounding
@@ -11,38 +11,28 @@ that all kernels share, and ``early_start`` their launch before the kernel in fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.inputs import (
-    MAX_HEAD_DIM,
-    AttentionBatch,
-    ChoiceRows,
-    LinearWeight,
-)
-from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
+from agentflow.kernels.inputs import ChoiceRows, LinearWeight
 from agentflow.kernels.torch_ops import layer_norm as layer_norm
-from agentflow.kernels.torch_ops import segment_attention as segment_attention
-from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
-from agentflow.kernels.triton_ops.paged_attention import attend
 from agentflow.kernels.triton_ops.row_ops import add_rms_norm as add_rms_norm
 from agentflow.kernels.triton_ops.row_ops import rms_norm as rms_norm
 from agentflow.kernels.triton_ops.row_ops import rope_and_write as rope_and_write
 from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
+from agentflow.kernels.triton_ops.triton_attention import TritonAttention
 from agentflow.kernels.triton_ops.triton_linear import TritonLinear
 from agentflow.kernels.triton_ops.triton_sampler import TritonSampler
-from agentflow.kernels.triton_ops.units import find_groups
 
 IS_INTERPRETED: bool = INTERPRETED.value
 """Whether Triton's interpreter runs the kernels."""
 QUEUES_WORK = True
 sampler = TritonSampler()
 linear = TritonLinear()
+attention = TritonAttention()
 
 
 def check(device: torch.device) -> None:
@@ -56,44 +46,6 @@ def check(device: torch.device) -> None:
     rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
     if not is_right or sampler.choose(logits, sampler.stage(rows, device)).tolist() != [7]:
         raise RuntimeError("a kernel computes another result than it should")
-
-
-def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:
-    table, rows, groups = batch.req_to_token, batch.req_rows, find_groups(batch)
-    masked = MaskedPlans(batch, device)
-    return TritonPlan(
-        *(table, rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}, masked),
-        both_ways=batch.both_ways,
-        shared=batch.shared,
-        device_table=batch.device_table,
-    )
-
-
-def attention(q: Tensor, kv_layer: Tensor, plan: TritonPlan, scale: float) -> Tensor:
-    return ruled_attention(q, kv_layer, plan, AttentionRule(scale))
-
-
-def ruled_attention(
-    q: Tensor, kv_layer: Tensor, plan: TritonPlan, rule: AttentionRule, sinks: Tensor | None = None
-) -> Tensor:
-    num_heads, num_kv_heads, window = q.shape[1], kv_layer.shape[2], rule.window
-    is_deep = window > 0 and plan.trees is not None and int(plan.trees.path_lens.max()) > window
-    # Units do not count the keys of a tree by their depth, and know no later keys.
-    if is_deep or q.shape[2] > MAX_HEAD_DIM or plan.both_ways is not None:
-        return masked_attention(q, kv_layer, plan.masked.of(window), rule, sinks)
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    return attend(q, kv_layer, plan.units(num_heads, num_kv_heads, window), rule.scale, rule.cap, sinks)
-
-
-def static_plans(
-    num_rows: Sequence[int],
-    num_heads: int,
-    num_kv_heads: int,
-    device: torch.device,
-    windows: Sequence[int] = (0,),
-) -> StaticPlans:
-    return StaticPlans(num_rows, num_heads, num_kv_heads, device, windows)
 
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:

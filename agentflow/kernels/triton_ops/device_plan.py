@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentflow.kernels.attention.groups import MaskedPlans
 from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.masked_attention import MaskedPlans
 from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut, joined_slots
 from agentflow.kernels.uploads import ALIGNMENT, upload
 

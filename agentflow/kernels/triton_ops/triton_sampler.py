@@ -29,6 +29,7 @@ from torch import Tensor
 
 from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
+from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.sampling.token_weights import EXP2, LEAST_EXPONENT, WEIGHT_BITS, scale_factors
 from agentflow.kernels.uploads import upload
 
@@ -86,7 +87,7 @@ class StagedChoice:
     is_filtered: bool  # whether any such row has top_k or top_p
 
 
-class TritonSampler:
+class TritonSampler(Sampler):
     """``Sampler`` of the Triton kernels."""
 
     def stage(self, rows: ChoiceRows, device: torch.device) -> StagedChoice:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.kernels.attention.shared_runs import shared_runs, with_trees
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention
-from agentflow.kernels.shared_runs import shared_runs, with_trees
 
 Int32 = NDArray[np.int32]
 

@@ -90,7 +90,7 @@ class Requests:
         slots = table[np.repeat(rows, lens), positions].astype(np.int64)
         self.cached[rows] += lens
         batch = AttentionBatch(table, rows, lens, self.cached[rows], None, device_table=TABLE)
-        plan = self.kernels.plan_attention(batch, torch.float32, CPU)
+        plan = self.kernels.attention.plan(batch, torch.float32, CPU)
         ends = np.cumsum(lens) - 1 if sampled is None else np.array(sampled)
         return self.model.forward(ForwardInput(tokens, positions, slots, self.pool, plan, ends)).clone()
 

@@ -277,7 +277,7 @@ def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Te
     for ids in prompts:
         rows, lens = np.arange(len(ids)), np.array([len(ids)])
         batch = AttentionBatch(np.arange(len(ids), dtype=np.int32)[None], np.array([0]), lens, lens, None)
-        plan = kernels.plan_attention(batch, torch.bfloat16, CPU)
+        plan = kernels.attention.plan(batch, torch.bfloat16, CPU)
         with torch.inference_mode():
             given = ForwardInput(np.array(ids), rows, rows, pool.layers, plan, rows)
             logits.append(model.logits(model.forward(given)))

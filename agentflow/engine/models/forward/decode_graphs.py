@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.attention.backend import AttentionBackend
 from agentflow.kernels.inputs import MAX_HEAD_DIM, AdapterRows, AttentionBatch, ForwardInput
-from agentflow.kernels.ops import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class DecodeGraphs:
 
     Args:
         forward: the forward pass; launches kernels and never waits for the device.
-        kernels: the implementation that ``forward`` uses.
+        attention: the implementation that ``forward`` uses.
         num_heads, num_kv_heads: of all layers.
         windows: of the layers; 0: none.
     """
@@ -109,13 +109,13 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Callable[[DeviceInput], Tensor],
-        kernels: Kernels,
+        attention: AttentionBackend,
         num_heads: int,
         num_kv_heads: int,
         windows: Sequence[int] = (0,),
     ) -> None:
         self._forward = forward
-        self._kernels = kernels
+        self._attention = attention
         self._heads = num_heads, num_kv_heads
         self._windows = windows
         self._plans: Any = None
@@ -133,7 +133,7 @@ class DecodeGraphs:
             return
         one = np.ones(1, dtype=np.int64)
         batch = AttentionBatch(np.zeros((1, 1), dtype=np.int32), 0 * one, one, one, None, device_table=table)
-        plan = self._kernels.plan_attention(batch, kv_layers[0].dtype, kv_layers[0].device)
+        plan = self._attention.plan(batch, kv_layers[0].dtype, kv_layers[0].device)
         began = time.perf_counter()
         for form in self._plans.forms():
             if time.perf_counter() - began > CAPTURE_S or not self._keep(form, kv_layers, plan):
@@ -181,7 +181,7 @@ class DecodeGraphs:
         self._kv_layers, self._table, self._plans = kv_layers, table, None
         if head_dim > MAX_HEAD_DIM:
             return
-        plans = self._kernels.static_plans(NUM_ROWS, *self._heads, device, self._windows)
+        plans = self._attention.static_plans(NUM_ROWS, *self._heads, device, self._windows)
         padding = torch.from_numpy(_PADDING).expand(3, NUM_ROWS[-1])
         self._padding = padding.contiguous().to(device)
         self._arrays = self._padding.clone()

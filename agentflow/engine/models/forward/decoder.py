@@ -10,6 +10,7 @@ from agentflow.engine.models.forward.adapted_products import Products
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, arrays_of, on_device
 from agentflow.engine.models.forward.latent_attention import project, values_of
 from agentflow.engine.models.rope import rope_angles
+from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
     Experts,
@@ -22,12 +23,11 @@ from agentflow.kernels.decoder_weights import (
 )
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import ForwardInput, LinearWeight
-from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
 
 
 class _Batch:
-    """The data that all layers of one forward pass use: tensors of its rows, angles, and attention plans.
+    """The data that all layers of one forward pass use: tensors of its rows, angles, and products.
     ``is_captured``: in a graph, which is replayed for texts of any length."""
 
     def __init__(self, given: DeviceInput, kernels: Kernels, *, is_captured: bool = False) -> None:
@@ -38,7 +38,6 @@ class _Batch:
         self._longest = max(
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
-        self.plans = MaskedPlans(given.plan, self.rows.device)
         self.products = Products(kernels.linear, given.adapters, self.rows.device)
 
     def positions_of(self, rope: Rope) -> Tensor:
@@ -91,7 +90,7 @@ class Decoder:
         # Sums over ranks are not captured in graphs.
         self._is_queued = (
             weights.part is None
-            and (kernels.ruled_attention is not None or not has_rules)
+            and (kernels.QUEUES_WORK or not has_rules)
             and not any(
                 isinstance(layer.qkv, LatentWeights) or isinstance(layer.mlp, Experts) for layer in layers
             )
@@ -134,7 +133,7 @@ class Decoder:
         weights = self.weights
         return DecodeGraphs(
             lambda given: self._forward(_Batch(given, self._kernels, is_captured=True)),
-            self._kernels,
+            self._kernels.attention,
             weights.num_heads,
             weights.num_kv_heads,
             sorted({layer.window for layer in weights.layers}),
@@ -266,14 +265,9 @@ class Decoder:
         return self._kernels.rope_and_write(qkv, *batch.angles[rope], kv_layer, batch.write_slots)
 
     def _attended(self, layer: LayerWeights, queries: Tensor, batch: _Batch, kv_layer: Tensor) -> Tensor:
-        kernels, plan, window = self._kernels, batch.given.plan, batch.window(layer)
-        scale, cap = self.weights.attention_scale, self.weights.attention_cap
-        if not window and not cap and layer.sinks is None:
-            return kernels.attention(queries, kv_layer, plan, scale)
-        rule = AttentionRule(scale, window, cap)
-        if kernels.ruled_attention is not None:
-            return kernels.ruled_attention(queries, kv_layer, plan, rule, layer.sinks)
-        return masked_attention(queries, kv_layer, batch.plans.of(window), rule, layer.sinks)
+        weights, attention = self.weights, self._kernels.attention
+        rule = AttentionRule(weights.attention_scale, batch.window(layer), weights.attention_cap)
+        return attention.attend(queries, kv_layer, batch.given.plan, rule, layer.sinks)
 
     def _mlp(self, mlp: Mlp | Experts, x: Tensor, products: Products, layer: int) -> Tensor:
         if isinstance(mlp, Mlp):

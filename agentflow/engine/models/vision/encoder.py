@@ -115,7 +115,7 @@ class Encoder:
         is_windowed = index in self.shape.windowed and rows.windows is not None
         starts = rows.windows if is_windowed and rows.windows is not None else rows.starts
         queries, kv, scale = rows.qkv[first:end, 0], rows.qkv[:, 1:], self.shape.head_dim**-0.5
-        attended = self._kernels.segment_attention(queries, kv, starts, first, scale)
+        attended = self._kernels.attention.attend_segments(queries, kv, starts, first, scale)
         self._kernels.linear.add_product(hidden, attended, layer.output)
         normed = apply_norm(hidden, layer.mlp_norm, self._kernels)
         inner = self._kernels.linear.multiply(normed, layer.up, activation=self.shape.activation)

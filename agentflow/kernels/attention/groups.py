@@ -1,4 +1,4 @@
-"""Plans the attention of a batch for ``torch_ops`` and ``masked_attention``, once for all layers.
+"""Plans the attention of a batch for torch, once for all layers.
 
 The keys of a request are runs that it shares with other requests, and a tail. A shared run is read once for
 the rows of all its requests, and merged with their tails by log-sum-exp (the idea of Hydragen, arXiv
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.attention.shared_runs import shared_runs, with_trees
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention, tree_block
-from agentflow.kernels.shared_runs import shared_runs, with_trees
 
 LEAST_SAVING = 1000
 """A run is shared if this saves at least this number of reads: about the cost of one more group per layer."""
@@ -43,9 +43,27 @@ class AttentionPlan(AttentionBatch):
 
     tails: Sequence[Group]  # every row is in exactly one
     shared_groups: Sequence[Group]  # a row may be in several
+    masked: MaskedPlans  # for layers with windows, capped scores or sinks
 
 
-def plan_attention(
+class MaskedPlans:
+    """The groups of a batch without shared runs, made once for each window."""
+
+    def __init__(self, batch: AttentionBatch, device: torch.device) -> None:
+        self._batch = batch
+        self._device = device
+        self._plans: dict[int, Sequence[Group]] = {}
+
+    def of(self, window: int) -> Sequence[Group]:
+        """The plan for this window, in tokens; 0: no limit."""
+        if window not in self._plans:
+            num_trees = 0 if self._batch.trees is None else len(self._batch.trees.req_rows)
+            starts = np.zeros(len(self._batch.req_rows) + num_trees, dtype=np.int64)
+            self._plans[window] = plan_tails(self._batch, starts, torch.float32, self._device, window=window)
+        return self._plans[window]
+
+
+def plan_groups(
     batch: AttentionBatch,
     dtype: torch.dtype,
     device: torch.device,
@@ -77,6 +95,7 @@ def plan_attention(
     tails = plan_tails(batch, starts, dtype, device, max_gathered=max_gathered)
     return AttentionPlan(
         *(table, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, tails, groups),
+        MaskedPlans(batch, device),
         both_ways=batch.both_ways,
     )
 

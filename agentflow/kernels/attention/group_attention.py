@@ -1,0 +1,75 @@
+"""The attention of one group of rows to the slots that they see, with torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from agentflow.kernels.attention.groups import Group
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+def attend_group(
+    q: Tensor, kv_layer: Tensor, group: Group, scale: float, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """Attends from each chunk of N to its slots. The L rows of the query heads that share a KV head are the
+    queries of one product, so that K and V are read once for them. Returns float32 [N * L, heads, head_dim],
+    and the log-sum-exp of the scores, [N * L, heads]."""
+    _, _, num_kv_heads, head_dim = kv_layer.shape
+    n, num_heads = group.num_chunks, q.shape[1]
+    queries_per_head = num_heads // num_kv_heads
+    kv = _gathered(kv_layer, group.slots, q.dtype).view(n, -1, 2, num_kv_heads, head_dim)
+    queries = q.index_select(0, group.rows).view(n, -1, num_kv_heads, queries_per_head, head_dim)
+    queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
+    mask = None if group.mask is None else group.mask.repeat(1, 1, queries_per_head, 1)
+    out, lse = attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2), mask, scale)
+    out = out.reshape(n, num_heads, -1, head_dim).transpose(1, 2)
+    lse = lse.reshape(n, num_heads, -1).transpose(1, 2)
+    return out.reshape(-1, num_heads, head_dim).float(), lse.reshape(-1, num_heads)
+
+
+def _gathered(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the keys and values of some slots, 8-bit floats in ``dtype``."""
+    if kv_layer.dtype != torch.float8_e4m3fn:
+        return kv_layer.index_select(0, slots)
+    codes = kv_layer.view(torch.uint8).index_select(0, slots)
+    return codes.view(kv_layer.dtype).to(dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Computes softmax attention, and the log-sum-exp of its scores for merging.
+
+    Args:
+        q: [batch, heads, queries, head_dim].
+        k: [batch, heads, keys, head_dim].
+        v: [batch, heads, keys, head_dim].
+        mask: added to the scores, or None.
+        scale: multiplies the scores.
+
+    Returns:
+        [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
+    """
+    if q.device.type != "cpu":
+        return attend_dense(q, k, v, mask, scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``attend`` in plain tensor algebra, with all scores in memory as float32. The arguments and results are
+    the same. With a ``cap``, a score is ``cap * tanh(score / cap)``."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    if cap:
+        scores = scores.div_(cap).tanh_().mul_(cap)
+    if mask is not None:
+        scores += mask
+    lse = scores.logsumexp(dim=-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    return torch.matmul(weights.to(v.dtype), v), lse
