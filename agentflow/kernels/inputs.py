@@ -40,7 +40,7 @@ class BlockMatrix:
 class QuantisedPanels:
     """Adjacent panels of the native kernels, or adjacent outputs on a GPU, in one format."""
 
-    format: str  # one of ``native_structures.PANEL_FORMATS``, or of those in ``triton_ops.quantised``
+    format: str  # one of ``native_ops.structures.PANEL_FORMATS``, or of those in ``triton_ops.quantised``
     panels: Tensor
     num_panels: int  # on a GPU, the outputs
     scales: Tensor | None = None  # only on a GPU, where the panels have codes alone
@@ -142,7 +142,7 @@ class ForwardInput:
     token_ids: IntArray  # [T]
     positions: IntArray  # [T], in the row's sequence
     write_slots: IntArray  # [T], for the row's key and value
-    kv_layers: tuple[Tensor, ...]  # the KV pool, layer by layer, as in ``Kernels.rope_and_write``
+    kv_layers: tuple[Tensor, ...]  # the KV pool, layer by layer, as in ``RowOps.rope_and_write``
     plan: Any  # from ``AttentionBackend.plan`` of the same kernels
     rows: IntArray  # [S]: the rows whose hidden states or tokens the forward pass returns
     adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; no row is in two of them

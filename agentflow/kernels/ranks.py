@@ -1,7 +1,7 @@
 """Sums and gathers over the ranks of a model: the processes that compute it together (tensor parallel).
 
 ``Ranks`` is the interface. ``DistributedRanks`` implements it by torch.distributed: gloo on CPUs, NCCL on
-GPUs. ``shared_ranks`` is faster where all ranks are on the CPUs of one machine.
+GPUs. ``native_ops.shared_ranks`` is faster where all ranks are on the CPUs of one machine.
 """
 
 from __future__ import annotations

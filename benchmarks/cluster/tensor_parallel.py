@@ -23,7 +23,7 @@ from torch import Tensor
 from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import ModelRunner, run_batch
-from agentflow.kernels.native_ops import part_seconds
+from agentflow.kernels.native_ops.team import part_seconds
 from benchmarks.report import Report, median_of
 from benchmarks.step.work import Shape, batch_of, median_ms
 

@@ -30,7 +30,7 @@ from agentflow.engine.models.weights.checkpoint import TensorSource
 from agentflow.engine.models.weights.loader import WeightFormat, decoder_of
 from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix
-from agentflow.kernels.ops import kernels_for
+from agentflow.kernels.platforms import kernels_for
 from benchmarks.report import Report, median_of
 from benchmarks.step.limits import MemoryReads
 from benchmarks.step.random_llama import random_blocks

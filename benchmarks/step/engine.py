@@ -21,11 +21,11 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Submit
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.kernels import native_ops
+from agentflow.kernels.native_ops import team
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.report import Report, median_of
 
-KERNEL_PARTS = tuple(part for part in native_ops.PARTS if part != "plan")
+KERNEL_PARTS = tuple(part for part in team.PARTS if part != "plan")
 NUM_STEPS = 40
 NUM_TEXT_STEPS = 10
 NUM_SLOTS = 40_000
@@ -76,12 +76,12 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[fl
     ):
         engine.step()
     before = [phase.total for phase in engine.times.phases]
-    native_ops.part_seconds()
+    team.part_seconds()
     began = time.perf_counter()
     for _ in range(NUM_STEPS):
         engine.step()
     took = time.perf_counter() - began
-    parts = native_ops.part_seconds()
+    parts = team.part_seconds()
     in_kernels = sum(parts[part] for part in KERNEL_PARTS)
     phases = [phase.total - seen for phase, seen in zip(engine.times.phases, before, strict=True)]
     text_ms = _text_ms(engine)

@@ -18,6 +18,7 @@ from torch import Tensor
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
+from agentflow.kernels.platforms import triton_kernels
 from benchmarks.report import Report, median_of
 from benchmarks.step.device_time import kernels_ms, timed_ms
 
@@ -93,17 +94,13 @@ class Case:
 
     def ours(self, *, shares: bool = True) -> Callable[[], Tensor]:
         """Returns attention with a plan that is already made. ``shares``: it reads shared runs once."""
-        from agentflow.kernels import triton_ops
-
         with sharing(shares):
             plan = self.plan()
-        rule = AttentionRule(self.scale)
-        return lambda: triton_ops.attention.attend(self.q, self.kv_layer, plan, rule)
+        attention, rule = triton_kernels().attention, AttentionRule(self.scale)
+        return lambda: attention.attend(self.q, self.kv_layer, plan, rule)
 
     def plan(self) -> Any:
         """Makes a plan, complete and on the device."""
-        from agentflow.kernels import triton_ops
-
         num = len(self.table)
         lens, ones = np.full(num, self.table.shape[1]), np.ones(num, dtype=int)
         batch = AttentionBatch(
@@ -111,7 +108,7 @@ class Case:
             shared=shared_prefixes(self.levels, num),
             device_table=self.device_table,
         )
-        plan = triton_ops.attention.plan(batch, self.q.dtype, self.q.device)
+        plan = triton_kernels().attention.plan(batch, self.q.dtype, self.q.device)
         plan.units(self.q.shape[1], self.kv_layer.shape[2])
         return plan
 
@@ -169,9 +166,7 @@ def _measure_unshared(report: Report, device: torch.device, config: DecoderConfi
 
 def _measure_8_bit_keys(report: Report, device: torch.device, config: DecoderConfig) -> None:
     """Compares keys and values in 8-bit floats with those in bfloat16."""
-    from agentflow.kernels import triton_ops
-
-    if not triton_ops.linear.has_fp8(device):
+    if not triton_kernels().linear.has_fp8(device):
         return
     wide = Case.of(UNSHARED, config, device)
     narrow = replace(wide, kv_layer=wide.kv_layer.to(torch.float8_e4m3fn))

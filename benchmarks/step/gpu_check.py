@@ -168,9 +168,9 @@ def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
     import numpy as np
     import torch
 
-    from agentflow.kernels import torch_ops
+    from agentflow.kernels.platforms import TORCH
     from agentflow.kernels.inputs import ChoiceRows
-    from agentflow.kernels.ops import kernels_for
+    from agentflow.kernels.platforms import kernels_for
 
     rng, differing, sampler = np.random.default_rng(0), 0, kernels_for(device).sampler
     for spread in (0.0, 0.5, 2.0, 8.0):
@@ -187,7 +187,7 @@ def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
             mask_words=rng.integers(0, 2**32, (len(masked), -(-vocab_size // 32)), dtype=np.uint32),
         )
         ours = sampler.choose(logits.to(device), sampler.stage(rows, device)).cpu()
-        differing += int((ours != torch_ops.sampler.choose(logits, rows)).sum())
+        differing += int((ours != TORCH.sampler.choose(logits, rows)).sum())
     return differing
 
 
@@ -200,7 +200,7 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     from agentflow.engine.models.weights.quantising import quantised
     from agentflow.kernels.attention.backend import AttentionRule
     from agentflow.kernels.inputs import AttentionBatch
-    from agentflow.kernels.ops import kernels_for
+    from agentflow.kernels.platforms import kernels_for
 
     kernels, wrong = kernels_for(device), []
     if not kernels.linear.has_fp8(device):
@@ -239,7 +239,7 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     kv = 3 * torch.randn(num * length, num_heads + 2 * num_kv_heads, head_dim, device=device).bfloat16()
     ones = torch.ones(len(kv), 1, head_dim, device=device, dtype=torch.bfloat16)
     pool = torch.full((len(kv), 2, num_kv_heads, head_dim), 9.0, device=device).to(torch.float8_e4m3fn)
-    kernels.rope_and_write(kv.clone(), ones, 0 * ones, pool, torch.arange(len(kv), device=device))
+    kernels.rows.rope_and_write(kv.clone(), ones, 0 * ones, pool, torch.arange(len(kv), device=device))
     stored = kv[:, num_heads:].view(-1, 2, num_kv_heads, head_dim).float().to(pool.dtype)
     if not torch.equal(stored.view(torch.uint8), pool.view(torch.uint8)):
         wrong.append("keys and values that are stored")
@@ -368,9 +368,9 @@ def measure_quantised(check: Check) -> None:
     import numpy as np
     import torch
 
-    from agentflow.kernels import torch_ops
+    from agentflow.kernels.platforms import TORCH
     from agentflow.kernels.inputs import BlockMatrix
-    from agentflow.kernels.ops import kernels_for
+    from agentflow.kernels.platforms import kernels_for
     from benchmarks.report import median_of
     from benchmarks.step.device_time import kernels_ms
 
@@ -399,7 +399,7 @@ def measure_quantised(check: Check) -> None:
         return [1e3 * ms for ms in took]
 
     dense = [
-        torch_ops.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
+        TORCH.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
         for shape in shapes
     ]
     few: tuple[int, ...] = 1, 16, 64
@@ -447,7 +447,7 @@ def measure_choice(check: Check) -> None:
     import torch
 
     from agentflow.kernels.inputs import ChoiceRows
-    from agentflow.kernels.ops import kernels_for
+    from agentflow.kernels.platforms import kernels_for
     from benchmarks.report import median_of
     from benchmarks.step.device_time import kernels_ms
 

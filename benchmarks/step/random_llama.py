@@ -19,7 +19,7 @@ from agentflow.engine.models.torch_runner import forward_input_of
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights, Mlp, Norm, Rope
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
-from agentflow.kernels.ops import Kernels, kernels_for
+from agentflow.kernels.platforms import Kernels, kernels_for
 
 
 def llama_config(

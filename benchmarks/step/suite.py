@@ -25,7 +25,7 @@ from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import run_batch
 from agentflow.engine.store.model_store import resolve_model
-from agentflow.kernels import native_ops
+from agentflow.kernels.native_ops import team
 from benchmarks.report import Report, median_of
 from benchmarks.step import engine as step_engine
 from benchmarks.step import growth as step_growth
@@ -85,9 +85,9 @@ def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, di
     """Returns the median time of some steps, and the mean time of each part of the kernels."""
     batch = batch_of(shape, NUM_SLOTS, runner.info.max_context)
     run_batch(runner, batch)
-    native_ops.part_seconds()
+    team.part_seconds()
     took = median_ms(partial(run_batch, runner), batch, runs)
-    parts = {part: 1e3 * seconds / runs for part, seconds in native_ops.part_seconds().items()}
+    parts = {part: 1e3 * seconds / runs for part, seconds in team.part_seconds().items()}
     return took, parts
 
 

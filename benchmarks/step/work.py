@@ -97,7 +97,7 @@ class Work:
 
 
 def work_of_parts(shape: Shape, config: DecoderConfig) -> dict[str, Work]:
-    """Returns the work of each part of a step, by its name in ``native_ops.PARTS``: weights once, KV of each
+    """Returns the work of each part of a step, by its name in ``team.PARTS``: weights once, KV of each
     distinct slot once, two operations per weight and row, and for attention two products over the keys of
     each row. Values are bfloat16; activations between parts stay in a cache."""
     rows = shape.num_requests * shape.num_rows

@@ -26,7 +26,7 @@ from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument
-from agentflow.kernels import native_ops, torch_ops
+from agentflow.kernels.platforms import NATIVE, TORCH
 from agentflow.protocol.sampling import SamplingParams
 
 VOCAB = 24
@@ -99,7 +99,7 @@ def random_logits(num_rows: int, seed: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize("sampler", [torch_ops.sampler, native_ops.sampler], ids=["torch", "native"])
+@pytest.mark.parametrize("sampler", [TORCH.sampler, NATIVE.sampler], ids=["torch", "native"])
 @given(st.lists(rows, min_size=1, max_size=6), st.permutations(range(32)), st.integers(0, 1000), st.data())
 def test_the_pipeline_equals_the_loop_over_rows_and_tokens(sampler, batch, places, seed, data) -> None:
     logits = random_logits(len(batch), seed)

@@ -18,7 +18,7 @@ from kernel_cases import Shape
 from test_native_forward import NUM_LAYERS, SIZES, VOCAB, Step, model_of, step_of
 
 from agentflow.engine.models.forward.decoder import Decoder
-from agentflow.kernels import native_ops
+from agentflow.kernels.platforms import NATIVE
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput
 
 NUM_THREADS = 3
@@ -78,24 +78,24 @@ def drawn_rows(num: int) -> ChoiceRows:
 def in_a_loop() -> None:
     """Each row needs 16 MB on the thread that takes it: the caller's, or one of the team."""
     few = torch.zeros(6, 1000)
-    expected = native_ops.sampler.choose(few, drawn_rows(6)).tolist()
+    expected = NATIVE.sampler.choose(few, drawn_rows(6)).tolist()
     many, rows = torch.zeros(6, MANY_TOKENS), drawn_rows(6)
-    says_memory_error(lambda: native_ops.sampler.choose(many, rows))
-    print(native_ops.sampler.choose(few, drawn_rows(6)).tolist() == expected)
-    print(native_ops.sampler.choose(many, rows).tolist() == [MANY_TOKENS // 2] * 6)
+    says_memory_error(lambda: NATIVE.sampler.choose(many, rows))
+    print(NATIVE.sampler.choose(few, drawn_rows(6)).tolist() == expected)
+    print(NATIVE.sampler.choose(many, rows).tolist() == [MANY_TOKENS // 2] * 6)
 
 
 def in_a_job() -> None:
     """A forward of so many rows needs 100 MB on the thread of the team that began it."""
     model, step = small_model()
-    expected = step.run(model, native_ops)[0]
+    expected = step.run(model, NATIVE)[0]
     pool_shape = (MANY_ROWS, 2, SIZES[0].num_kv_heads, SIZES[0].head_dim)
     rows, lens = np.arange(MANY_ROWS), np.array([MANY_ROWS])
     batch = AttentionBatch(rows.astype(np.int32)[None], np.array([0]), lens, lens, None)
     layers = tuple(torch.empty(pool_shape) for _ in range(NUM_LAYERS))
     given = ForwardInput(rows % VOCAB, rows, rows, layers, batch, rows[:1])
     says_memory_error(lambda: model.forward(given))
-    print(torch.equal(step.run(model, native_ops)[0], expected))
+    print(torch.equal(step.run(model, NATIVE)[0], expected))
 
 
 def without_threads() -> None:
@@ -105,9 +105,9 @@ def without_threads() -> None:
     use_threads(NUM_THREADS)
     before = num_threads()
     with no_more_threads():
-        alone = [step.run(model, native_ops)[0] for _ in range(3)]
+        alone = [step.run(model, NATIVE)[0] for _ in range(3)]
         print(num_threads() - before, flush=True)
-    together = step.run(model, native_ops)[0]
+    together = step.run(model, NATIVE)[0]
     print(num_threads() - before, all(torch.allclose(one, together, rtol=1e-5, atol=1e-5) for one in alone))
 
 
@@ -117,7 +117,7 @@ def use_threads(num: int) -> None:
 
 
 def small_model() -> tuple[Decoder, Step]:
-    model = model_of(SIZES[0], native_ops, torch.float32)
+    model = model_of(SIZES[0], NATIVE, torch.float32)
     return model, step_of(SIZES[0], [Shape(-1, 0, 300, 4)] * 3, [True], torch.float32, 1)
 
 

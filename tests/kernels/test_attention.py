@@ -34,12 +34,12 @@ from kernel_cases import (
 )
 from support.examples import examples
 
-from agentflow.kernels import reference_ops, torch_ops
+from agentflow.kernels.platforms import REFERENCE, TORCH
 from agentflow.kernels.attention import torch_attention
 from agentflow.kernels.attention.group_attention import attend_dense
 from agentflow.kernels.attention.groups import AttentionPlan, Group, plan_groups
 from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 Batch = tuple[list[Shape], list[Tree]]
@@ -59,7 +59,7 @@ def planned(case: Case, rows: Rows | None = None, **limits: int) -> AttentionPla
 
 def assert_attends(kernels: Kernels, case: Case, rows: Rows | None = None, **limits: int) -> None:
     """``limits``: of torch's plan."""
-    if kernels is torch_ops:
+    if kernels is TORCH:
         plan = planned(case, rows, **limits)
     else:
         plan = kernels.attention.plan(batch_of(case, rows), case.q.dtype, case.q.device)
@@ -92,7 +92,7 @@ def test_f11a_the_bound_rejects_small_faults(
 
 @given(batches(max_requests=4), st.integers(0, 1000))
 def test_the_reference_equals_float64(batch: Batch, seed: int) -> None:
-    assert_attends(reference_ops, *with_trees(make_case(batch[0], seed=seed), batch[1], seed))
+    assert_attends(REFERENCE, *with_trees(make_case(batch[0], seed=seed), batch[1], seed))
 
 
 @QUICK_KERNELS
@@ -114,7 +114,7 @@ def test_attention_equals_float64(
     assert_attends(kernels, *with_trees(made, batch[1], seed), **limits)
 
 
-@pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
+@pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
 @examples(60)
@@ -126,7 +126,7 @@ def test_rows_see_each_other_in_both_directions(
     assert_attends(kernels, in_both_directions(case, seed), rows)
 
 
-@pytest.mark.parametrize("kernels", [pytest.param(reference_ops, id="reference"), *QUICK_KERNELS.args[1]])
+@pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), *QUICK_KERNELS.args[1]])
 @DTYPES
 @SAME_EXAMPLES
 @examples(40)
@@ -171,7 +171,7 @@ def test_dense_attention_of_gpus_equals_float64(batch: Batch, seed: int) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_attention, "attend", attend_dense)
         made = make_case(batch[0], seed=seed)
-        assert_attends(torch_ops, *with_trees(made, batch[1], seed), least_saving=10)
+        assert_attends(TORCH, *with_trees(made, batch[1], seed), least_saving=10)
 
 
 @QUICK_KERNELS
@@ -384,7 +384,7 @@ def test_groups_of_torch(
     case, rows = with_trees(make_case(batch), trees, 0)
     plan = planned(case, rows)
     assert (sizes(plan.shared_groups), sizes(plan.tails)) == (shared, tails)
-    assert_attends(torch_ops, case, rows)
+    assert_attends(TORCH, case, rows)
 
 
 @QUICK_KERNELS

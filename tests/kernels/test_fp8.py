@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 from kernel_cases import RULE, SCALE, Shape, Tree, assert_exact, batch_of, batches, make_case, with_trees
 
 from agentflow.engine.models.weights.quantising import quantised
-from agentflow.kernels import torch_ops
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.inputs import LinearWeight
+from agentflow.kernels.platforms import TORCH, triton_kernels
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
 import triton
 import triton.language as tl
 
-from agentflow.kernels import triton_ops
 from agentflow.kernels.triton_ops import fp8, split_products, units
 from agentflow.kernels.triton_ops.interpreted import from_fp8, to_fp8
 
+TRITON = triton_kernels()
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not triton_ops.linear.has_fp8(DEVICE), reason="the GPU has no 8-bit floats"),
+    pytest.mark.skipif(not TRITON.linear.has_fp8(DEVICE), reason="the GPU has no 8-bit floats"),
 ]
 E4M3 = torch.float8_e4m3fn
 UNIT = 2.0**-4
@@ -96,7 +96,7 @@ def weight_of(num_out: int, num_in: int, seed: int, bias: torch.Tensor | None = 
         for size, scale in zip(sizes, (0.1, 2.0, 0.01), strict=True)
     ]
     blocks = [quantised(part, "F8_E4M3") for part in parts if len(part)]
-    packed = triton_ops.linear.pack_blocks(blocks, bias, device=DEVICE)
+    packed = TRITON.linear.pack_blocks(blocks, bias, device=DEVICE)
     assert packed is not None
     return packed
 
@@ -125,7 +125,7 @@ def sum_error(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torc
 def test_weights_are_rounded_within_the_bound(num_out: int, num_in: int, scale: float, seed: int) -> None:
     dense = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed)) * scale
     dense[num_out // 2] = 0
-    weight = triton_ops.linear.pack_blocks([quantised(dense, "F8_E4M3")], None, device=DEVICE)
+    weight = TRITON.linear.pack_blocks([quantised(dense, "F8_E4M3")], None, device=DEVICE)
     assert weight is not None
     assert weight.nbytes < (num_in + 8) * (num_out + 128)
     [part] = weight.quantised
@@ -134,7 +134,7 @@ def test_weights_are_rounded_within_the_bound(num_out: int, num_in: int, scale: 
     bound = UNIT * dense.double().abs() + LEAST * scales
     assert ((dequantised(weight) - dense.double()).abs() <= bound * (1 + 1e-6)).all()
     ids = torch.tensor([0, num_out - 1, num_out // 2, 0])
-    rows = triton_ops.linear.embed(ids.to(DEVICE), weight, torch.float32).cpu()
+    rows = TRITON.linear.embed(ids.to(DEVICE), weight, torch.float32).cpu()
     assert torch.equal(rows, dequantised(weight)[ids].float())
 
 
@@ -173,7 +173,7 @@ def test_f42q_a_fused_product_is_that_of_the_dequantised_weight(
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(split_products, "num_processors", lambda device: num_processors)
-        results = [triton_ops.linear.multiply(moved[0], weight, moved[1]) for _ in range(2)]
+        results = [TRITON.linear.multiply(moved[0], weight, moved[1]) for _ in range(2)]
     assert results[0].dtype == dtype
     assert torch.equal(results[0], results[1])  # the counters are as before
     assert ((results[0].cpu().double() - exact).abs() <= bound).all()
@@ -183,7 +183,7 @@ def test_f42q_logits_are_as_exact_as_their_rows() -> None:
     """For any number of rows."""
     x = torch.randn(270, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = weight_of(40, 96, 1)
-    logits = triton_ops.linear.multiply_exactly(x.to(DEVICE), weight).cpu()
+    logits = TRITON.linear.multiply_exactly(x.to(DEVICE), weight).cpu()
     assert logits.dtype == torch.float32
     exact = x.double() @ dequantised(weight).t()
     assert ((logits.double() - exact).abs() <= sum_error(x, dequantised(weight), torch.float32)).all()
@@ -232,7 +232,7 @@ def test_f42q_many_rows_are_rounded_within_the_bound(
     x[3] = 0
     bias = torch.randn(num_out, generator=rng).to(dtype)
     weight = weight_of(num_out, num_in, 2, bias.to(DEVICE) if has_bias else None)
-    result = triton_ops.linear.multiply(x.to(DEVICE), weight).cpu()
+    result = TRITON.linear.multiply(x.to(DEVICE), weight).cpu()
     assert result.dtype == dtype
     known = dequantised(weight)
     exact = x.double() @ known.t() + (bias.double() if has_bias else 0)
@@ -282,8 +282,8 @@ def test_f42q_attention_over_8_bit_floats_equals_float64(
     case, rows = with_trees(make_case(batch[0], seed=seed, dtype=dtype, **sizes), batch[1], seed)
     pool = fp8_pool(case.kv_layer)
     known = replace(case, kv_layer=pool.to(dtype))
-    plan = triton_ops.attention.plan(batch_of(case, rows), dtype, DEVICE)
-    assert_exact(triton_ops.attention.attend(case.q.to(DEVICE), pool.to(DEVICE), plan, RULE).cpu(), known, rows)
+    plan = TRITON.attention.plan(batch_of(case, rows), dtype, DEVICE)
+    assert_exact(TRITON.attention.attend(case.q.to(DEVICE), pool.to(DEVICE), plan, RULE).cpu(), known, rows)
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -296,9 +296,9 @@ def test_f42q_rules_of_attention_apply_to_8_bit_floats(window: int, head_dim: in
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).to(DEVICE)
     results = []
     for kv_layer in (pool, pool.bfloat16()):
-        plan = triton_ops.attention.plan(batch_of(case, None), torch.bfloat16, DEVICE)
+        plan = TRITON.attention.plan(batch_of(case, None), torch.bfloat16, DEVICE)
         q = case.q.to(DEVICE)
-        results.append(triton_ops.attention.attend(q, kv_layer.to(DEVICE), plan, rule, sinks).cpu().float())
+        results.append(TRITON.attention.attend(q, kv_layer.to(DEVICE), plan, rule, sinks).cpu().float())
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
 
 
@@ -320,7 +320,7 @@ def test_f42q_keys_and_values_are_stored_as_the_nearest_8_bit_floats(
     for pool_dtype in (dtype, E4M3):
         pool = torch.full((8, 2, num_kv_heads, head_dim), 7.0).to(pool_dtype).to(DEVICE)
         moved = [each.to(DEVICE) for each in (qkv.to(dtype), cos, sin)]
-        queries.append(triton_ops.rope_and_write(*moved, pool, slots.to(DEVICE)).cpu())
+        queries.append(TRITON.rows.rope_and_write(*moved, pool, slots.to(DEVICE)).cpu())
         pools.append(pool)
     assert torch.equal(queries[1], queries[0])
     expected = fp8_pool(pools[0].cpu())
@@ -332,7 +332,7 @@ def test_f42q_keys_and_values_are_stored_as_the_nearest_8_bit_floats(
 def test_older_gpus_have_none(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert not fp8.has_fp8.__wrapped__(torch.device("cuda", 7))
-    assert not torch_ops.linear.has_fp8(DEVICE)
+    assert not TORCH.linear.has_fp8(DEVICE)
 
 
 def test_a_gpu_whose_kernels_fail_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,11 +353,11 @@ def test_weights_of_several_formats_are_one_product() -> None:
     rng = torch.Generator().manual_seed(0)
     dense = [torch.randn(size, 64, generator=rng) for size in (20, 30)]
     blocks = [quantised(dense[0], "F8_E4M3"), quantised(dense[1], "Q8_0")]
-    weight = triton_ops.linear.pack_blocks(blocks, None, device=DEVICE)
+    weight = TRITON.linear.pack_blocks(blocks, None, device=DEVICE)
     assert weight is not None
     for num_rows in (2, 70):
         x = torch.randn(num_rows, 64, generator=rng)
-        result = triton_ops.linear.multiply(x.to(DEVICE), weight).cpu()
+        result = TRITON.linear.multiply(x.to(DEVICE), weight).cpu()
         exact = x @ torch.cat(dense).t()
         assert float((result - exact).norm() / exact.norm()) < 0.05
 
@@ -373,11 +373,11 @@ def test_products_of_a_models_size_repeat_in_a_graph(num_rows: int) -> None:
         codes, scales = fp8.round_rows(x)
         rows = codes.double() * scales
     exact = rows @ dequantised(weight).to(DEVICE).t()
-    expected = triton_ops.linear.multiply(x, weight)
+    expected = TRITON.linear.multiply(x, weight)
     assert float((expected.double() - exact).norm() / exact.norm()) < 1e-2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = triton_ops.linear.multiply(x, weight)
+        result = TRITON.linear.multiply(x, weight)
     for _ in range(50):
         result.zero_()
         graph.replay()

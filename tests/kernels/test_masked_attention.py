@@ -25,10 +25,9 @@ from kernel_cases import (
     with_trees,
 )
 
-from agentflow.kernels import reference_ops, torch_ops
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.attention.groups import MaskedPlans
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import REFERENCE, TORCH, Kernels, triton_kernels
 
 CPU = torch.device("cpu")
 RULES = st.builds(
@@ -40,17 +39,17 @@ RULES = st.builds(
 
 
 ON_CPU = [
-    pytest.param(reference_ops, id="reference"),
-    pytest.param(torch_ops, id="torch"),
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(TORCH, id="torch"),
     *NATIVE_PARAMS,
 ]
 try:
-    from agentflow.kernels import triton_ops
     from agentflow.kernels.triton_ops import units
 except ImportError:  # for x86-64 and Linux
     IMPLEMENTATIONS: list[Any] = ON_CPU
 else:
-    IMPLEMENTATIONS = [*ON_CPU, pytest.param(triton_ops, id="triton", marks=pytest.mark.gpu)]
+    TRITON = triton_kernels()
+    IMPLEMENTATIONS = [*ON_CPU, pytest.param(TRITON, id="triton", marks=pytest.mark.gpu)]
 
 
 def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None) -> Any:
@@ -70,7 +69,7 @@ def attended(q: torch.Tensor, kv: torch.Tensor, rule: AttentionRule, sinks: torc
 def all_attended(
     kernels: Kernels, case: Case, rows: Rows | None, rule: AttentionRule, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    is_on_gpu = kernels is globals().get("triton_ops") and torch.cuda.is_available()
+    is_on_gpu = kernels is globals().get("TRITON") and torch.cuda.is_available()
     device = torch.device("cuda" if is_on_gpu else "cpu")
     plan = kernels.attention.plan(batch_of(case, rows), case.q.dtype, device)
     q, kv_layer = case.q.to(device), case.kv_layer.to(device)
@@ -107,14 +106,14 @@ def test_each_row_sees_its_window(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("triton_ops" not in globals(), reason="triton is for x86-64 and Linux")
+@pytest.mark.skipif("TRITON" not in globals(), reason="triton is for x86-64 and Linux")
 @settings(max_examples=8)
 @given(batches(4), RULES, st.booleans(), st.integers(0, 1000))
 def test_each_row_sees_its_window_on_a_gpu(
     made: tuple[list[Shape], list[Tree]], rule: AttentionRule, has_sinks: bool, seed: int
 ) -> None:
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
-    assert_windows(triton_ops, case, rows, rule, has_sinks)
+    assert_windows(TRITON, case, rows, rule, has_sinks)
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -123,7 +122,7 @@ def test_windows_over_long_contexts(
     kernels: Kernels, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a shared prefix, a chunk, and segments of keys, some outside of the windows of some rows."""
-    if kernels is globals().get("triton_ops"):
+    if kernels is globals().get("TRITON"):
         monkeypatch.setattr(units, "LEAST_SAVING", 10)
         monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
     batch = [Shape(-1, 0, 300, 1), Shape(0, 200, 250, 1), Shape(0, 200, 230, 20), Shape(-1, 0, 5, 1)]

@@ -21,7 +21,7 @@ from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_ca
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
-from agentflow.kernels import native_ops, reference_ops
+from agentflow.kernels.platforms import NATIVE, REFERENCE
 from agentflow.kernels.activations import Activation
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
@@ -34,7 +34,7 @@ from agentflow.kernels.decoder_weights import (
     Routing,
 )
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput, GivenRows, LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -250,7 +250,7 @@ class Step:
         states."""
         pool = self._pool(model.weights)
         assert model.whole_forward is not None
-        plan = native_ops.attention.plan(self.batch, self.kv.dtype, CPU)
+        plan = NATIVE.attention.plan(self.batch, self.kv.dtype, CPU)
         return model.whole_forward.start_hidden(self._given(pool, plan))
 
     def choose(self, model: Decoder, kernels: Kernels, choice: ChoiceRows) -> list[int]:
@@ -328,7 +328,7 @@ DRAWN = st.builds(
 @functools.lru_cache(100)
 def expected_of(drawn: Drawn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The hidden states and the pool, kernel by kernel on the reference."""
-    return drawn.step(dtype).run(model_of(drawn.sizes, reference_ops, dtype), reference_ops)
+    return drawn.step(dtype).run(model_of(drawn.sizes, REFERENCE, dtype), REFERENCE)
 
 
 @NATIVE_KERNELS
@@ -364,7 +364,7 @@ def test_many_rows_use_experts(kernels: Kernels, sizes: Sizes) -> None:
     """More than the experts that are computed together."""
     step = step_of(sizes, [Shape(-1, 0, 0, 700)], [True], torch.float32, 2)
     hidden, _ = step.run(model_of(sizes, kernels, torch.float32), kernels)
-    expected, _ = step.run(model_of(sizes, reference_ops, torch.float32), reference_ops)
+    expected, _ = step.run(model_of(sizes, REFERENCE, torch.float32), REFERENCE)
     torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -394,7 +394,7 @@ def test_rows_whose_embeddings_are_given(
     sizes = drawn.sizes
     has_axes = has_axes and len(sizes.rotated) == 1
     step = with_given_rows(drawn.step(dtype), sizes, num_deep, has_axes, drawn.seed)
-    expected, expected_kv = step.run(model_of(sizes, reference_ops, dtype), reference_ops)
+    expected, expected_kv = step.run(model_of(sizes, REFERENCE, dtype), REFERENCE)
     hidden, kv = step.run(model_of(sizes, kernels, dtype), kernels)
     if dtype == torch.float32:
         torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
@@ -486,17 +486,17 @@ def test_a_token_that_does_not_exist_is_an_error(token_id: int) -> None:
     step = step_of(SIZES[0], [Shape(-1, 0, 3, 4)], [True], torch.float32, 0)
     step.token_ids[2] = token_id
     with pytest.raises(IndexError, match=rf"token {token_id} .*\b2\b"):
-        step.run(model_of(SIZES[0], native_ops, torch.float32), native_ops)
+        step.run(model_of(SIZES[0], NATIVE, torch.float32), NATIVE)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
 def test_any_number_of_threads_gives_the_same(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(sizes, [Shape(-1, 0, 500, 1), Shape(-1, 0, 30, 40)], [True], torch.float32, 2)
-    model = model_of(sizes, native_ops, torch.float32)
+    model = model_of(sizes, NATIVE, torch.float32)
     results = []
     for num_threads in (1, 2, 3, 5, 8, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
-        results.append(step.run(model, native_ops)[0])
+        results.append(step.run(model, NATIVE)[0])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -505,8 +505,8 @@ def test_the_caller_works_during_the_forward_pass(num_threads: int, monkeypatch:
     """Also for long: the thread that computes alone then is joined late, or not at all."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     step = step_of(SIZES[0], [Shape(-1, 0, 300, 1)] * 3, [True], torch.float32, 4)
-    model = model_of(SIZES[0], native_ops, torch.float32)
-    expected = step.run(model, native_ops)[0]
+    model = model_of(SIZES[0], NATIVE, torch.float32)
+    expected = step.run(model, NATIVE)[0]
     for length in (0, 10, 1000, 100_000):
         hidden = step.start(model)
         assert sum(range(length)) == length * (length - 1) // 2
@@ -519,8 +519,8 @@ def test_a_caller_that_fails_and_waits_leaves_the_threads_usable(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     step = step_of(SIZES[0], [Shape(-1, 0, 20, 2)], [True], torch.float32, 5)
-    model = model_of(SIZES[0], native_ops, torch.float32)
-    expected = step.run(model, native_ops)[0]
+    model = model_of(SIZES[0], NATIVE, torch.float32)
+    expected = step.run(model, NATIVE)[0]
 
     def fail() -> None:
         hidden = step.start(model)
@@ -532,20 +532,20 @@ def test_a_caller_that_fails_and_waits_leaves_the_threads_usable(
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             fail()
-        assert torch.equal(step.run(model, native_ops)[0], expected)
+        assert torch.equal(step.run(model, NATIVE)[0], expected)
 
 
 def test_threads_of_python_take_turns() -> None:
     """Two models run by two threads at the same time, as two engines in one process do."""
     sizes = SIZES[0]
     step = step_of(sizes, [Shape(-1, 0, 100, 1)] * 4, [True], torch.float32, 3)
-    models = [model_of(sizes, native_ops, torch.float32, seed) for seed in range(2)]
-    expected = [step.run(model, native_ops)[0] for model in models]
+    models = [model_of(sizes, NATIVE, torch.float32, seed) for seed in range(2)]
+    expected = [step.run(model, NATIVE)[0] for model in models]
     wrong: list[int] = []
 
     def run(index: int) -> None:
         for _ in range(50):
-            if not torch.equal(step.run(models[index], native_ops)[0], expected[index]):
+            if not torch.equal(step.run(models[index], NATIVE)[0], expected[index]):
                 wrong.append(index)
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
@@ -560,12 +560,12 @@ def test_threads_of_python_take_turns() -> None:
 def test_a_forked_process_has_a_team_of_its_own() -> None:
     """The child has none of its parent's threads. (Those of OpenMP it would wait for, for ever: nothing here
     is large enough for torch to use them.)"""
-    weight = native_ops.linear.pack(torch.randn(640, 32), None)
+    weight = NATIVE.linear.pack(torch.randn(640, 32), None)
     x = torch.randn(4, 32)
-    expected = native_ops.linear.multiply(x, weight).tolist()
+    expected = NATIVE.linear.multiply(x, weight).tolist()
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        os._exit(0 if native_ops.linear.multiply(x, weight).tolist() == expected else 1)
+        os._exit(0 if NATIVE.linear.multiply(x, weight).tolist() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert native_ops.linear.multiply(x, weight).tolist() == expected
+    assert NATIVE.linear.multiply(x, weight).tolist() == expected

@@ -10,7 +10,10 @@ import pytest
 import torch
 from kernel_cases import quick_flags
 
-from agentflow.kernels import native_library, native_ops, ops, torch_ops
+from agentflow.kernels import native_library
+from agentflow.kernels.native_ops import team
+from agentflow.kernels.platforms import NATIVE, TORCH
+from agentflow.kernels import platforms
 from agentflow.kernels.native_library import NoNativeKernels, load_best, load_library, native_level
 
 CPU = torch.device("cpu")
@@ -21,7 +24,7 @@ PRESENT = native_library.cpu_flags()
 def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The processor's features, to be changed. Libraries are loaded again, and not kept."""
     made: set[str] = set()
-    monkeypatch.setattr(native_ops, "_library_allowed", native_ops._library_allowed.__wrapped__)
+    monkeypatch.setattr(team, "_library_allowed", team._library_allowed.__wrapped__)
     monkeypatch.setattr(native_library, "cpu_flags", lambda: frozenset(made))
     return made
 
@@ -43,7 +46,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache in which nothing is, and a compiler that fails."""
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.setattr(native_library, "compiler", lambda: ("false",))
-    monkeypatch.setattr(native_ops, "library", lambda: load_library("avx2"))
+    monkeypatch.setattr(team, "library", lambda: load_library("avx2"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_another_architecture_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_CPU", "sse9")
     with pytest.raises(ValueError, match=r"AGENTFLOW_CPU.*'sse9'.*avx2, avx512"):
-        ops.kernels_for(CPU)
+        platforms.kernels_for(CPU)
 
 
 @pytest.mark.usefixtures("source")
@@ -176,7 +179,7 @@ def test_without_them_a_cpu_runs_on_torch_and_says_so(
 ) -> None:
     monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
     with caplog.at_level(logging.WARNING):
-        assert ops.kernels_for(CPU) is torch_ops
+        assert platforms.kernels_for(CPU) is TORCH
     assert "torch kernels" in caplog.text
     assert "the compiler failed" in caplog.text
 
@@ -185,21 +188,21 @@ def test_without_them_a_cpu_runs_on_torch_and_says_so(
 def test_requested_kernels_that_cannot_be_compiled_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
     with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'native'.*compiler"):
-        ops.kernels_for(CPU)
+        platforms.kernels_for(CPU)
 
 
 def test_native_kernels_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
     with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'native'.*cuda"):
-        ops.kernels_for(torch.device("cuda"))
+        platforms.kernels_for(torch.device("cuda"))
 
 
 def test_a_cpu_runs_on_them(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library, "FLAGS", quick_flags("avx2"))
     monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
     flags.update(native_library.AVX2)
-    assert ops.kernels_for(CPU) is native_ops
-    assert Path(native_ops.library()._name).name.startswith("avx2-")
+    assert platforms.kernels_for(CPU) is NATIVE
+    assert Path(team.library()._name).name.startswith("avx2-")
 
 
 @pytest.mark.skipif(not PRESENT.issuperset(native_library.AVX512_BF16), reason="needs AVX-512 with bfloat16")
@@ -211,7 +214,7 @@ def test_a_linux_that_refuses_tiles_has_products_without(
 ) -> None:
     monkeypatch.setattr(native_library, "FLAGS", quick_flags("amx"))
     flags.update(native_library.LEVELS["amx"])
-    assert Path(native_ops.library()._name).name.startswith("amx-")
+    assert Path(team.library()._name).name.startswith("amx-")
     x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()
-    product = native_ops.linear.multiply(x, native_ops.linear.pack(weight, None))
+    product = NATIVE.linear.multiply(x, NATIVE.linear.pack(weight, None))
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, rtol=1e-2, atol=0.2)

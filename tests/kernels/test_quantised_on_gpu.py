@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
+from agentflow.kernels.platforms import triton_kernels
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels import triton_ops
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES, MAX_ROWS, dequantised_rows
 
+TRITON = triton_kernels()
 pytestmark = pytest.mark.only_gpu
 
 GPU = torch.device("cuda")
@@ -33,7 +34,7 @@ def random_matrix(block_type: str, num_out: int, num_in: int) -> BlockMatrix:
 
 
 def packed(block_type: str, num_out: int, num_in: int, bias: torch.Tensor | None = None) -> LinearWeight:
-    weight = triton_ops.linear.pack_blocks([random_matrix(block_type, num_out, num_in)], bias, device=GPU)
+    weight = TRITON.linear.pack_blocks([random_matrix(block_type, num_out, num_in)], bias, device=GPU)
     assert weight is not None
     return weight
 
@@ -52,13 +53,13 @@ def test_a_product_is_that_of_the_dequantised_weight(block_type: str) -> None:
     weight = packed(block_type, num_out, num_in, bias)
     rows = dequantised_rows(weight.quantised[0], num_in, range(num_out), torch.float32)
     ids = torch.tensor([0, 999, 5, 5], device=GPU)
-    assert torch.equal(triton_ops.linear.embed(ids, weight, torch.float32), rows[ids])
+    assert torch.equal(TRITON.linear.embed(ids, weight, torch.float32), rows[ids])
     for num_rows in (1, 3, 64, MAX_ROWS + 9):
         x = torch.randn(num_rows, num_in, device=GPU).bfloat16()
         added = torch.randn(num_rows, num_out, device=GPU).bfloat16()
         exact = x.double() @ rows.double().t() + bias.double()
-        assert relative_error(triton_ops.linear.multiply_exactly(x, weight), exact) < 5e-3
-        assert relative_error(triton_ops.linear.multiply(x, weight, added), exact + added.double()) < 1e-2
+        assert relative_error(TRITON.linear.multiply_exactly(x, weight), exact) < 5e-3
+        assert relative_error(TRITON.linear.multiply(x, weight, added), exact + added.double()) < 1e-2
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
@@ -66,10 +67,10 @@ def test_products_repeat_in_a_graph(num_rows: int) -> None:
     """Each replay finds the counters of its parts as the one before left them."""
     weight = packed("Q4_1", 512, 14_336)
     x = torch.randn(num_rows, 14_336, device=GPU).bfloat16()
-    expected = triton_ops.linear.multiply(x, weight)
+    expected = TRITON.linear.multiply(x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = triton_ops.linear.multiply(x, weight)
+        result = TRITON.linear.multiply(x, weight)
     for _ in range(200):
         result.zero_()
         graph.replay()

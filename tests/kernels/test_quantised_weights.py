@@ -15,20 +15,20 @@ from kernel_cases import NATIVE_KERNELS, NATIVE_PARAMS, NativeAt
 from support.examples import examples
 
 from agentflow.engine.models.weights.quantising import quantised
-from agentflow.kernels import native_ops, reference_ops
 from agentflow.kernels.inputs import BlockMatrix
+from agentflow.kernels.platforms import NATIVE, REFERENCE, triton_kernels
 
 try:
-    from agentflow.kernels import triton_ops
+    from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED
 except ImportError:  # for x86-64 and Linux
     KERNELS, TRITON = NATIVE_KERNELS, None
 else:
     # On a GPU, each of these cases would be compiled; ``test_quantised_on_gpu`` has a few.
-    compiled = pytest.mark.skipif(not triton_ops.IS_INTERPRETED, reason="takes minutes to compile")
-    TRITON = pytest.param(triton_ops, id="triton", marks=compiled)
+    compiled = pytest.mark.skipif(not IS_INTERPRETED.value, reason="takes minutes to compile")
+    TRITON = pytest.param(triton_kernels(), id="triton", marks=compiled)
     KERNELS = pytest.mark.parametrize("kernels", [*NATIVE_PARAMS, TRITON])
 
-BLOCK_TYPES = native_ops.linear.block_types
+BLOCK_TYPES = NATIVE.linear.block_types
 TYPES = pytest.mark.parametrize("block_type", BLOCK_TYPES)
 ONE_OF_EACH_FORMAT = ("Q8_0", "Q4_1", "Q6_K", "Q4_K")  # in which Triton has the weights
 IN = 512  # two blocks of the largest types
@@ -169,8 +169,8 @@ def test_a_gated_product_of_triton(kernels: NativeAt, half: int, num_rows: int, 
 def assert_gated_product(kernels: NativeAt, half: int, num_rows: int, seed: int) -> None:
     parts = [random_matrix("Q4_1", half, seed + i) for i in range(2)]
     x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(seed))
-    dense = reference_ops.linear.pack(torch.cat([dequantised(part) for part in parts]), None, gated=True)
-    expected = reference_ops.linear.multiply(x, dense, activation="silu")
+    dense = REFERENCE.linear.pack(torch.cat([dequantised(part) for part in parts]), None, gated=True)
+    expected = REFERENCE.linear.multiply(x, dense, activation="silu")
     result = kernels.linear.multiply(
         x, kernels.linear.pack_blocks(parts, None, gated=True), activation="silu"
     )
@@ -187,9 +187,9 @@ def test_stacked_matrices_may_differ_in_type(kernels: NativeAt) -> None:
 
 def test_incompatible_blocks_are_not_packed() -> None:
     q4, q8 = random_matrix("Q4_1", 32, seed=0), random_matrix("Q8_0", 33, seed=0)
-    assert native_ops.linear.pack_blocks([q4, q8], None, gated=True) is None
-    assert native_ops.linear.pack_blocks([q8, q4], None) is None  # the first does not fill its last panel
-    assert native_ops.linear.pack_blocks([BlockMatrix("TQ1_0", q4.rows, q4.shape)], None) is None
+    assert NATIVE.linear.pack_blocks([q4, q8], None, gated=True) is None
+    assert NATIVE.linear.pack_blocks([q8, q4], None) is None  # the first does not fill its last panel
+    assert NATIVE.linear.pack_blocks([BlockMatrix("TQ1_0", q4.rows, q4.shape)], None) is None
 
 
 @given(

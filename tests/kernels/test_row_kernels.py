@@ -13,10 +13,11 @@ from kernel_cases import NATIVE_KERNELS, QUICK_KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
+from agentflow.kernels import platforms
 from agentflow.kernels.activations import ACTIVATIONS, Activation, PlainActivation, activated
 from agentflow.kernels.inputs import LinearWeight, LowRank, LowRankPart
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.linear import torch_linear
+from agentflow.kernels.platforms import NATIVE, REFERENCE, TORCH, Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -38,9 +39,9 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 @given(ROWS, SEEDS)
 def test_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int) -> None:
     x, weight = random(num_rows, 48, seed=seed, dtype=dtype), random(48, seed=seed + 1, dtype=dtype)
-    expected = reference_ops.rms_norm(x, weight, 1e-5)
+    expected = REFERENCE.rows.rms_norm(x, weight, 1e-5)
     before = x.clone()
-    assert_close(kernels.rms_norm(x, weight, 1e-5), expected, dtype)
+    assert_close(kernels.rows.rms_norm(x, weight, 1e-5), expected, dtype)
     assert torch.equal(x, before)
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -51,7 +52,7 @@ def test_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int
 @DTYPES
 def test_rms_norm_of_heads_in_a_strided_view(kernels: Kernels, dtype: torch.dtype) -> None:
     heads, weight = random(5, 6, 16, seed=0, dtype=dtype)[:, 1:4], random(16, seed=1, dtype=dtype)
-    assert_close(kernels.rms_norm(heads, weight, 1e-6), reference_ops.rms_norm(heads, weight, 1e-6), dtype)
+    assert_close(kernels.rows.rms_norm(heads, weight, 1e-6), REFERENCE.rows.rms_norm(heads, weight, 1e-6), dtype)
 
 
 @QUICK_KERNELS
@@ -61,8 +62,8 @@ def test_layer_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, size: i
     x, weight, bias = (
         random(*shape, seed=seed, dtype=dtype) for shape in ((num_rows, size), (size,), (size,))
     )
-    expected = reference_ops.layer_norm(x, weight, bias, 1e-5)
-    assert_close(kernels.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+    expected = REFERENCE.rows.layer_norm(x, weight, bias, 1e-5)
+    assert_close(kernels.rows.layer_norm(x, weight, bias, 1e-5), expected, dtype)
     wide = x.double()
     from_mean = wide - wide.mean(-1, keepdim=True)
     scale = (from_mean.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -76,9 +77,9 @@ def test_layer_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, size: i
 def test_add_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int) -> None:
     x, residual = (random(num_rows, 48, seed=seed + i, dtype=dtype) for i in range(2))
     weight = random(48, seed=seed + 2, dtype=dtype)
-    expected, expected_total = reference_ops.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = REFERENCE.rows.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(expected_total, residual + x)
-    normed, total = kernels.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    normed, total = kernels.rows.add_rms_norm(x, residual.clone(), weight, 1e-5)
     assert torch.equal(total, expected_total)
     assert_close(normed, expected, dtype)
 
@@ -101,8 +102,8 @@ def test_products_with_gates(
         random(2 * inner, 24, seed=seed + 1, dtype=dtype),
     )
     bias = random(2 * inner, seed=seed + 2, dtype=dtype) if has_bias else None
-    expected = reference_ops.linear.multiply(
-        x, reference_ops.linear.pack(weight, bias, gated=True), activation=activation
+    expected = REFERENCE.linear.multiply(
+        x, REFERENCE.linear.pack(weight, bias, gated=True), activation=activation
     )
     result = kernels.linear.multiply(
         x, kernels.linear.pack(weight, bias, gated=True), activation=activation
@@ -144,8 +145,8 @@ def test_rope_and_write(dtype: torch.dtype, num_rows: int, seed: int) -> None:
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[:num_rows]
     pools = [torch.full((num_slots, 2, num_kv_heads, head_dim), 7.0).to(dtype) for _ in range(2)]
-    expected = reference_ops.rope_and_write(qkv.clone(), cos, sin, pools[0], slots)
-    result = torch_ops.rope_and_write(qkv.clone(), cos, sin, pools[1], slots)
+    expected = REFERENCE.rows.rope_and_write(qkv.clone(), cos, sin, pools[0], slots)
+    result = TORCH.rows.rope_and_write(qkv.clone(), cos, sin, pools[1], slots)
     assert_close(result, expected, dtype)
     assert_close(pools[1], pools[0], dtype)
     # A rotation of each pair (i, i + half) as a complex number; values are written as they are.
@@ -174,15 +175,15 @@ def test_linear(
         random(num_out, num_in, seed=seed + 1, dtype=dtype),
     )
     bias = random(num_out, seed=seed + 2, dtype=dtype) if has_bias else None
-    plain = reference_ops.linear.pack(weight, bias)
-    expected = reference_ops.linear.multiply(x, plain)
+    plain = REFERENCE.linear.pack(weight, bias)
+    expected = REFERENCE.linear.multiply(x, plain)
     tolerance = {"rtol": 5 * TOLERANCE[dtype], "atol": 5 * TOLERANCE[dtype]}
     torch.testing.assert_close(kernels.linear.multiply(x, kernels.linear.pack(weight, bias)), expected, **tolerance)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(expected.double(), exact, **tolerance)
     logits = kernels.linear.multiply_exactly(x, kernels.linear.pack(weight, bias, exact_output=True))
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, reference_ops.linear.multiply_exactly(x, plain), **tolerance)
+    torch.testing.assert_close(logits, REFERENCE.linear.multiply_exactly(x, plain), **tolerance)
 
 
 @NATIVE_KERNELS
@@ -209,14 +210,14 @@ def test_linear_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weight is neither copied nor packed."""
-    monkeypatch.setattr(torch_ops, "_multiplies_bfloat16", lambda: is_bfloat16_fast)
+    monkeypatch.setattr(torch_linear, "_multiplies_bfloat16", lambda: is_bfloat16_fast)
     x, weight = random(num_rows, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
-    packed = torch_ops.linear.pack(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
+    packed = TORCH.linear.pack(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
     assert packed.transposed is not None
     assert packed.transposed.data_ptr() == weight.data_ptr()
     assert packed.packed is None
-    assert_close(torch_ops.linear.multiply(x, packed), reference_ops.linear.multiply(x, packed), dtype)
-    assert torch_ops.linear.multiply_exactly(x, packed).dtype == torch.float32
+    assert_close(TORCH.linear.multiply(x, packed), REFERENCE.linear.multiply(x, packed), dtype)
+    assert TORCH.linear.multiply_exactly(x, packed).dtype == torch.float32
 
 
 def test_nbytes_counts_every_layout_that_is_held() -> None:
@@ -226,26 +227,26 @@ def test_nbytes_counts_every_layout_that_is_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("reference", reference_ops), ("torch", torch_ops), ("native", native_ops)]
+    ("name", "kernels"), [("reference", REFERENCE), ("torch", TORCH), ("native", NATIVE)]
 )
 def test_the_environment_forces_an_implementation(
-    name: str, module: object, monkeypatch: pytest.MonkeyPatch
+    name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", name)
-    assert ops.kernels_for(torch.device("cpu")) is module
+    assert platforms.kernels_for(torch.device("cpu")) is kernels
 
 
 def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
     with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'fastest'"):
-        ops.kernels_for(torch.device("cpu"))
+        platforms.kernels_for(torch.device("cpu"))
 
 
 def test_torch_keeps_one_copy_of_a_weight() -> None:
     """The head's is in float32 on a CPU, whose products have the type of their operands."""
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    assert torch_ops.linear.pack(weight, None).nbytes == 48
-    assert torch_ops.linear.pack(weight, None, exact_output=True).nbytes == 96
+    assert TORCH.linear.pack(weight, None).nbytes == 48
+    assert TORCH.linear.pack(weight, None, exact_output=True).nbytes == 96
 
 
 @QUICK_KERNELS
@@ -281,7 +282,7 @@ def test_logits_of_torch_are_exact(device: str, has_bias: bool) -> None:
     x = random(3, 40, seed=0, dtype=torch.bfloat16).to(device)
     weight = random(500, 40, seed=1, dtype=torch.bfloat16).to(device)
     bias = random(500, seed=2, dtype=torch.bfloat16).to(device) if has_bias else None
-    logits = torch_ops.linear.multiply_exactly(x, torch_ops.linear.pack(weight, bias, exact_output=True))
+    logits = TORCH.linear.multiply_exactly(x, TORCH.linear.pack(weight, bias, exact_output=True))
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
@@ -308,9 +309,9 @@ def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(n, 40, dtype=torch.bfloat16, device="cuda") for n in (3, 500))
         bias = torch.empty(500, dtype=torch.bfloat16, device="cuda") if has_bias else None
-        packed = torch_ops.linear.pack(weight, bias, exact_output=True)
+        packed = TORCH.linear.pack(weight, bias, exact_output=True)
         with _Narrowed() as narrowed:
-            logits = torch_ops.linear.multiply_exactly(x, packed)
+            logits = TORCH.linear.multiply_exactly(x, packed)
     assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (3, 500), "cuda")
     assert narrowed.found == []
 
@@ -337,7 +338,7 @@ def test_low_rank_changes_of_some_rows(
         return made
 
     result = kernels.linear.low_rank(x, 150, changes(kernels))
-    expected = reference_ops.linear.low_rank(x, 150, changes(reference_ops))
+    expected = REFERENCE.linear.low_rank(x, 150, changes(REFERENCE))
     torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
     assert not result[owners < 0].any()
 
@@ -352,7 +353,7 @@ def test_products_are_added_in_place(
     x, weight = random(num_rows + 2, num_in, seed=0, dtype=dtype), random(72, num_in, seed=1, dtype=dtype)
     before, bias = random(num_rows + 2, 72, seed=2, dtype=dtype), random(72, seed=3, dtype=dtype)
     expected, hidden = before.clone(), before.clone()
-    reference_ops.linear.add_product(expected[1:-1], x[1:-1], reference_ops.linear.pack(weight, bias))
+    REFERENCE.linear.add_product(expected[1:-1], x[1:-1], REFERENCE.linear.pack(weight, bias))
     kernels.linear.add_product(hidden[1:-1], x[1:-1], kernels.linear.pack(weight, bias))
     tolerance = TOLERANCE[dtype] * num_in**0.5
     torch.testing.assert_close(hidden, expected, rtol=4 * TOLERANCE[dtype], atol=8 * tolerance)
@@ -370,6 +371,6 @@ def test_products_with_an_added_term(kernels: Kernels, dtype: torch.dtype) -> No
             linear.multiply(
                 x, linear.pack(weight, bias, gated=is_gated), added.clone(), activation=activation
             )
-            for linear in (reference_ops.linear, kernels.linear)
+            for linear in (REFERENCE.linear, kernels.linear)
         )
         torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=64 * TOLERANCE[dtype])

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,16 +30,17 @@ from kernel_cases import (
 from numpy.typing import NDArray
 from support.examples import examples
 
-from agentflow.kernels import ops, reference_ops, torch_ops
+from agentflow.kernels import platforms
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from agentflow.kernels.platforms import REFERENCE, TORCH, Kernels, triton_kernels
 from benchmarks.step.random_llama import llama_config, random_llama
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels import triton_ops
-from agentflow.kernels.triton_ops import early_start, units
+from agentflow.kernels.triton_ops import early_start, interpreted, units
 from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups, joined_slots
 
+TRITON = triton_kernels()
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -57,8 +59,8 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attended(case: Case, rows: Rows | None, *, has_table: bool = False) -> torch.Tensor:
     batch = batch_of(case, rows)
-    plan = triton_ops.attention.plan(with_table(batch) if has_table else batch, case.q.dtype, DEVICE)
-    return triton_ops.attention.attend(case.q.to(DEVICE), case.kv_layer.to(DEVICE), plan, RULE).cpu()
+    plan = TRITON.attention.plan(with_table(batch) if has_table else batch, case.q.dtype, DEVICE)
+    return TRITON.attention.attend(case.q.to(DEVICE), case.kv_layer.to(DEVICE), plan, RULE).cpu()
 
 
 def with_table(batch: AttentionBatch) -> AttentionBatch:
@@ -209,21 +211,21 @@ def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(0, 100), st.integers(0, 1000))
 def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) -> None:
     """One batch after another, with rows that round the number up: nothing of an earlier batch remains."""
-    plans = triton_ops.attention.static_plans((2, 8), 4, 2, DEVICE)
+    plans = TRITON.attention.static_plans((2, 8), 4, 2, DEVICE)
     first = max(lens[0], shared)
     for batch in (
         [Shape(-1, 0, first, 1), *(Shape(0, shared, shared + length, 1) for length in lens[1:])],
         [Shape(-1, 0, lens[-1], 1)],
     ):
         case = make_case(batch, seed=seed)
-        plan = triton_ops.attention.plan(with_table(batch_of(case, None)), torch.float32, DEVICE)
+        plan = TRITON.attention.plan(with_table(batch_of(case, None)), torch.float32, DEVICE)
         form = plans.update(plan)
         assert form is not None
         assert form.num_rows == (2 if len(batch) <= 2 else 8)
         q = torch.zeros(form.num_rows, 4, 8, device=DEVICE)
         q[: len(batch)] = case.q.to(DEVICE)
         kv_layer = case.kv_layer.to(DEVICE)
-        result = triton_ops.attention.attend(q, kv_layer, plans.capture_with(form, plan), RULE)[: len(batch)]
+        result = TRITON.attention.attend(q, kv_layer, plans.capture_with(form, plan), RULE)[: len(batch)]
         assert_exact(result.cpu(), case)
 
 
@@ -233,10 +235,10 @@ def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) 
     ids=["a chunk", "too many rows", "no table on the device"],
 )
 def test_f42b_batches_without_a_form(batch: list[Shape], has_table: bool) -> None:
-    plans = triton_ops.attention.static_plans((2, 8), 4, 2, DEVICE)
+    plans = TRITON.attention.static_plans((2, 8), 4, 2, DEVICE)
     made = batch_of(make_case(batch))
     made = with_table(made) if has_table else made
-    assert plans.update(triton_ops.attention.plan(made, torch.float32, DEVICE)) is None
+    assert plans.update(TRITON.attention.plan(made, torch.float32, DEVICE)) is None
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -268,14 +270,14 @@ def test_f42c_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         wide = random(shape[0], 8, shape[2], dtype=dtype)
         x = wide[:, 2:5]
         [on_gpu] = on_device(wide)
-        expected = reference_ops.rms_norm(x, weight, 1e-5)
-        assert_rounds_alike(triton_ops.rms_norm(on_gpu[:, 2:5], weight.to(DEVICE), 1e-5), expected)
+        expected = REFERENCE.rows.rms_norm(x, weight, 1e-5)
+        assert_rounds_alike(TRITON.rows.rms_norm(on_gpu[:, 2:5], weight.to(DEVICE), 1e-5), expected)
         return
     assert_rounds_alike(
-        triton_ops.rms_norm(*on_device(x, weight), 1e-5), reference_ops.rms_norm(x, weight, 1e-5)
+        TRITON.rows.rms_norm(*on_device(x, weight), 1e-5), REFERENCE.rows.rms_norm(x, weight, 1e-5)
     )
-    expected, total = reference_ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    normed, added = triton_ops.add_rms_norm(*on_device(x, residual, weight), 1e-5)
+    expected, total = REFERENCE.rows.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    normed, added = TRITON.rows.add_rms_norm(*on_device(x, residual, weight), 1e-5)
     assert torch.equal(added.cpu(), total)
     assert_rounds_alike(normed, expected)
 
@@ -294,10 +296,10 @@ def test_f42c_rope_and_write(dtype: torch.dtype, num_heads: int, num_kv_heads: i
     there = torch.full((8, 2, num_kv_heads, head_dim), 7.0).to(dtype)
     pool = there.clone()
     written = slots >= 0
-    reference_ops.rope_and_write(qkv[written], cos[written], sin[written], pool, slots[written])
-    expected = reference_ops.rope_and_write(qkv, cos, sin, there.clone(), slots.clip(min=0))
+    REFERENCE.rows.rope_and_write(qkv[written], cos[written], sin[written], pool, slots[written])
+    expected = REFERENCE.rows.rope_and_write(qkv, cos, sin, there.clone(), slots.clip(min=0))
     moved = on_device(qkv, cos, sin, there, slots)
-    assert torch.equal(triton_ops.rope_and_write(*moved).cpu(), expected)
+    assert torch.equal(TRITON.rows.rope_and_write(*moved).cpu(), expected)
     assert torch.equal(moved[3].cpu(), pool)
 
 
@@ -306,10 +308,10 @@ def test_f42c_rope_and_write(dtype: torch.dtype, num_heads: int, num_kv_heads: i
 def test_f42c_the_gated_activation(dtype: torch.dtype, num_rows: int) -> None:
     torch.manual_seed(0)
     x, weight = random(num_rows, 24, dtype=dtype), random(2 * 1100, 24, dtype=dtype)
-    plain = reference_ops.linear.pack(weight, None, gated=True)
-    expected = reference_ops.linear.multiply(x, plain, activation="silu")
-    packed = triton_ops.linear.pack(weight.to(DEVICE), None, gated=True)
-    result = triton_ops.linear.multiply(
+    plain = REFERENCE.linear.pack(weight, None, gated=True)
+    expected = REFERENCE.linear.multiply(x, plain, activation="silu")
+    packed = TRITON.linear.pack(weight.to(DEVICE), None, gated=True)
+    result = TRITON.linear.multiply(
         x.to(DEVICE), packed, activation="silu"
     )
     assert relative_error(result.cpu(), expected.double()) < RELATIVE_ERROR[dtype]
@@ -328,9 +330,9 @@ def test_f42c_products_of_one_row(
     bias = random(num_out, dtype=dtype) if has_bias else torch.zeros(num_out, dtype=dtype)
     product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     expected = product + added.double() if has_added else product
-    packed = triton_ops.linear.pack(weight.to(DEVICE), bias.to(DEVICE) if has_bias else None)
-    result = triton_ops.linear.multiply(x.to(DEVICE), packed, added.to(DEVICE) if has_added else None)
-    exact = triton_ops.linear.multiply_exactly(x.to(DEVICE), packed)
+    packed = TRITON.linear.pack(weight.to(DEVICE), bias.to(DEVICE) if has_bias else None)
+    result = TRITON.linear.multiply(x.to(DEVICE), packed, added.to(DEVICE) if has_added else None)
+    exact = TRITON.linear.multiply_exactly(x.to(DEVICE), packed)
     # Sums in float32, then the product and the result are rounded.
     sums = (num_in + 1) * 2.0**-24 * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
     unit = torch.finfo(dtype).eps
@@ -345,7 +347,7 @@ def test_f42d_a_whole_model_computes_what_it_computes_on_torch_kernels() -> None
     table = np.arange(120, dtype=np.int32).reshape(3, 40)
     steps = [np.array([9, 1, 17]), *[np.array([1, 1, 1])] * 4]
     results = []
-    for kernels, device in ((torch_ops, cpu), (triton_ops, DEVICE)):
+    for kernels, device in ((TORCH, cpu), (TRITON, DEVICE)):
         model = random_llama(llama_config(32, 48, 2, 4, 2, 100), kernels, torch.float32, device)
         pool = torch.full((2, 120, 2, 2, 8), torch.nan, device=device).unbind(0)
         cached, hidden = np.zeros(3, dtype=np.int64), []
@@ -371,14 +373,14 @@ def test_f42d_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pyte
     for is_early in (True, False):
         if not is_early:
             monkeypatch.setattr(early_start, "_can_start_early", lambda device: False)
-        model = random_llama(llama_config(2048, 4096, 8, 16, 4, 1_000), triton_ops, torch.bfloat16, DEVICE)
+        model = random_llama(llama_config(2048, 4096, 8, 16, 4, 1_000), TRITON, torch.bfloat16, DEVICE)
         pool = torch.zeros((8, 600, 2, 4, 128), dtype=torch.bfloat16, device=DEVICE).unbind(0)
         table, one = np.arange(600, dtype=np.int32)[None], np.ones(1, dtype=np.int64)
         hidden = []
         for place in range(400):
             batch = AttentionBatch(table, 0 * one, one, one + place, None)
             with torch.inference_mode():
-                plan = triton_ops.attention.plan(batch, torch.bfloat16, DEVICE)
+                plan = TRITON.attention.plan(batch, torch.bfloat16, DEVICE)
                 given = ForwardInput(one * (place % 97), one * place, one * place, pool, plan, 0 * one)
                 hidden.append(model.forward(given).clone())
         outputs.append(torch.cat(hidden).cpu())
@@ -387,30 +389,30 @@ def test_f42d_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pyte
 
 def test_f42d_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
-    assert ops.kernels_for(DEVICE) is triton_ops
-    monkeypatch.setattr(triton_ops, "IS_INTERPRETED", False)
-    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
-        ops.kernels_for(torch.device("cpu"))
-    triton_ops.check(DEVICE)
+    assert platforms.kernels_for(DEVICE).name == "triton"
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        patch.setattr(interpreted, "IS_INTERPRETED", SimpleNamespace(value=False))
+        platforms.kernels_for(torch.device("cpu"))
+    platforms.check(TRITON, DEVICE)
     monkeypatch.delenv("AGENTFLOW_KERNELS")
-    monkeypatch.setattr(triton_ops, "check", lambda device: None)
-    assert ops.kernels_for(torch.device("cuda")) is triton_ops
+    monkeypatch.setattr(platforms, "check", lambda kernels, device: None)
+    assert platforms.kernels_for(torch.device("cuda")).name == "triton"
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_f42d_without_them_a_gpu_runs_on_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_missing: bool
 ) -> None:
-    def fails(device: torch.device) -> None:
+    def fails(kernels: Kernels, device: torch.device) -> None:
         raise RuntimeError("no C compiler")
 
     monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
-    monkeypatch.setattr(triton_ops, "check", fails)
+    monkeypatch.setattr(platforms, "check", fails)
     if is_missing:
         monkeypatch.delattr("agentflow.kernels.triton_ops")
         monkeypatch.setitem(sys.modules, "agentflow.kernels.triton_ops", None)
-    assert ops.kernels_for(torch.device("cuda")) is torch_ops
+    assert platforms.kernels_for(torch.device("cuda")) is TORCH
     assert "slower torch kernels" in caplog.text
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
     with pytest.raises(ValueError, match="'triton', but"):
-        ops.kernels_for(torch.device("cuda"))
+        platforms.kernels_for(torch.device("cuda"))

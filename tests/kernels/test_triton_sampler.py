@@ -15,16 +15,16 @@ from support.engine import runner_driver
 
 from agentflow.engine.batch import LogitEdits, SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tensors, choose_tokens, stage
-from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.platforms import TORCH, triton_kernels
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 from agentflow.kernels.uploads import upload
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels import triton_ops
 from agentflow.kernels.triton_ops import triton_sampler
 
+TRITON = triton_kernels()
 pytestmark = pytest.mark.gpu
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -64,12 +64,12 @@ def random_choice(num_rows: int, vocab_size: int, seed: int, *, has_masks: bool 
 
 
 def chosen(logits: torch.Tensor, rows: ChoiceRows) -> list[int]:
-    sampler = triton_ops.sampler
+    sampler = TRITON.sampler
     return sampler.choose(logits.to(DEVICE), sampler.stage(rows, DEVICE)).tolist()
 
 
 def chosen_on_the_cpu(logits: torch.Tensor, rows: ChoiceRows) -> list[int]:
-    return torch_ops.sampler.choose(logits, rows).tolist()
+    return TORCH.sampler.choose(logits, rows).tolist()
 
 
 @settings(max_examples=10)
@@ -189,11 +189,11 @@ def test_f42s_an_upload_is_a_copy_of_all_arrays() -> None:
 def test_f42s_all_results_equal_the_cpus(num_rows: int, seed: int) -> None:
     logits, sampled = random_logits(num_rows, 90, 2.0, seed), all_kinds(num_rows, 90, seed)
     there = logits.to(DEVICE)
-    made = choose_tensors(there, stage(sampled, triton_ops.sampler, DEVICE), triton_ops.sampler)
+    made = choose_tensors(there, stage(sampled, TRITON.sampler, DEVICE), TRITON.sampler)
     host = made.packed.cpu()
     ours = made.output(host)
     host.zero_()  # it belongs to the caller again
-    expected = choose_tokens(logits.clone(), sampled, torch_ops.sampler)
+    expected = choose_tokens(logits.clone(), sampled, TORCH.sampler)
     assert torch.equal(there.cpu(), logits)
     for field in fields(expected):
         value = getattr(expected, field.name)
@@ -217,12 +217,12 @@ def test_f42s_on_a_gpu_nothing_waits_and_all_tokens_equal_the_cpus(monkeypatch: 
             all_kinds(num_rows, vocab_size, number),
         )
         there = logits.to(DEVICE)
-        choose_tokens(there, sampled, triton_ops.sampler)  # compiles
+        choose_tokens(there, sampled, TRITON.sampler)  # compiles
         torch.cuda.set_sync_debug_mode("error")
         try:
-            made = choose_tensors(there, stage(sampled, triton_ops.sampler, DEVICE), triton_ops.sampler)
+            made = choose_tensors(there, stage(sampled, TRITON.sampler, DEVICE), TRITON.sampler)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        expected = choose_tokens(logits, sampled, torch_ops.sampler)
+        expected = choose_tokens(logits, sampled, TORCH.sampler)
         assert made.output(made.packed.cpu()).token_ids.tolist() == expected.token_ids.tolist()
     assert first == 1000

@@ -18,7 +18,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.kernels import torch_ops
+from agentflow.kernels.platforms import TORCH
 from agentflow.protocol.sampling import SamplingParams
 
 FAVOURITES = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
@@ -43,7 +43,7 @@ class LogitRunner(FakeRunner):
         if not seen:
             return BatchOutput(sampled.target_ids.copy(), None)
         logits = torch.from_numpy(np.stack([logits_after(tokens) for tokens in seen]))
-        return choose_tokens(logits, sampled, torch_ops.sampler)
+        return choose_tokens(logits, sampled, TORCH.sampler)
 
 
 def logit_runner(**options) -> LogitRunner:

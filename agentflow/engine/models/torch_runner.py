@@ -45,7 +45,7 @@ from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ChoiceRows, ForwardInput
-from agentflow.kernels.ops import Kernels, kernels_for
+from agentflow.kernels.platforms import Kernels, kernels_for
 from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class TorchRunner:
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
-        if stream is None and torch_device.type == "cuda" and kernels.QUEUES_WORK:
+        if stream is None and torch_device.type == "cuda" and kernels.queues_work:
             stream = DeviceStream(torch_device)
         # Other kernels and models wait for the device during a forward pass: a batch that is launched behind
         # another one would only delay its results.

@@ -31,7 +31,7 @@ from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.attention.groups import MaskedPlans
 from agentflow.kernels.attention.masked_attention import masked_attention
 from agentflow.kernels.inputs import ForwardInput, IntArray
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 logger = logging.getLogger(__name__)
 

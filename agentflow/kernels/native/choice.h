@@ -1,4 +1,4 @@
-// Chooses a token from each row of logits, as `ops.Kernels.choose` defines it. One thread processes a whole row, while it is
+// Chooses a token from each row of logits, as `Sampler.choose` defines it. One thread processes a whole row, while it is
 // in the core's cache.
 #pragma once
 
@@ -53,7 +53,7 @@ class RowChoice {
     // The sum of each block is kept, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
 
-    // The likeliest token has the weight 2^35. All implementations of `ops.Kernels.choose` have these constants.
+    // The likeliest token has the weight 2^35. All implementations of `Sampler.choose` have these constants.
     static constexpr float WEIGHT_BITS = 35, HIGHEST_WEIGHT = 0x1p35f;
     static constexpr float LEAST_EXPONENT = -37;  // of two, below which a weight is 0
     static constexpr float EXP2[] = {1.3264726e-3f, 9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f};
@@ -117,7 +117,7 @@ class RowChoice {
         return at(std::min(c_.uniforms[row_] * total, std::nextafter(total, 0.0)));
     }
 
-    // The weight of a token, floor(2^(35 + x)), as in `torch_ops.whole_weights`. x: at most 0.
+    // The weight of a token, floor(2^(35 + x)), as in `token_weights.whole_weights`. x: at most 0.
     static Vec whole_weight(Vec x) {
         x = max(x, broadcast(-64.0f));
         const Vec whole = floor(add(x, broadcast(0.5f))), rest = sub(x, whole);

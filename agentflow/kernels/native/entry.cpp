@@ -1,4 +1,4 @@
-// The functions that Python calls through ctypes (native_ops.py). Functions that compute hold the team's lock while they
+// The functions that Python calls through ctypes (native_ops/). Functions that compute hold the team's lock while they
 // run. `is_bf16`: values are bfloat16, else float. A function that can fail returns a Status; no exception leaves the
 // library.
 
@@ -15,7 +15,7 @@ using namespace agentflow;
 
 namespace {
 
-// The keys of native_structures.FAILURES.
+// The keys of FAILURES in native_ops/structures.py.
 enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED, RANK_LOST };
 
 thread_local char failure_text[256];

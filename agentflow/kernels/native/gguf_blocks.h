@@ -7,7 +7,7 @@
 
 namespace agentflow {
 
-// In the order of native_structures.BLOCK_TYPES.
+// In the order of BLOCK_TYPES in native_ops/structures.py.
 enum BlockType : int64_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL };
 
 // GROUP values of a row: `scale * code + min`.

@@ -5,7 +5,7 @@
 
 namespace agentflow {
 
-// In the order of `native_ops.PARTS`.
+// In the order of `native_ops.team.PARTS`.
 enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, RANKS, NUM_PARTS };
 
 inline double part_seconds[NUM_PARTS];

@@ -20,7 +20,7 @@
 
 namespace agentflow {
 
-// In the order of native_structures.PANEL_FORMATS.
+// In the order of PANEL_FORMATS in native_ops/structures.py.
 enum WeightFormat : int64_t { DENSE, INT4, INT4_MIN, INT4_TABLE, INT5, INT5_MIN, INT6, INT8 };
 
 constexpr int GROUP = 32, STEP = 4, NUM_STEPS = GROUP / STEP;

@@ -14,7 +14,7 @@ from agentflow.kernels.linear.torch_linear import TorchLinear
 from agentflow.kernels.triton_ops import fp8
 from agentflow.kernels.triton_ops.one_row import is_one_row, multiply_row
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES, dequantised_rows, multiply, pack_blocks
-from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
+from agentflow.kernels.triton_ops.triton_rows import silu_and_multiply
 
 
 class TritonLinear(TorchLinear):

@@ -36,7 +36,7 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
-from agentflow.kernels import torch_ops
+from agentflow.kernels.platforms import TORCH
 from agentflow.protocol.sampling import SamplingParams
 
 PATTERNS = [
@@ -200,7 +200,7 @@ class EqualRunner(FakeRunner):
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
         if not seen:
             return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(torch.zeros(len(seen), self.info.vocab_size), sampled, torch_ops.sampler)
+        return choose_tokens(torch.zeros(len(seen), self.info.vocab_size), sampled, TORCH.sampler)
 
 
 async def draws(pattern: str, seeds: range) -> list[tuple[Finished, str]]:

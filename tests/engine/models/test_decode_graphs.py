@@ -19,16 +19,16 @@ from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.forward import decoder
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
-from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import TORCH, Kernels, triton_kernels
 from benchmarks.step.random_llama import llama_config, random_llama
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels import triton_ops
+from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED
 
-pytestmark = pytest.mark.skipif(not triton_ops.IS_INTERPRETED, reason="graphs are captured on a GPU")
+TRITON = triton_kernels()
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED.value, reason="graphs are captured on a GPU")
 CPU = torch.device("cpu")
 CONFIG = llama_config(32, 48, 2, 4, 2, 100)
 WIDE_HEADS = llama_config(1056, 48, 2, 4, 2, 100)
@@ -99,7 +99,7 @@ class Requests:
 def test_f42d_graphs_compute_any_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that grow and shrink, of which some rows are not wanted: padding rows write no slot."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    alone, graphed = Requests.on(torch_ops), Requests.on(triton_ops)
+    alone, graphed = Requests.on(TORCH), Requests.on(TRITON)
     monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
     graphs = graphed.model._graphs = graphed.model.graphs()
     rng = np.random.default_rng(0)
@@ -131,7 +131,7 @@ def test_steps_run_without_graphs(
 ) -> None:
     """The plans of wide heads are not at fixed addresses, and a GPU may have no memory for graphs."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    alone, graphed = Requests.on(torch_ops, config), Requests.on(triton_ops, config)
+    alone, graphed = Requests.on(TORCH, config), Requests.on(TRITON, config)
     monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
     graphs = graphed.model._graphs = graphed.model.graphs()
     graphs.has_memory = has_memory
@@ -164,7 +164,7 @@ def test_graphs_of_other_families(
     weights = WeightFormat(torch.float32)
     models = [
         load_model(tmp_path, config, weights=weights, device=CPU, kernels=kernels).model
-        for kernels in (torch_ops, triton_ops)
+        for kernels in (TORCH, TRITON)
     ]
     pools = [
         torch.full((config.num_layers, NUM_SLOTS, 2, config.num_kv_heads, config.head_dim), torch.nan).unbind(
@@ -174,7 +174,7 @@ def test_graphs_of_other_families(
     ]
     alone, graphed = (
         Requests(model, kernels, pool, np.zeros(10, dtype=np.int64))
-        for model, kernels, pool in zip(models, (torch_ops, triton_ops), pools, strict=True)
+        for model, kernels, pool in zip(models, (TORCH, TRITON), pools, strict=True)
     )
     monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
     graphed.model._graphs = graphed.model.graphs()

@@ -19,8 +19,7 @@ from agentflow.engine.models.device_table import DeviceTable, write_slots
 from agentflow.engine.models.torch_runner import forward_input_of
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.slot_table import SlotTable
-from agentflow.kernels import torch_ops
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import TORCH, Kernels, triton_kernels
 from benchmarks.step.random_llama import llama_config, random_llama
 from benchmarks.step.work import Shape, batch_of
 
@@ -65,17 +64,17 @@ def test_requests_over_shared_prefixes_have_the_tokens_that_they_have_alone(
 ) -> None:
     """In a pool that is too small for all of them: rows of the table and slots are used again."""
     pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
-    from agentflow.kernels import triton_ops
     from agentflow.kernels.triton_ops import units
+    from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED
 
-    if not triton_ops.IS_INTERPRETED:
+    if not IS_INTERPRETED.value:
         pytest.skip("test_device_engine runs on a GPU")
     monkeypatch.setattr(units, "LEAST_SAVING", 10)
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 100, 30).tolist(), rng.integers(0, 100, 40).tolist()
     prompts = [[*first, 1], [*first, 2, 3], second, [*first, 2, 4], [*second, 5], [*first, 1, 6]]
-    expected = [tokens for prompt in prompts for tokens in greedy(torch_ops, [prompt], 5, use_cache=False)[0]]
-    found, batches = greedy(triton_ops, prompts, 5, use_cache=True)
+    expected = [tokens for prompt in prompts for tokens in greedy(TORCH, [prompt], 5, use_cache=False)[0]]
+    found, batches = greedy(triton_kernels(), prompts, 5, use_cache=True)
     assert found == expected
     assert max(len(rows) for batch in batches for _, rows in batch.shared) > 2
     assert any(batch.pending is not None for batch in batches)
@@ -104,9 +103,9 @@ def test_batches_in_flight_read_the_table_as_it_was() -> None:
 
 def test_a_launch_that_fails_loses_no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next batches bring the rows that they read whole."""
-    model = random_llama(CONFIG, torch_ops, torch.float32, CPU)
+    model = random_llama(CONFIG, TORCH, torch.float32, CPU)
     pool = torch.zeros(2, NUM_SLOTS, 2, 2, 8).unbind(0)
-    steps = DeviceSteps(model, torch_ops.sampler, QueuedStream(), (4, 50))
+    steps = DeviceSteps(model, TORCH.sampler, QueuedStream(), (4, 50))
     table = SlotTable(4, 50)
     form = replace(batch_of(Shape(1, 20), NUM_SLOTS, 50), token_ids=np.array([7]))
 
@@ -125,7 +124,7 @@ def test_a_launch_that_fails_loses_no_changes(monkeypatch: pytest.MonkeyPatch) -
             changes=changes,
         )
         with torch.inference_mode():
-            given = forward_input_of(batch, torch_ops, pool, table=steps.table.sized_for(batch))
+            given = forward_input_of(batch, TORCH, pool, table=steps.table.sized_for(batch))
             steps.launch(batch, given).output()
         return batch
 

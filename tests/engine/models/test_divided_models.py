@@ -23,7 +23,7 @@ from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import AcceleratorFault, ModelRunner
 from agentflow.errors import BadArgument
-from agentflow.kernels.shared_ranks import SLOT_BYTES
+from agentflow.kernels.native_ops.shared_ranks import SLOT_BYTES
 
 pytestmark = pytest.mark.timeout(120)
 

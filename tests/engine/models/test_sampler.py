@@ -15,7 +15,7 @@ from support.plain_sampler import MASK, plain_choice, plain_uniform
 
 from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tokens, uniforms
-from agentflow.kernels import native_ops, torch_ops
+from agentflow.kernels.platforms import NATIVE, TORCH
 from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.sampling import torch_sampler
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
@@ -23,7 +23,7 @@ from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.sampling.token_weights import whole_weights
 
 Row = tuple[float, int, float, float, int, int]
-BOTH = torch_ops.sampler, native_ops.sampler
+BOTH = TORCH.sampler, NATIVE.sampler
 SAMPLERS = pytest.mark.parametrize("sampler", BOTH, ids=["torch", "native"])
 ROW = st.tuples(
     st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
@@ -355,8 +355,8 @@ def test_ranks_are_those_of_targets_outside_trees() -> None:
     rows, targets = [(0.0, 0, 1.0, 0.0, 0, 0)] * 2, np.array([3, 5])
     of_tree = ScoredTokens(np.array([0, 0, 1]), np.array([3, 4, 5]))
     all_of_tree = sampled_rows(rows, target_ids=targets, needs_logprobs=True, scored=of_tree)
-    assert choose_tokens(logits, all_of_tree, torch_ops.sampler).ranks is None
+    assert choose_tokens(logits, all_of_tree, TORCH.sampler).ranks is None
     one_of_prompt = replace(all_of_tree, scored=ScoredTokens(np.array([0]), np.array([3])))
-    ranks = choose_tokens(logits, one_of_prompt, torch_ops.sampler).ranks
+    ranks = choose_tokens(logits, one_of_prompt, TORCH.sampler).ranks
     assert ranks is not None
     assert ranks[1] == int((logits[1] >= logits[1, 5]).sum())

@@ -23,7 +23,7 @@ from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
-from agentflow.kernels.ops import kernels_for
+from agentflow.kernels.platforms import kernels_for
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

@@ -23,7 +23,7 @@ from agentflow.kernels.decoder_weights import (
 )
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import ForwardInput, LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 
 class _Batch:
@@ -61,9 +61,9 @@ def _tree_lens(trees: object) -> list[int]:
 def apply_norm(x: Tensor, norm: Norm, kernels: Kernels) -> Tensor:
     """Returns the norm of rows."""
     if norm.bias is not None:
-        return kernels.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        return kernels.rows.layer_norm(x, norm.weight, norm.bias, norm.eps)
     if not norm.is_less_one:
-        return kernels.rms_norm(x, norm.weight, norm.eps)
+        return kernels.rows.rms_norm(x, norm.weight, norm.eps)
     wide = x.float()
     result = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
     return (result * (1.0 + norm.weight.float())).to(x.dtype)
@@ -83,14 +83,15 @@ class Decoder:
         self._kernels = kernels
         self._head = head
         self._device = weights.final_norm.weight.device
-        self.whole_forward = kernels.whole_forward(weights, head)
+        make = kernels.whole_forward
+        self.whole_forward = None if make is None else make(weights, head)
         layers = weights.layers
         self._part = weights.part
         has_rules = any(layer.window or layer.sinks is not None for layer in layers) or weights.attention_cap
         # Sums over ranks are not captured in graphs.
         self._is_queued = (
             weights.part is None
-            and (kernels.QUEUES_WORK or not has_rules)
+            and (kernels.queues_work or not has_rules)
             and not any(
                 isinstance(layer.qkv, LatentWeights) or isinstance(layer.mlp, Experts) for layer in layers
             )
@@ -231,7 +232,7 @@ class Decoder:
     def _added(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Returns the norm of the sum, and the sum. Overwrites ``residual``."""
         if norm is not None and norm.bias is None and not norm.is_less_one:
-            return self._kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
+            return self._kernels.rows.add_rms_norm(x, residual, norm.weight, norm.eps)
         residual = residual + x
         return self._normed(residual, norm), residual
 
@@ -262,7 +263,7 @@ class Decoder:
         if rope is None and None not in batch.angles:
             unturned = torch.ones_like(qkv[:, :1])
             batch.angles[None] = unturned, torch.zeros_like(unturned)
-        return self._kernels.rope_and_write(qkv, *batch.angles[rope], kv_layer, batch.write_slots)
+        return self._kernels.rows.rope_and_write(qkv, *batch.angles[rope], kv_layer, batch.write_slots)
 
     def _attended(self, layer: LayerWeights, queries: Tensor, batch: _Batch, kv_layer: Tensor) -> Tensor:
         weights, attention = self.weights, self._kernels.attention

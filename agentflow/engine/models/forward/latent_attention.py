@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.decoder_weights import LatentWeights
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 
 def project(
@@ -25,14 +25,14 @@ def project(
     pool_dim = kv_rank + rotated_dim
     queries, latent, shared = torch.split(down, [down.shape[1] - pool_dim, kv_rank, rotated_dim], dim=1)
     if weights.q_norm is not None and weights.q_up is not None:
-        normed = kernels.rms_norm(queries, weights.q_norm, weights.eps)
+        normed = kernels.rows.rms_norm(queries, weights.q_norm, weights.eps)
         queries = kernels.linear.multiply(normed, weights.q_up)
     heads = queries.reshape(len(x), num_heads, -1)
     plain, rotated = heads[..., :plain_dim], heads[..., plain_dim:]
     in_latent = torch.bmm(plain.transpose(0, 1), weights.key_up).transpose(0, 1)
     entry = torch.cat(
         (
-            kernels.rms_norm(latent, weights.kv_norm, weights.eps),
+            kernels.rows.rms_norm(latent, weights.kv_norm, weights.eps),
             _rotate(shared.unsqueeze(1), *angles).squeeze(1),
         ),
         dim=1,

@@ -11,10 +11,9 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from agentflow.errors import BadArgument
-from agentflow.kernels import native_ops
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 from agentflow.kernels.ranks import DistributedRanks, Ranks
-from agentflow.kernels.shared_ranks import SharedRanks, make_room
+from agentflow.kernels.native_ops.shared_ranks import SharedRanks, make_room
 
 COLLECTIVES = ("shared", "gloo", "nccl")
 
@@ -30,7 +29,7 @@ def collective_for(device: torch.device, kernels: Kernels) -> str:
         )
     if device.type == "cuda":
         return "nccl"
-    return "shared" if kernels is native_ops and chosen != "gloo" else "gloo"
+    return "shared" if kernels.name == "native" and chosen != "gloo" else "gloo"
 
 
 def prepare(collective: str, file: int, size: int) -> None:

@@ -24,7 +24,7 @@ from agentflow.engine.models.weights.cuts import check_divides
 from agentflow.engine.runner import AcceleratorFault, RunnerInfo
 from agentflow.errors import BadArgument
 from agentflow.kernels.native_library import keep_order
-from agentflow.kernels.shared_ranks import MAX_RANKS
+from agentflow.kernels.native_ops.shared_ranks import MAX_RANKS
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.kernels.activations import PlainActivation
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import IntArray, LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

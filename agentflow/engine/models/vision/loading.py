@@ -21,7 +21,7 @@ from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.engine.models.weights.loader import open_checkpoint
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.errors import BadModelFolder
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 logger = logging.getLogger(__name__)
 

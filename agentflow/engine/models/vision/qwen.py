@@ -30,7 +30,7 @@ from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 _EPS = 1e-6
 _THETA = 10_000.0

@@ -24,7 +24,7 @@ from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.activations import PlainActivation
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 
 @dataclass(frozen=True, slots=True)

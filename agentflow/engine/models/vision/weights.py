@@ -13,7 +13,7 @@ from agentflow.engine.models.weights.checkpoint import TensorSource
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 
 
 @dataclass(frozen=True, slots=True)

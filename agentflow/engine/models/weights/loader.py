@@ -34,7 +34,7 @@ from agentflow.kernels.decoder_weights import (
     Routing,
 )
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
-from agentflow.kernels.ops import Kernels
+from agentflow.kernels.platforms import Kernels
 from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)

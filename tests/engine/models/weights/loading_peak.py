@@ -13,7 +13,7 @@ import torch
 
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
-from agentflow.kernels.ops import kernels_for
+from agentflow.kernels.platforms import kernels_for
 
 
 def memory_bytes(name: str) -> int:

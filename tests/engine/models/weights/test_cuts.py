@@ -26,7 +26,7 @@ from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.tensors import dequantise
 from agentflow.errors import BadModelFolder
-from agentflow.kernels.ops import kernels_for
+from agentflow.kernels.platforms import kernels_for
 
 LLAMA, PHI = FAMILIES["LlamaForCausalLM"].names, FAMILIES["Phi3ForCausalLM"].names
 

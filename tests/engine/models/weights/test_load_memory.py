@@ -11,7 +11,7 @@ import pytest
 from support.engine.family_models import saved_model
 from support.engine.gguf_models import write_gguf
 
-from agentflow.kernels import native_ops
+from agentflow.kernels.native_ops import team
 from agentflow.kernels.native_library import NoNativeKernels
 
 MEASURED = """
@@ -49,7 +49,7 @@ def test_f42m_a_large_embedding_takes_little_more_than_its_panels(folder: Path, 
     """Pages of the file are released as they are packed, or converted: a dense matrix is converted as a whole
     before it is packed."""
     try:
-        native_ops.library()
+        team.library()
     except NoNativeKernels as error:
         pytest.skip(str(error))
     if not Path("/proc/self/clear_refs").exists():

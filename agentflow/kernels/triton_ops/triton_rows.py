@@ -1,6 +1,6 @@
 """Norms, rotary embeddings and the gated activation, fused so that each row is read and written once.
 
-Intermediate results are rounded to the model's dtype where ``Kernels`` says so, as transformers rounds them.
+Intermediate results are rounded to the model's dtype where ``RowOps`` says so, as transformers rounds them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agentflow.kernels.rows.torch_rows import TorchRows
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 from agentflow.kernels.triton_ops.interpreted import rounded, to_fp8
 
@@ -34,22 +35,6 @@ def _rms_norm(
     normed = rounded(wide * scale, x.dtype.element_ty).to(tl.float32)
     factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + number * size + columns, rounded(normed * factors, out.dtype.element_ty), mask=is_column)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.stride(-1) != 1 or x.dim() > 3:
-        x = x.contiguous().view(-1, x.shape[-1])
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    _norm(x, None, weight, out, eps, x.stride(0), head_stride, num_heads)
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x, residual = x.contiguous(), residual.contiguous()
-    out = torch.empty_like(x)
-    _norm(x, residual, weight, out, eps, x.shape[-1], 0, 1)
-    return out, residual
 
 
 def _norm(
@@ -128,22 +113,6 @@ def _rope_and_write(
         tl.store(value_place + HALF, second_values, mask=is_value)
 
 
-def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:
-    num_rows, num_all, head_dim = qkv.shape
-    num_kv_heads = kv_layer.shape[2]
-    num_heads = num_all - 2 * num_kv_heads
-    is_fp8 = kv_layer.dtype == torch.float8_e4m3fn
-    kv_layer = kv_layer.view(torch.uint8) if is_fp8 else kv_layer
-    if num_rows:
-        _rope_and_write[(num_rows,)](
-            qkv, cos, sin, kv_layer, write_slots, qkv.stride(0), kv_layer.stride(0), num_heads, num_kv_heads,
-            HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-            BLOCK_HEADS=triton.next_power_of_2(num_heads + num_kv_heads), IS_FP8=is_fp8,
-            enable_fp_fusion=False, **early_start(qkv.device, num_rows),
-        )  # fmt: skip
-    return qkv[:, :num_heads]
-
-
 @triton.jit
 def _silu_and_multiply(gate_up, out, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):
     take_turn(IS_EARLY)
@@ -166,3 +135,39 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
             gate_up.contiguous(), out, size, BLOCK=1024, **early_start(gate_up.device, num_rows)
         )
     return out
+
+
+class TritonRows(TorchRows):
+    """``RowOps`` of the Triton kernels; layer norms are torch's."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.stride(-1) != 1 or x.dim() > 3:
+            x = x.contiguous().view(-1, x.shape[-1])
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        _norm(x, None, weight, out, eps, x.stride(0), head_stride, num_heads)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
+        out = torch.empty_like(x)
+        _norm(x, residual, weight, out, eps, x.shape[-1], 0, 1)
+        return out, residual
+
+    def rope_and_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
+    ) -> Tensor:
+        num_rows, num_all, head_dim = qkv.shape
+        num_kv_heads = kv_layer.shape[2]
+        num_heads = num_all - 2 * num_kv_heads
+        is_fp8 = kv_layer.dtype == torch.float8_e4m3fn
+        kv_layer = kv_layer.view(torch.uint8) if is_fp8 else kv_layer
+        if num_rows:
+            _rope_and_write[(num_rows,)](
+                qkv, cos, sin, kv_layer, write_slots, qkv.stride(0), kv_layer.stride(0), num_heads,
+                num_kv_heads,
+                HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+                BLOCK_HEADS=triton.next_power_of_2(num_heads + num_kv_heads), IS_FP8=is_fp8,
+                enable_fp_fusion=False, **early_start(qkv.device, num_rows),
+            )  # fmt: skip
+        return qkv[:, :num_heads]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels.native_ops import library
-from agentflow.kernels.native_structures import address
+from agentflow.kernels.native_ops.structures import address
+from agentflow.kernels.native_ops.team import library
 
 SLOT_BYTES = 1 << 22
 """The memory for the values of one rank at a time; more values take turns."""

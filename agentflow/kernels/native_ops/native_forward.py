@@ -1,0 +1,120 @@
+"""A whole forward pass in one call of the native kernels: Python does no work between them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentflow.kernels.decoder_weights import DecoderWeights, LatentWeights
+from agentflow.kernels.inputs import Adapter, AdapterRows, ChoiceRows, ForwardInput, IntArray, LinearWeight
+from agentflow.kernels.native_library import native_level
+from agentflow.kernels.native_ops.native_linear import NativeLinear
+from agentflow.kernels.native_ops.structures import (
+    NativeAdapterRows,
+    NativeAdapters,
+    NativeLayerAdapter,
+    PackedHeads,
+    address,
+    native_adapter,
+    native_batch,
+    native_choices,
+    native_decoder,
+    native_rows,
+    native_weight,
+)
+from agentflow.kernels.native_ops.team import library, set_num_threads
+
+
+class NativeForward:
+    """``Forward`` of the native kernels."""
+
+    def __init__(self, weights: DecoderWeights, head: LinearWeight) -> None:
+        self._weights, self._head = weights, head  # kept alive: the structures point to them
+        self._heads = [_packed_heads(layer.qkv) for layer in weights.layers]
+        self._decoder, self._native_head = native_decoder(weights, self._heads), native_weight(head)
+        self._library = library()  # the library that packed the weights
+        self.keeps_order = native_level() != "amx"
+        self.nbytes = sum(heads.nbytes for heads in self._heads if heads is not None)
+        self._dtype = weights.final_norm.weight.dtype
+        self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
+        self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures
+
+    def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
+        hidden_size = self._weights.embedding.shape[1]
+        out = torch.empty(len(given.rows), hidden_size, dtype=self._dtype)
+        finish = self._start(given, out.data_ptr(), None, None, None)
+
+        def hidden() -> Tensor:
+            finish()
+            return out
+
+        return hidden
+
+    def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
+        out = np.empty(len(given.rows), dtype=np.int64)
+        choices = native_choices(choice, self._head.shape[0])
+        finish = self._start(given, None, self._native_head, choices, address(out))
+
+        def tokens() -> IntArray:
+            finish()
+            return out
+
+        return tokens
+
+    def _start(self, given: ForwardInput, *wanted: Any) -> Callable[[], None]:
+        """Starts the forward pass. Returns a function that waits for its end."""
+        if given.kv_layers is not self._layers[0]:
+            addresses = [layer.data_ptr() for layer in given.kv_layers]
+            self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
+        set_num_threads(self._library)
+        angles = self._angles(given)
+        rows = native_rows(given, angles)
+        batch = native_batch(given.plan)
+        adapters = self._native_adapters(given.adapters) if given.adapters else None
+        arguments = (rows, batch, adapters, self._layers[1], *wanted)
+        self._library.af_start_forward(self._dtype == torch.bfloat16, self._decoder, *arguments)
+
+        def finish(_kept_alive: Any = (given, angles, arguments)) -> None:
+            self._library.af_finish_forward()
+
+        return finish
+
+    def _angles(self, given: ForwardInput) -> NDArray[np.float32] | None:
+        """Returns the rope's angles [T, frequencies] if its axes differ in this batch."""
+        if given.given is None or given.given.axis_positions is None:
+            return None
+        (rope,) = self._weights.ropes
+        assert rope.axes is not None
+        places = given.given.axis_positions.astype(np.float32)[rope.axes.numpy()]
+        return np.ascontiguousarray(places.T * rope.frequencies.numpy())
+
+    def _native_adapters(self, rows: Sequence[AdapterRows]) -> NativeAdapters:
+        made = []
+        for one in rows:
+            layers = self._adapters.get(one.adapter)
+            if layers is None:
+                layers = self._adapters[one.adapter] = native_adapter(one.adapter)
+            place = ctypes.cast(layers, POINTER(NativeLayerAdapter))
+            made.append(
+                NativeAdapterRows(
+                    place, address(one.rows), len(one.rows), address(one.sampled), len(one.sampled)
+                )
+            )
+        return NativeAdapters(len(made), (NativeAdapterRows * len(made))(*made))
+
+
+def _packed_heads(latent: LinearWeight | LatentWeights) -> PackedHeads | None:
+    if isinstance(latent, LinearWeight):
+        return None
+    return PackedHeads(
+        [NativeLinear().pack(matrix.t(), None) for matrix in latent.key_up],
+        [NativeLinear().pack(matrix.t(), None) for matrix in latent.value_up],
+    )

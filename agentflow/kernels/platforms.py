@@ -1,0 +1,167 @@
+"""The kernels of each platform, and the choice among them.
+
+``Kernels`` holds one implementation of each interface. All are tested against ``REFERENCE``. The environment
+variable ``AGENTFLOW_KERNELS`` forces a platform.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.kernels.attention.backend import AttentionBackend
+from agentflow.kernels.attention.reference_attention import ReferenceAttention
+from agentflow.kernels.attention.torch_attention import TorchAttention
+from agentflow.kernels.decoder_weights import DecoderWeights
+from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
+from agentflow.kernels.linear.method import LinearMethod
+from agentflow.kernels.linear.reference_linear import ReferenceLinear
+from agentflow.kernels.linear.torch_linear import TorchLinear
+from agentflow.kernels.native_library import NoNativeKernels
+from agentflow.kernels.native_ops import team
+from agentflow.kernels.native_ops.native_attention import NativeAttention
+from agentflow.kernels.native_ops.native_forward import NativeForward
+from agentflow.kernels.native_ops.native_linear import NativeLinear
+from agentflow.kernels.native_ops.native_rows import NativeRows
+from agentflow.kernels.native_ops.native_sampler import NativeSampler
+from agentflow.kernels.rows.reference_rows import ReferenceRows
+from agentflow.kernels.rows.row_ops import RowOps
+from agentflow.kernels.rows.torch_rows import TorchRows
+from agentflow.kernels.sampling.sampler import Sampler
+from agentflow.kernels.sampling.torch_sampler import TorchSampler
+
+logger = logging.getLogger(__name__)
+
+
+class Forward(Protocol):
+    """The forward pass of a whole model, in other threads. Both methods start it and return a function that
+    waits for its end and returns the result. The function must be called before any other kernel."""
+
+    keeps_order: bool  # a row's sums have the same order regardless of the rest of the batch
+    nbytes: int  # of weights that it holds in its layout in addition to those of the decoder
+
+    def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
+        """Writes the KV of all rows. The result is the normed last hidden states of ``given.rows``, [S,
+        hidden_size]."""
+
+    def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
+        """The same, but the result is the tokens that ``Sampler.choose`` chooses from their logits, [S]."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a platform. Tensors have the model's dtype unless a function says otherwise."""
+
+    name: str  # the value of ``AGENTFLOW_KERNELS``
+    attention: AttentionBackend
+    linear: LinearMethod
+    rows: RowOps
+    sampler: Sampler
+    queues_work: bool = False  # no function waits for a GPU: another step can be launched meanwhile
+    # Makes the forward pass of all layers in one call, from the weights without the head, and the head with
+    # which ``multiply_exactly`` computes logits. None: the functions above run one by one.
+    whole_forward: Callable[[DecoderWeights, LinearWeight], Forward] | None = None
+
+
+REFERENCE = Kernels("reference", ReferenceAttention(), ReferenceLinear(), ReferenceRows(), TorchSampler())
+"""Written for clarity, and slow."""
+TORCH = Kernels("torch", TorchAttention(), TorchLinear(), TorchRows(), TorchSampler())
+"""For every device."""
+NATIVE = Kernels(
+    *("native", NativeAttention(), NativeLinear(), NativeRows(), NativeSampler()), whole_forward=NativeForward
+)
+"""For x86 CPUs, where ``team.library`` finds or compiles them."""
+
+
+def triton_kernels() -> Kernels:
+    """Returns the kernels for GPUs. Raises ``ImportError`` if there is no Triton."""
+    from agentflow.kernels.triton_ops.triton_attention import TritonAttention
+    from agentflow.kernels.triton_ops.triton_linear import TritonLinear
+    from agentflow.kernels.triton_ops.triton_rows import TritonRows
+    from agentflow.kernels.triton_ops.triton_sampler import TritonSampler
+
+    parts = TritonAttention(), TritonLinear(), TritonRows(), TritonSampler()
+    return Kernels("triton", *parts, queues_work=True)
+
+
+NAMES = ("native", "triton", "torch", "reference")
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Returns the kernels for a device: those that ``AGENTFLOW_KERNELS`` selects; without it, the native ones
+    on a CPU and Triton's on a GPU if available, else torch's. Logs the choice. Raises ``ValueError`` if the
+    selected ones are unknown or unavailable."""
+    name = os.environ.get("AGENTFLOW_KERNELS", "")
+    if name not in ("", *NAMES):
+        raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(NAMES)}")
+    chosen = _chosen(name, device)
+    logger.info("%s uses the %s kernels", device, chosen.name)
+    return chosen
+
+
+def _chosen(name: str, device: torch.device) -> Kernels:
+    if name == "reference":
+        return REFERENCE
+    if name == "triton" or (not name and device.type == "cuda"):
+        return _triton_or_torch(device, is_required=name == "triton")
+    if name == "torch" or (not name and device.type != "cpu"):
+        return TORCH
+    if device.type != "cpu":
+        raise ValueError(f"AGENTFLOW_KERNELS is 'native', which is for CPUs, and the device is {device}")
+    return _native_or_torch(is_required=name == "native")
+
+
+def _triton_or_torch(device: torch.device, is_required: bool) -> Kernels:
+    try:
+        kernels = triton_kernels()
+        from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED
+    except ImportError as error:
+        if is_required:
+            raise ValueError(f"AGENTFLOW_KERNELS is 'triton', but it cannot be imported: {error}") from error
+        logger.warning("using the slower torch kernels: triton cannot be imported: %s", error)
+        return TORCH
+    if device.type == "cuda":
+        try:
+            check(kernels, device)
+        except Exception as error:  # of Triton, its compiler, the C compiler or the driver
+            if is_required:
+                raise ValueError(f"AGENTFLOW_KERNELS is 'triton', but a kernel fails: {error}") from error
+            logger.warning("using the slower torch kernels: a kernel of triton fails: %s", error)
+            return TORCH
+    elif not IS_INTERPRETED.value:
+        raise ValueError(
+            f"AGENTFLOW_KERNELS is 'triton', which is for GPUs, and the device is {device} "
+            "(TRITON_INTERPRET=1 runs it on a CPU, for tests)"
+        )
+    return kernels
+
+
+def check(kernels: Kernels, device: torch.device) -> None:
+    """Runs small kernels, and those that choose tokens, which requests would otherwise wait for if they are
+    compiled first. Raises the implementation's error if that is impossible here."""
+    twos, ones = torch.full((1, 2), 2.0, device=device), torch.ones(2, device=device)
+    is_right = torch.allclose(kernels.rows.rms_norm(twos, ones, 0.0), ones.unsqueeze(0))
+    logits = torch.zeros(1, 64, device=device)
+    logits[0, 7] = 50.0
+    one = np.ones(1, dtype=np.float32)
+    rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
+    if not is_right or kernels.sampler.choose(logits, kernels.sampler.stage(rows, device)).tolist() != [7]:
+        raise RuntimeError("a kernel computes another result than it should")
+
+
+def _native_or_torch(is_required: bool) -> Kernels:
+    try:
+        team.library()
+    except NoNativeKernels as error:
+        if is_required:
+            raise ValueError(f"AGENTFLOW_KERNELS is 'native', but {error}") from error
+        logger.warning("using the slower torch kernels: native kernels are not available: %s", error)
+        return TORCH
+    return NATIVE
