@@ -71,6 +71,7 @@ class FakeRunner:
             identity="fake",
             launches_ahead=launches_ahead,
             reads_media=reads_media,
+            kernels="fake",
         )
         self._next_token = next_token
         self._on_step = on_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ class RunnerInfo:
     dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
     ``batch_size``: as of ``Capabilities``. ``identity``: equal for runners that compute the same keys and
     values, on any machine. ``launches_ahead``: a batch may be launched while the one before it runs.
-    ``reads_media``: the model reads images (``MediaRunner``)."""
+    ``reads_media``: the model reads images (``MediaRunner``). ``kernels``: the name of those that compute it."""
 
     model: str
     vocab_size: int
@@ -34,6 +34,7 @@ class RunnerInfo:
     identity: str = ""
     launches_ahead: bool = False
     reads_media: bool = False
+    kernels: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

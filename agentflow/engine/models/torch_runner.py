@@ -286,6 +286,7 @@ class TorchRunner:
             architecture="" if isinstance(config, TransformersModel) else config.architecture,
             launches_ahead=self._ahead is not None,
             reads_media=self.media is not None,
+            kernels=kernels.name,
         )
 
     @property

@@ -110,6 +110,13 @@ class MetricFamilies(Collector):
             slots.add_metric([name, "cached"], stats.cached_slots or 0)
             slots.add_metric([name, "in_use"], stats.in_use_slots or 0)
         yield slots
+        kernels = GaugeMetricFamily(
+            "agentflow_kernels", "1 for the kernels that compute the model.", labels=["model", "kernels"]
+        )
+        for name, of in self._engines.items():
+            if of.kernels:
+                kernels.add_metric([name, of.kernels], 1)
+        yield kernels
         resident = {name: stats.peak_resident_bytes or 0 for name, stats in last.items()}
         yield self._gauge("engine_peak_resident_bytes", "Largest memory of the engine's process.", resident)
 
@@ -417,6 +424,7 @@ class ModelMetrics:
         self.totals = ReplicaTotals()
         self.replicas: Sequence[ReplicaStatus] = ()
         self.is_engine_up = False
+        self.kernels = ""
         self._has_been_watched = False
 
     def watch_calls(self, model: ApiModel) -> None:
@@ -438,7 +446,9 @@ class ModelMetrics:
     async def query(self, generator: Generator[Any], model: Model) -> None:
         """Queries the engine, for at most ``SCRAPE_TIMEOUT_S``."""
         self.is_engine_up = False
-        engine = model.client.engine if isinstance(model, EngineModel) else None
+        engine = None
+        if isinstance(model, EngineModel):
+            engine, self.kernels = model.client.engine, model.client.info.kernels
         replicas = engine if isinstance(engine, ReplicaSet) else None
         if replicas is not None:  # one that does not answer must not hide the others
             self.replicas = await replicas.refreshed()
