@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from agentflow.engine.child_process import to_frame
 from agentflow.engine.engine import Engine
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.messages import PHASES, Abort, FromEngine
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -22,6 +23,7 @@ from agentflow.engine.submit import Submit
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels.native_ops import team
+from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.report import Report, median_of
 
@@ -29,10 +31,15 @@ KERNEL_PARTS = tuple(part for part in team.PARTS if part != "plan")
 NUM_STEPS = 40
 NUM_TEXT_STEPS = 10
 NUM_SLOTS = 40_000
+GOALS = {"": ("<= 0.1", "<= 0.05"), "constrained": ("<= 0.06", "<= 0.03"), "logprobs": ("<= 0.06", "<= 0.03")}
+"""The goals for 1 and for 32 streams, by the kind of the requests."""
+WORDS = r"(?:[a-z]{1,12}[ ,.]){2000}"
+"""Text that does not end before the measurement does."""
 
 
 def measure(report: Report, folder: Path) -> None:
-    """Measures ``overhead_share``: the share of a step outside the kernels, for 1 and for 32 streams."""
+    """Measures ``overhead_share``: the share of a step outside the kernels, for 1 and for 32 streams, also of
+    requests under a grammar, and of requests that want log-probabilities."""
     runner = TorchRunner(folder, num_slots=NUM_SLOTS, dtype="bfloat16", device="cpu", num_threads=2)
     with _other_process() as connection:
 
@@ -42,15 +49,14 @@ def measure(report: Report, folder: Path) -> None:
         engine = Engine(runner, Tokenizer.from_folder(folder), SchedulerConfig(max_running=64), deliver)
         collect_garbage_rarely()
         runs = 5 if report.scale == "full" else 3
-        for name, num, context, goal in (
-            ("overhead_share", 1, 100, "<= 0.1"),
-            ("overhead_share_batch32", 32, 300, "<= 0.05"),
-        ):
-            shares = []
-            for turn in range(runs):
-                share, note = _overhead(engine, 1000 * (turn + 1), num, context)
-                shares.append(share)
-            report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
+        for kind, goals in GOALS.items():
+            for num, context, goal in ((1, 100, goals[0]), (32, 300, goals[1])):
+                shares = []
+                for turn in range(runs):
+                    share, note = _overhead(engine, 1000 * (turn + 1), num, context, kind)
+                    shares.append(share)
+                name = "_".join(["overhead_share", *([kind] if kind else []), *(["batch32"] if num > 1 else [])])
+                report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
     runner.close()
 
 
@@ -63,13 +69,19 @@ def _other_process() -> Iterator[socket.socket]:
         yield mine
 
 
-def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[float, str]:
-    """Decodes one batch of requests, and measures the share of its steps outside the kernels."""
+def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) -> tuple[float, str]:
+    """Decodes one batch of requests of a kind of ``GOALS``, and measures the share of its steps outside the
+    kernels."""
     numbers = random.Random(first_id)
-    params = SamplingParams(max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9)
+    top = {"top_logprobs": 5} if kind == "logprobs" else {}
+    params = SamplingParams(max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9, **top)
+    constraint = compile_constraint(Constraint("regex", WORDS)) if kind == "constrained" else None
     for request_id in range(first_id, first_id + num):
         ids = [numbers.randrange(10, 49_000) for _ in range(context)]
-        engine.send(Submit(request_id=request_id, token_ids=ids, params=params, seed=request_id))
+        submit = Submit(
+            request_id=request_id, token_ids=ids, params=params, seed=request_id, constraint=constraint
+        )
+        engine.send(submit)
     engine.take_messages()
     while len(engine.scheduler.running) < num or any(
         request.num_generated < 3 for request in engine.scheduler.running.values()
@@ -92,7 +104,7 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[fl
     each["run"] -= 1e3 * in_kernels / NUM_STEPS
     around = ", ".join(f"{name} {ms:.2f}" for name, ms in each.items())
     note = (
-        f"{num} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms per step, "
+        f"{num} {kind or 'plain'} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms per step, "
         f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (to another process, and "
         f"while a step runs); of complete, detokenising {text_ms:.2f} (last run)"
     )
