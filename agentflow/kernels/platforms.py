@@ -75,7 +75,12 @@ REFERENCE = Kernels("reference", ReferenceAttention(), ReferenceLinear(), Refere
 TORCH = Kernels("torch", TorchAttention(), TorchLinear(), TorchRows(), TorchSampler())
 """For every device."""
 NATIVE = Kernels(
-    *("native", NativeAttention(), NativeLinear(), NativeRows(), NativeSampler()), whole_forward=NativeForward
+    "native",
+    NativeAttention(),
+    NativeLinear(),
+    NativeRows(),
+    NativeSampler(),
+    whole_forward=NativeForward,
 )
 """For x86 CPUs, where ``team.library`` finds or compiles them."""
 

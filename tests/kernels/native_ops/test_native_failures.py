@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ NO_MEMORY_FOR_A_FORWARD = ["MemoryError", "True"]
 def test_the_kernels_work_on_after_the_system_refused_threads_and_memory() -> None:
     child = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("failing_kernels.py"))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

@@ -14,7 +14,13 @@ import pytest
 from agentflow.kernels.native_library import AVX512_BF16, LEVELS, cpu_flags
 
 HERE = Path(__file__).parent
-TESTED = ("attention", "masked_attention", "native_forward", "quantised_weights", "row_kernels")
+TESTED = (
+    "attention/test_attention.py",
+    "attention/test_masked_attention.py",
+    "linear/test_quantised_weights.py",
+    "native_ops/test_native_forward.py",
+    "test_row_kernels.py",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def test_the_kernels_for_amx_pass_their_tests(trap: Path) -> None:
     inner = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
     # Products in float32 use no tiles: what they are compiled to, the level below has too.
     chosen = ["-k", "native-amx" if "FULL_KERNELS" in os.environ else "native-amx and not float32"]
-    chosen += [str(HERE / f"test_{name}.py") for name in TESTED]
+    chosen += [str(HERE.parent / path) for path in TESTED]
     environment = os.environ | {
         "LD_PRELOAD": str(trap),
         "PYTHONFAULTHANDLER": "",
