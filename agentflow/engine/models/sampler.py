@@ -140,7 +140,7 @@ def choose_tensors(logits: Tensor, staged: StagedRows, sampler: Sampler) -> Chos
             tokens = sampler.choose(logits, staged.choice)
     if not staged.needs_logprobs:
         return ChosenTensors({"token_ids": tokens}, None)
-    totals = torch.cat([part.logsumexp(dim=-1) for part in _parts(logits)])
+    totals = sampler.log_sums(logits)
     tokens = torch.where(totals.isfinite(), tokens, NOT_FINITE)
     own = logits.gather(1, tokens.clamp(min=0).unsqueeze(1))
     results = {"token_ids": tokens}
@@ -148,7 +148,7 @@ def choose_tensors(logits: Tensor, staged: StagedRows, sampler: Sampler) -> Chos
         results["ranks"] = _ranks(logits, own)
     top = None
     if staged.wants_top is not None:
-        top = _top(logits, totals, staged.top_rows)
+        top = _top(logits, totals, staged.top_rows, sampler)
         results["top_ids"] = top[0]
     results["logprobs"] = own.squeeze(1) - totals
     if top is not None:
@@ -208,13 +208,15 @@ def _ranks(logits: Tensor, own: Tensor) -> Tensor:
     return torch.cat([(part >= least).sum(dim=1) for part, least in parts])
 
 
-def _top(logits: Tensor, totals: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def _top(
+    logits: Tensor, totals: Tensor, rows: Tensor | None, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens of some rows (None: of all) and their log-probabilities. The number of
     tokens is constant, so that ties do not depend on the requests of other rows."""
     if rows is not None:
         logits, totals = logits.index_select(0, rows), totals.index_select(0, rows)
-    found = logits.topk(min(MAX_TOP_LOGPROBS, logits.shape[1]), dim=-1)
-    return found.indices, found.values - totals.unsqueeze(1)
+    values, token_ids = sampler.likeliest(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    return token_ids, values - totals.unsqueeze(1)
 
 
 def _spread(values: NDArray[Any], chosen: NDArray[np.bool_], rest: int) -> NDArray[Any]:

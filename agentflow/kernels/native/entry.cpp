@@ -9,6 +9,7 @@
 
 #include "decoder.h"
 #include "gguf_blocks.h"
+#include "likelihoods.h"
 #include "segments.h"
 
 using namespace agentflow;
@@ -219,6 +220,30 @@ EXPORT int af_choose(const Choices* choices, int64_t* tokens) {
         const std::lock_guard<std::mutex> lock(team().in_use);
         const Timed timed(CHOICE);
         choose(*choices, tokens);
+    });
+}
+
+// Writes log(sum(exp(logit))) of each row of logits [num_rows][vocab_size].
+EXPORT int af_log_sums(const float* logits, int64_t num_rows, int64_t vocab_size, float* out) {
+    return guarded([&] {
+        const std::lock_guard<std::mutex> lock(team().in_use);
+        const Timed timed(CHOICE);
+        team().loop(num_rows, Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int) {
+            for (int64_t row = first; row < end; row++) out[row] = log_sum(logits + row * vocab_size, vocab_size);
+        });
+    });
+}
+
+// Writes the `num` highest logits of each row and their tokens, [num_rows][num] each.
+EXPORT int af_likeliest(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t num, float* values, int64_t* tokens) {
+    return guarded([&] {
+        const std::lock_guard<std::mutex> lock(team().in_use);
+        const Timed timed(CHOICE);
+        team().loop(num_rows, Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int) {
+            for (int64_t row = first; row < end; row++) {
+                likeliest(logits + row * vocab_size, vocab_size, num, values + row * num, tokens + row * num);
+            }
+        });
     });
 }
 

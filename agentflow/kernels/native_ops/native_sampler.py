@@ -21,3 +21,14 @@ class NativeSampler(Sampler):
         choices.logits = logits.data_ptr()
         team().af_choose(choices, tokens.data_ptr())
         return tokens
+
+    def log_sums(self, logits: Tensor) -> Tensor:
+        logits, sums = logits.contiguous(), torch.empty(len(logits))
+        team().af_log_sums(logits.data_ptr(), *logits.shape, sums.data_ptr())
+        return sums
+
+    def likeliest(self, logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        logits = logits.contiguous()
+        values, tokens = torch.empty(len(logits), num), torch.empty(len(logits), num, dtype=torch.int64)
+        team().af_likeliest(logits.data_ptr(), *logits.shape, num, values.data_ptr(), tokens.data_ptr())
+        return values, tokens

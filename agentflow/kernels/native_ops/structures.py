@@ -281,6 +281,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "af_choose": (Status, [POINTER(NativeChoices), c_void_p]),
+    "af_log_sums": (Status, [c_void_p, *2 * [c_int64], c_void_p]),
+    "af_likeliest": (Status, [c_void_p, *3 * [c_int64], *2 * [c_void_p]]),
     "af_part_seconds": (None, [c_void_p]),
     "af_start_forward": (
         Status,

@@ -46,3 +46,16 @@ class Sampler(ABC):
             or ``NOT_FINITE`` (``no_choice``). Where the implementation ``queues_work``, this does not wait
             for the device, so that the next step can read the tokens there.
         """
+
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """Returns log(sum(exp(logits))) of each row [S, vocabulary] float32: [S]. Not finite if a logit is
+        NaN or infinity, or if all are minus infinity."""
+        # Intermediate results are as large as the logits.
+        parts = torch.split(logits, 16 if logits.device.type == "cpu" else 64)
+        return torch.cat([part.logsumexp(dim=-1) for part in parts])
+
+    def likeliest(self, logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """Returns the ``num`` highest logits of each row, the highest first, and their tokens: [S, num] each.
+        Ties are broken in any way that depends on the row and ``num`` alone."""
+        found = logits.topk(num, dim=-1)
+        return found.values, found.indices

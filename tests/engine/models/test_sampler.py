@@ -206,6 +206,38 @@ def test_weights_are_integers_and_close_to_the_exponential() -> None:
     assert ((weights - exact).abs() <= 1 + exact * (3e-7 - below * 1e-7)).all()
 
 
+@SAMPLERS
+@given(
+    st.integers(1, 5),
+    st.sampled_from([1, 16, 17, 300, 5_003]),
+    st.sampled_from([0.0, 0.3, 3.0, 20.0]),
+    st.integers(0, 1000),
+    st.booleans(),
+)
+def test_log_sums_and_the_likeliest_tokens(
+    sampler: Sampler, num_rows: int, vocab_size: int, spread: float, seed: int, has_ties: bool
+) -> None:
+    logits = random_logits(num_rows, vocab_size, seed, spread)
+    if has_ties:
+        logits = logits.bfloat16().float()
+    logits[:, 1::3] = -math.inf
+    sums, num = sampler.log_sums(logits), min(20, vocab_size)
+    torch.testing.assert_close(sums.double(), logits.double().logsumexp(dim=-1), rtol=1e-6, atol=2e-6)
+    values, tokens = sampler.likeliest(logits, num)
+    assert torch.equal(values, logits.sort(descending=True).values[:, :num])
+    assert torch.equal(logits.gather(1, tokens), values)
+    assert all(len(set(row)) == num for row in tokens.tolist())
+
+
+@SAMPLERS
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_log_sums_of_rows_that_are_not_finite(sampler: Sampler, wrong: float) -> None:
+    logits = random_logits(3, 50, 0)
+    logits[1, :] = wrong if wrong < 0 else logits[1, :]
+    logits[1, 40] = wrong
+    assert sampler.log_sums(logits).isfinite().tolist() == [True, False, True]
+
+
 @given(st.integers(0, MASK), st.integers(0, 2**40))
 def test_uniforms_equal_the_plain_generator(seed: int, position: int) -> None:
     drawn = uniforms(np.array([seed], dtype=np.uint64), np.array([position]))
