@@ -17,8 +17,7 @@ from hypothesis import seed, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentflow.kernels import native_library
-from agentflow.kernels.platforms import NATIVE, TORCH
+from agentflow.kernels import native_library, platforms
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.attention.shared_runs import with_trees as requests_and_trees
 from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
@@ -67,7 +66,7 @@ class NativeAt(AtLevel):
     """The native kernels, compiled for a level of instructions that may be lower than the processor's."""
 
     def __init__(self, level: str) -> None:
-        super().__init__(level, NATIVE)
+        super().__init__(level, platforms.NATIVE)
 
 
 PRESENT_FLAGS = cpu_flags()
@@ -91,7 +90,7 @@ IN_ORDER = pytest.mark.parametrize("kernels", [made for made in NATIVE_PARAMS if
 """Those whose sums have the same order whatever a batch has. AMX's tiles have another one for many rows."""
 SAME_EXAMPLES = seed(0 if settings.default.derandomize else random.SystemRandom().getrandbits(32))
 """Gives all parameters of a test the same examples, so that they share what is expected of them."""
-QUICK_KERNELS = pytest.mark.parametrize("kernels", [pytest.param(TORCH, id="torch"), *NATIVE_PARAMS])
+QUICK_KERNELS = pytest.mark.parametrize("kernels", [pytest.param(platforms.TORCH, id="torch"), *NATIVE_PARAMS])
 
 
 @dataclass(frozen=True)
