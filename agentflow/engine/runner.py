@@ -18,7 +18,7 @@ class RunnerInfo:
     dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
     ``batch_size``: as of ``Capabilities``. ``identity``: equal for runners that compute the same keys and
     values, on any machine. ``launches_ahead``: a batch may be launched while the one before it runs.
-    ``reads_media``: the model reads images (``MediaRunner``). ``kernels``: the name of those that compute it."""
+    ``reads_media``: the model reads images (``MediaRunner``). ``kernels``: the name of its kernels."""
 
     model: str
     vocab_size: int

@@ -55,7 +55,9 @@ def measure(report: Report, folder: Path) -> None:
                 for turn in range(runs):
                     share, note = _overhead(engine, 1000 * (turn + 1), num, context, kind)
                     shares.append(share)
-                name = "_".join(["overhead_share", *([kind] if kind else []), *(["batch32"] if num > 1 else [])])
+                name = "_".join(
+                    ["overhead_share", *([kind] if kind else []), *(["batch32"] if num > 1 else [])]
+                )
                 report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
     runner.close()
 
@@ -73,8 +75,10 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
     """Decodes one batch of requests of a kind of ``GOALS``, and measures the share of its steps outside the
     kernels."""
     numbers = random.Random(first_id)
-    top = {"top_logprobs": 5} if kind == "logprobs" else {}
-    params = SamplingParams(max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9, **top)
+    num_top = 5 if kind == "logprobs" else 0
+    params = SamplingParams(
+        max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9, top_logprobs=num_top
+    )
     constraint = compile_constraint(Constraint("regex", WORDS)) if kind == "constrained" else None
     for request_id in range(first_id, first_id + num):
         ids = [numbers.randrange(10, 49_000) for _ in range(context)]
@@ -104,7 +108,8 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
     each["run"] -= 1e3 * in_kernels / NUM_STEPS
     around = ", ".join(f"{name} {ms:.2f}" for name, ms in each.items())
     note = (
-        f"{num} {kind or 'plain'} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms per step, "
+        f"{num} {kind or 'plain'} streams at {context} tokens, top_p 0.9: "
+        f"{1e3 * took / NUM_STEPS:.1f} ms per step, "
         f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (to another process, and "
         f"while a step runs); of complete, detokenising {text_ms:.2f} (last run)"
     )

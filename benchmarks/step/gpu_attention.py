@@ -108,7 +108,7 @@ class Case:
             shared=shared_prefixes(self.levels, num),
             device_table=self.device_table,
         )
-        plan = triton_kernels().attention.plan(batch, self.q.dtype, self.q.device)
+        plan: Any = triton_kernels().attention.plan(batch, self.q.dtype, self.q.device)
         plan.units(self.q.shape[1], self.kv_layer.shape[2])
         return plan
 

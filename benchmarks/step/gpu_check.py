@@ -168,9 +168,8 @@ def differing_choices(device: Any, num_rows: int, vocab_size: int) -> int:
     import numpy as np
     import torch
 
-    from agentflow.kernels.platforms import TORCH
     from agentflow.kernels.inputs import ChoiceRows
-    from agentflow.kernels.platforms import kernels_for
+    from agentflow.kernels.platforms import TORCH, kernels_for
 
     rng, differing, sampler = np.random.default_rng(0), 0, kernels_for(device).sampler
     for spread in (0.0, 0.5, 2.0, 8.0):
@@ -368,9 +367,8 @@ def measure_quantised(check: Check) -> None:
     import numpy as np
     import torch
 
-    from agentflow.kernels.platforms import TORCH
     from agentflow.kernels.inputs import BlockMatrix
-    from agentflow.kernels.platforms import kernels_for
+    from agentflow.kernels.platforms import TORCH, kernels_for
     from benchmarks.report import median_of
     from benchmarks.step.device_time import kernels_ms
 
@@ -399,8 +397,7 @@ def measure_quantised(check: Check) -> None:
         return [1e3 * ms for ms in took]
 
     dense = [
-        TORCH.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
-        for shape in shapes
+        TORCH.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None) for shape in shapes
     ]
     few: tuple[int, ...] = 1, 16, 64
     many = (*few, 256, 2_048) if device.type == "cuda" else few

@@ -86,7 +86,9 @@ def random_llama(
             return kernels.linear.pack(random(num_out, num_in), None, gated=gated)
         # A gated weight has two parts; all have the same type.
         parts = [num_out // 2] * 2 if gated else [num_out]
-        packed = kernels.linear.pack_blocks([random_blocks(rng, size, num_in) for size in parts], None, gated=gated)
+        packed = kernels.linear.pack_blocks(
+            [random_blocks(rng, size, num_in) for size in parts], None, gated=gated
+        )
         assert packed is not None
         return packed
 
@@ -161,7 +163,7 @@ class RandomRunner:
             device=self.device,
         )
         table_shape = 256, min(self.config.max_context, self.num_slots)
-        self._steps = DeviceSteps(self.model, self.kernels, DeviceStream(self.device), table_shape)
+        self._steps = DeviceSteps(self.model, self.kernels.sampler, DeviceStream(self.device), table_shape)
         self._launched: Batch | None = None  # the batch that was launched last
         self._num_launched = 0
 

@@ -1,1 +1,1 @@
-"""Lets the tests of all folders here import ``kernel_cases``: pytest puts the folder of a conftest on the path."""
+"""Lets the tests in all folders here import ``kernel_cases``: the folder of a conftest is on the path."""

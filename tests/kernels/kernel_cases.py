@@ -90,7 +90,9 @@ IN_ORDER = pytest.mark.parametrize("kernels", [made for made in NATIVE_PARAMS if
 """Those whose sums have the same order whatever a batch has. AMX's tiles have another one for many rows."""
 SAME_EXAMPLES = seed(0 if settings.default.derandomize else random.SystemRandom().getrandbits(32))
 """Gives all parameters of a test the same examples, so that they share what is expected of them."""
-QUICK_KERNELS = pytest.mark.parametrize("kernels", [pytest.param(platforms.TORCH, id="torch"), *NATIVE_PARAMS])
+QUICK_KERNELS = pytest.mark.parametrize(
+    "kernels", [pytest.param(platforms.TORCH, id="torch"), *NATIVE_PARAMS]
+)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from kernel_cases import quick_flags
 
-from agentflow.kernels import native_library
+from agentflow.kernels import native_library, platforms
+from agentflow.kernels.native_library import NoNativeKernels, load_best, load_library, native_level
 from agentflow.kernels.native_ops import team
 from agentflow.kernels.platforms import NATIVE, TORCH
-from agentflow.kernels import platforms
-from agentflow.kernels.native_library import NoNativeKernels, load_best, load_library, native_level
 
 CPU = torch.device("cpu")
 PRESENT = native_library.cpu_flags()

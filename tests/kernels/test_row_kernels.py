@@ -52,7 +52,9 @@ def test_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int
 @DTYPES
 def test_rms_norm_of_heads_in_a_strided_view(kernels: Kernels, dtype: torch.dtype) -> None:
     heads, weight = random(5, 6, 16, seed=0, dtype=dtype)[:, 1:4], random(16, seed=1, dtype=dtype)
-    assert_close(kernels.rows.rms_norm(heads, weight, 1e-6), REFERENCE.rows.rms_norm(heads, weight, 1e-6), dtype)
+    assert_close(
+        kernels.rows.rms_norm(heads, weight, 1e-6), REFERENCE.rows.rms_norm(heads, weight, 1e-6), dtype
+    )
 
 
 @QUICK_KERNELS
@@ -105,9 +107,7 @@ def test_products_with_gates(
     expected = REFERENCE.linear.multiply(
         x, REFERENCE.linear.pack(weight, bias, gated=True), activation=activation
     )
-    result = kernels.linear.multiply(
-        x, kernels.linear.pack(weight, bias, gated=True), activation=activation
-    )
+    result = kernels.linear.multiply(x, kernels.linear.pack(weight, bias, gated=True), activation=activation)
     # A gate that rounds to its neighbour in bfloat16 moves the result by more than its own rounding.
     tolerance = {"rtol": 6 * TOLERANCE[dtype], "atol": 12 * TOLERANCE[dtype]}
     assert result.dtype == expected.dtype
@@ -178,7 +178,9 @@ def test_linear(
     plain = REFERENCE.linear.pack(weight, bias)
     expected = REFERENCE.linear.multiply(x, plain)
     tolerance = {"rtol": 5 * TOLERANCE[dtype], "atol": 5 * TOLERANCE[dtype]}
-    torch.testing.assert_close(kernels.linear.multiply(x, kernels.linear.pack(weight, bias)), expected, **tolerance)
+    torch.testing.assert_close(
+        kernels.linear.multiply(x, kernels.linear.pack(weight, bias)), expected, **tolerance
+    )
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(expected.double(), exact, **tolerance)
     logits = kernels.linear.multiply_exactly(x, kernels.linear.pack(weight, bias, exact_output=True))
@@ -193,7 +195,9 @@ def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: Kernels, dtype:
     x, weight = random(156, 4900, seed=0, dtype=dtype), random(40, 4900, seed=1, dtype=dtype)
     packed = kernels.linear.pack(weight, None)
     together = kernels.linear.multiply_exactly(x, packed)
-    assert torch.equal(together, torch.cat([kernels.linear.multiply_exactly(rows, packed) for rows in x.split(26)]))
+    assert torch.equal(
+        together, torch.cat([kernels.linear.multiply_exactly(rows, packed) for rows in x.split(26)])
+    )
     exact = (x.double() @ weight.double().t()).float()
     torch.testing.assert_close(together, exact, rtol=1e-4, atol=1e-3)
 

@@ -208,9 +208,7 @@ def _ranks(logits: Tensor, own: Tensor) -> Tensor:
     return torch.cat([(part >= least).sum(dim=1) for part, least in parts])
 
 
-def _top(
-    logits: Tensor, totals: Tensor, rows: Tensor | None, sampler: Sampler
-) -> tuple[Tensor, Tensor]:
+def _top(logits: Tensor, totals: Tensor, rows: Tensor | None, sampler: Sampler) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens of some rows (None: of all) and their log-probabilities. The number of
     tokens is constant, so that ties do not depend on the requests of other rows."""
     if rows is not None:

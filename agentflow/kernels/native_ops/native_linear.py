@@ -95,7 +95,9 @@ class NativeLinear(LinearMethod):
         _product(x, weight, hidden, hidden)
 
     def multiply_exactly(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        return _product(x, weight, torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32), is_exact=True)
+        return _product(
+            x, weight, torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32), is_exact=True
+        )
 
     def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, Tensor]]) -> Tensor:
         x, out = x.contiguous(), x.new_empty(x.shape[0], num_out)

@@ -11,9 +11,9 @@ most five kernels run, one after another:
 5. ``_draw`` finds the exact last weight in the list, then the chunk and the token at which the cumulative sum
    passes the drawn point.
 
-Weights are the integers of ``token_weights.whole_weights``, and sums are 64-bit integers. They do not
-depend on the chunks, and the tokens equal those of the CPU's kernels. ``_find_ranges`` and ``_draw`` have one program
-for each row; ``_draw`` reads the list and one chunk.
+Weights are the integers of ``token_weights.whole_weights``, and sums are 64-bit integers. They do not depend
+on the chunks, and the tokens equal those of the CPU's kernels. ``_find_ranges`` and ``_draw`` have one
+program for each row; ``_draw`` reads the list and one chunk.
 """
 
 from __future__ import annotations
@@ -100,9 +100,19 @@ class TritonSampler(Sampler):
             places[rows.masked_rows] = np.arange(len(rows.masked_rows))
             words = rows.mask_words.view(np.int32)
         least_weights = rows.min_ps * np.float32(2**WEIGHT_BITS)
-        filters = [factors, rows.top_ks, rows.top_ps, least_weights, rows.uniforms]
+        filters = [rows.top_ks, rows.top_ps, least_weights]
+        targets, device_factors, top_ks, top_ps, device_least, uniforms, mask_places, mask_words = upload(
+            [rows.targets, factors, *filters, rows.uniforms, places, words], device
+        )
         return StagedChoice(
-            *upload([rows.targets, *filters, places, words], device),
+            targets=targets,
+            factors=device_factors,
+            top_ks=top_ks,
+            top_ps=top_ps,
+            least_weights=device_least,
+            uniforms=uniforms,
+            mask_places=mask_places,
+            mask_words=mask_words,
             is_random=bool(draws.any()),
             is_filtered=bool((draws & ((rows.top_ks > 0) | (rows.top_ps < 1))).any()),
         )

@@ -15,8 +15,8 @@ from support.plain_sampler import MASK, plain_choice, plain_uniform
 
 from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tokens, uniforms
-from agentflow.kernels.platforms import NATIVE, TORCH
 from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.platforms import NATIVE, TORCH
 from agentflow.kernels.sampling import torch_sampler
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 from agentflow.kernels.sampling.sampler import Sampler

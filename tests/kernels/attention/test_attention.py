@@ -34,12 +34,11 @@ from kernel_cases import (
 )
 from support.examples import examples
 
-from agentflow.kernels.platforms import REFERENCE, TORCH
 from agentflow.kernels.attention import torch_attention
 from agentflow.kernels.attention.group_attention import attend_dense
 from agentflow.kernels.attention.groups import AttentionPlan, Group, plan_groups
 from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.platforms import Kernels
+from agentflow.kernels.platforms import REFERENCE, TORCH, Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 Batch = tuple[list[Shape], list[Tree]]

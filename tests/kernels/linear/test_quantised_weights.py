@@ -125,7 +125,9 @@ def test_errors_of_bfloat16_products_stay_below_one_percent(kernels: NativeAt, b
     matrix = random_matrix(block_type, 200, seed=7)
     x = torch.randn(30, IN, generator=torch.Generator().manual_seed(7)).bfloat16()
     expected = x.double() @ dequantised(matrix).double().t()
-    assert error(kernels.linear.multiply_exactly(x, kernels.linear.pack_blocks([matrix], None)), expected) < 1e-2
+    assert (
+        error(kernels.linear.multiply_exactly(x, kernels.linear.pack_blocks([matrix], None)), expected) < 1e-2
+    )
 
 
 @NATIVE_KERNELS
@@ -147,7 +149,9 @@ def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: NativeAt, block
     weight = kernels.linear.pack_blocks([random_matrix(block_type, 40, seed=4, num_in=9728)], None)
     x = torch.randn(156, 9728, generator=torch.Generator().manual_seed(4)).bfloat16()
     together = kernels.linear.multiply_exactly(x, weight)
-    assert torch.equal(together, torch.cat([kernels.linear.multiply_exactly(rows, weight) for rows in x.split(26)]))
+    assert torch.equal(
+        together, torch.cat([kernels.linear.multiply_exactly(rows, weight) for rows in x.split(26)])
+    )
 
 
 GATED = given(half=st.integers(1, 50), num_rows=st.integers(1, 20), seed=st.integers(0, 99))

@@ -18,8 +18,8 @@ from kernel_cases import Shape
 from test_native_forward import NUM_LAYERS, SIZES, VOCAB, Step, model_of, step_of
 
 from agentflow.engine.models.forward.decoder import Decoder
-from agentflow.kernels.platforms import NATIVE
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput
+from agentflow.kernels.platforms import NATIVE
 
 NUM_THREADS = 3
 MANY_TOKENS = 4_000_000

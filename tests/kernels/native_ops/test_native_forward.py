@@ -21,7 +21,6 @@ from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_ca
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
-from agentflow.kernels.platforms import NATIVE, REFERENCE
 from agentflow.kernels.activations import Activation
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
@@ -34,7 +33,7 @@ from agentflow.kernels.decoder_weights import (
     Routing,
 )
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput, GivenRows, LinearWeight
-from agentflow.kernels.platforms import Kernels
+from agentflow.kernels.platforms import NATIVE, REFERENCE, Kernels
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -311,9 +311,7 @@ def test_f42c_the_gated_activation(dtype: torch.dtype, num_rows: int) -> None:
     plain = REFERENCE.linear.pack(weight, None, gated=True)
     expected = REFERENCE.linear.multiply(x, plain, activation="silu")
     packed = TRITON.linear.pack(weight.to(DEVICE), None, gated=True)
-    result = TRITON.linear.multiply(
-        x.to(DEVICE), packed, activation="silu"
-    )
+    result = TRITON.linear.multiply(x.to(DEVICE), packed, activation="silu")
     assert relative_error(result.cpu(), expected.double()) < RELATIVE_ERROR[dtype]
 
 
@@ -390,9 +388,10 @@ def test_f42d_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pyte
 def test_f42d_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
     assert platforms.kernels_for(DEVICE).name == "triton"
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="TRITON_INTERPRET"):
+    with monkeypatch.context() as patch:
         patch.setattr(interpreted, "IS_INTERPRETED", SimpleNamespace(value=False))
-        platforms.kernels_for(torch.device("cpu"))
+        with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+            platforms.kernels_for(torch.device("cpu"))
     platforms.check(TRITON, DEVICE)
     monkeypatch.delenv("AGENTFLOW_KERNELS")
     monkeypatch.setattr(platforms, "check", lambda kernels, device: None)

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from agentflow.errors import BadArgument
+from agentflow.kernels.native_ops.shared_ranks import SharedRanks, make_room
 from agentflow.kernels.platforms import Kernels
 from agentflow.kernels.ranks import DistributedRanks, Ranks
-from agentflow.kernels.native_ops.shared_ranks import SharedRanks, make_room
 
 COLLECTIVES = ("shared", "gloo", "nccl")
 

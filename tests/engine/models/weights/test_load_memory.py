@@ -11,8 +11,8 @@ import pytest
 from support.engine.family_models import saved_model
 from support.engine.gguf_models import write_gguf
 
-from agentflow.kernels.native_ops import team
 from agentflow.kernels.native_library import NoNativeKernels
+from agentflow.kernels.native_ops import team
 
 MEASURED = """
 import json, sys
