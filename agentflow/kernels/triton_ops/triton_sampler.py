@@ -100,10 +100,11 @@ class TritonSampler(Sampler):
             places[rows.masked_rows] = np.arange(len(rows.masked_rows))
             words = rows.mask_words.view(np.int32)
         least_weights = rows.min_ps * np.float32(2**WEIGHT_BITS)
-        filters = [rows.top_ks, rows.top_ps, least_weights]
-        targets, device_factors, top_ks, top_ps, device_least, uniforms, mask_places, mask_words = upload(
-            [rows.targets, factors, *filters, rows.uniforms, places, words], device
+        tensors = upload(
+            [rows.targets, factors, rows.top_ks, rows.top_ps, least_weights, rows.uniforms, places, words],
+            device,
         )
+        targets, device_factors, top_ks, top_ps, device_least, uniforms, mask_places, mask_words = tensors
         return StagedChoice(
             targets=targets,
             factors=device_factors,
