@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 import anyio.to_thread
 
 from agentflow.cluster.replicas.measured_cost import measured_shape
+from agentflow.cluster.replicas.placing_turn import PlacingTurn
 from agentflow.cluster.replicas.replica_set import ReplicaSet
-from agentflow.cluster.replicas.shared_devices import BusyObserver, SharedDevices, SharedEngine, gpus_of
+from agentflow.cluster.replicas.shared_devices import BusyObserver, gpus_of
+from agentflow.cluster.routing.devices import SharedEngine
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.engine.client import EngineClient
@@ -47,7 +49,7 @@ async def open_replicas(
     replicas: Sequence[EngineOptions],
     shutdown: ShutdownBudget | None = None,
     start_child: StartChild = start_process,
-    shared: SharedDevices | None = None,
+    turn: PlacingTurn | None = None,
 ) -> AsyncIterator[EngineClient]:
     """Loads a model in several processes and serves it within the scope.
 
@@ -56,10 +58,11 @@ async def open_replicas(
             opened without a router.
         shutdown: Limits the time to end the processes.
         start_child: Starts a process.
-        shared: The devices, if other models use them, too.
+        turn: Of the server, whose models share devices; None: the model has its devices alone.
     """
     options = replicas[0]
-    shared = shared or SharedDevices()
+    turn = turn or PlacingTurn()
+    shared = turn.devices
     if len(replicas) == 1:
         async with open_engine(options, shutdown, start_child) as client:
             engine = shared.add(gpus_of(options))
@@ -73,7 +76,7 @@ async def open_replicas(
 
     def router(shape: EngineShape, loaded: Loaded) -> Policy:
         policy = Router(shape, loaded.info.identity)
-        engines.extend(shared.add_replicas(policy.loads, replicas))
+        engines.extend(shared.add_replicas(policy.loads, [gpus_of(one) for one in replicas]))
         return policy
 
     folder, adapters = find_model(options)
@@ -89,6 +92,7 @@ async def open_replicas(
         shutdown=shutdown,
         start_child=start_child,
         router=router,
+        turn=turn,
     )
     async with opening as client:
         try:
@@ -114,6 +118,7 @@ async def replicated_engine(
     shutdown: ShutdownBudget | None = None,
     start_child: StartChild = start_process,
     router: NewRouter = new_router,
+    turn: PlacingTurn | None = None,
 ) -> AsyncIterator[EngineClient]:
     """Runs several engines of one model in processes within the scope, behind one client. All have loaded, or
     none is left.
@@ -130,6 +135,7 @@ async def replicated_engine(
         shutdown: Limits the time to end the processes.
         start_child: Starts a process.
         router: Makes the router.
+        turn: As of ``open_replicas``.
 
     Raises:
         BadArgument: There are no replicas.
@@ -149,7 +155,9 @@ async def replicated_engine(
         )
         for number, start in enumerate(starts)
     ]
-    replicas = ReplicaSet(supervisors, devices or [""] * len(starts), exits_when_down=exits_when_down)
+    replicas = ReplicaSet(
+        supervisors, devices or [""] * len(starts), exits_when_down=exits_when_down, turn=turn
+    )
     async with open_task_group() as group:
         group.start_soon(replicas.run)
         try:

@@ -1,9 +1,9 @@
 """Several engine processes that serve one model behind one ``EngineClient``.
 
 A ``ReplicaSet`` is the client's link. It places each request on a replica by the ``Router``: all requests
-that come in one turn of the event loop together, so that the members of a task group meet. Each replica has
-a supervisor, which keeps its process alive and knows its unfinished requests. A replica is in one of these
-states:
+that come in one turn of the event loop together, so that the members of a task group meet, and with those for
+other models of the server (``placing_turn``). Each replica has a supervisor, which keeps its process alive
+and knows its unfinished requests. A replica is in one of these states:
 
 - ``loading``: it has no process that runs requests.
 - ``serving``: the router places requests on it.
@@ -19,7 +19,6 @@ no replica serves, and fail when all are down.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -32,6 +31,7 @@ import anyio
 import anyio.lowlevel
 
 from agentflow.cluster.replicas.charge_exchange import ChargeExchange
+from agentflow.cluster.replicas.placing_turn import PlacingTurn
 from agentflow.cluster.replicas.replica_queries import ReplicaQueries
 from agentflow.cluster.replicas.requests import router_call
 from agentflow.cluster.routing.feed import Update
@@ -69,12 +69,8 @@ from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
-MAX_PLACED = 64
-"""Requests that are placed in one turn of the event loop."""
 MAX_LEFT = 512
-"""Requests of a lost replica that the router forgets in one turn."""
-MAX_PLACED_TOKENS = 131_072
-"""The most tokens of these requests, unless one alone has more. To read and write them takes 3 ms or more."""
+"""Requests of a lost replica that the router forgets in one turn of the event loop."""
 CHARGES_EVERY_S = 0.1
 DRAIN_S = 30.0
 """How long a replica that is drained may finish its requests. Those that are left continue on others."""
@@ -138,6 +134,7 @@ class ReplicaSet:
         supervisors: One for each replica. ``run`` runs them.
         devices: Where each replica runs, for people.
         exits_when_down: ``run`` raises ``EngineFailed`` when all replicas are down.
+        turn: Places the requests of all models of the server.
     """
 
     def __init__(
@@ -146,12 +143,14 @@ class ReplicaSet:
         devices: Sequence[str],
         *,
         exits_when_down: bool = False,
+        turn: PlacingTurn | None = None,
     ) -> None:
         self._replicas = [
             Replica(number, supervisor, device)
             for number, (supervisor, device) in enumerate(zip(supervisors, devices, strict=True))
         ]
         self._exits_when_down = exits_when_down
+        self._turn = turn or PlacingTurn()
         self._router: Policy | None = None
         self._client: EngineClient | None = None
         self._queries = ReplicaQueries(dict(enumerate(supervisors)), anyio.current_time)
@@ -189,6 +188,7 @@ class ReplicaSet:
     def begin(self, client: EngineClient, router: Policy) -> None:
         """Places requests from now on. ``client`` gets the answers."""
         self._client, self._router = client, router
+        self._turn.sets.append(self)
         for replica in self._replicas:
             replica.supervisor.receiver = _Receiver(self, replica)
             replica.supervisor.on_change = partial(self._changed, replica)
@@ -207,6 +207,7 @@ class ReplicaSet:
                 raise EngineFailed("all replicas are down: see the log")
         finally:
             if self._client is not None:
+                self._turn.sets.remove(self)
                 self._client.end_all("the engine has stopped")
 
     # Messages of the client.
@@ -249,55 +250,57 @@ class ReplicaSet:
         while True:
             await self._has_work.wait()
             self._has_work = anyio.Event()
-            while self._left or self._can_place():
+            while self._left or self.can_place:
                 self._end_left()
-                if self._can_place():
-                    self._place(self._take_waiting())
+                if self.can_place:
+                    self._turn.place()
                 await anyio.lowlevel.checkpoint()
 
-    def _can_place(self) -> bool:
+    @property
+    def router(self) -> Policy:
+        """Places the requests. There is one after ``begin``."""
+        assert self._router is not None
+        return self._router
+
+    @property
+    def can_place(self) -> bool:
+        """Whether requests wait, and a replica may have them."""
         return bool(self._waiting) and any(replica.is_in_router for replica in self._replicas)
 
     def _end_left(self) -> None:
         """Tells the router of requests that left their replica with its process, as many as one turn of the
         event loop may end."""
-        assert self._router is not None
         now_s = anyio.current_time()
         for _ in range(min(len(self._left), MAX_LEFT)):
             try:
-                self._router.ended(self._left.popleft(), 0, now_s)
+                self.router.ended(self._left.popleft(), 0, now_s)
             except Exception:
                 logger.exception("the router cannot end a request")
 
-    def _take_waiting(self) -> list[Unfinished]:
-        """Returns as many requests as one turn of the event loop may place, at least one."""
+    def take(self, max_requests: int, max_tokens: int) -> list[tuple[Unfinished, Call]]:
+        """Returns the requests that wait for the longest, which wait no more: at least one, and at most so
+        many. One that cannot be read fails alone."""
         taken: list[Unfinished] = []
         num_tokens = 0
-        for request in itertools.islice(self._waiting.values(), MAX_PLACED):
+        for request in self._waiting.values():
             num_tokens += len(request.submit.token_ids) + len(request.ids)
-            if taken and num_tokens > MAX_PLACED_TOKENS:
+            if taken and (num_tokens > max_tokens or len(taken) == max_requests):
                 break
             taken.append(request)
+        calls: list[tuple[Unfinished, Call]] = []
         for request in taken:
             del self._waiting[request.submit.request_id]
             self._waiting_of_state.remove(request)
-        return taken
-
-    def _place(self, requests: Sequence[Unfinished]) -> None:
-        """Places requests. One that cannot be placed or sent fails alone."""
-        assert self._router is not None
-        calls: list[tuple[Unfinished, Call]] = []
-        for request in requests:
             try:
                 calls.append((request, router_call(request.as_submitted(time.monotonic()))))
             except Exception:
                 logger.exception("cannot read a request")
                 why = "cannot read the request: see the server's log"
                 self._hand_over([Failed(request.submit.request_id, EngineFailed.code, why)])
-        try:
-            self._router.place([call for _, call in calls], anyio.current_time())
-        except Exception:  # a fault of one request, or of the router, must not affect others
-            logger.exception("cannot place %d requests by their costs", len(calls))
+        return calls
+
+    def send_placed(self, calls: Sequence[tuple[Unfinished, Call]]) -> None:
+        """Sends requests to the replicas on which they were placed."""
         parts: dict[int, list[Unfinished]] = {}
         for request, call in calls:
             is_placed = self._is_in_router(call.replica)
@@ -358,8 +361,7 @@ class ReplicaSet:
     def _progressed(self, replica: Replica, request_id: int) -> None:
         call = replica.requests.get(request_id)
         if call is not None and not call.has_started:
-            assert self._router is not None
-            self._router.started(call, anyio.current_time())
+            self.router.started(call, anyio.current_time())
 
     def _ended(self, replica: Replica | None, request_id: int, num_output: int) -> None:
         self._of_request.pop(request_id, None)
@@ -369,15 +371,13 @@ class ReplicaSet:
         if not replica.requests:
             replica.notify()
         if call is not None:
-            assert self._router is not None
-            self._router.ended(call, num_output, anyio.current_time())
+            self.router.ended(call, num_output, anyio.current_time())
 
     def _read_blocks(self, replica: Replica, message: BlocksUpdate) -> None:
         if not replica.is_in_router:
             return
-        assert self._router is not None
         update = Update(replica.number, replica.epoch, message.number, message.changes, message.is_snapshot)
-        if self._router.receive(update):
+        if self.router.receive(update):
             replica.has_asked = False
         elif not replica.has_asked or message.is_snapshot:
             replica.has_asked = True
@@ -424,22 +424,20 @@ class ReplicaSet:
         supervisor = replica.supervisor
         if replica.is_in_router or replica.is_draining or not supervisor.is_ready or supervisor.has_suspects:
             return
-        assert self._router is not None
         replica.is_in_router = True
-        self._router.add(replica.number)
+        self.router.add(replica.number)
         replica.notify()
         self._has_work.set()
 
     def _leave(self, replica: Replica) -> None:
         """Places no more requests on a replica."""
-        assert self._router is not None
         self._left += [call for call in replica.requests.values() if call is not None]
         replica.requests = dict.fromkeys(replica.requests)
         self._has_work.set()
         if replica.is_in_router:
             replica.is_in_router = False
             replica.epoch += 1
-            self._router.lose(replica.number)
+            self.router.lose(replica.number)
 
     def _down_because(self) -> str | None:
         """Why all replicas are down; None if they are not."""

@@ -25,6 +25,9 @@ The cost of a request of n tokens, of which a replica holds h, and of an expecte
 - *tenants*: a replica is fair, so a tenant waits there at most as long as its own queue, once for each tenant
   that waits.
 - *adapters*: the time to load an adapter where it is missing.
+- *other models* (``devices``): engines that share a device take turns on it. While another engine there has
+  work for w seconds, a request that takes t seconds alone takes min(t, w) longer. It keeps its own engine at
+  work for e seconds more, in which each request of the other engine waits min(e, w).
 
 The figures of a replica change when a request is placed, has its first token, or ends. All that does not
 depend on the request is computed then, for the one replica. A decision is arithmetic on a few arrays.
@@ -134,6 +137,7 @@ class _Load:
     throughput_tokens: float = 0.0
     num_throughput: int = 0
     cached_tokens: float = 0.0  # reported
+    until_s: float = 0.0  # the last of them ends then, if no other engine takes the device
     # By tenant: the requests that wait, and their part of ``queue_s``.
     queued: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -157,8 +161,11 @@ class Loads:
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
         self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
         self._is_uneven = False
-        self.on_busy: Callable[[Replica, bool], None] | None = None
-        """Called when a replica gets its first request, and when its last one leaves."""
+        self.on_load: Callable[[Replica, float, float], None] | None = None
+        """Called when the requests of a replica change, with the time until which they last and how many they
+        are, by their weight."""
+        # Of engines of other models on the device of each replica, a row for each: as ``on_load`` has it.
+        self._other_until = self._other_weight = np.zeros((0, 0))
         self._resize(8)
 
     def _resize(self, size: int) -> None:
@@ -183,6 +190,10 @@ class Loads:
         self._mixed = grown("_mixed", 0.0)  # what a reader takes from throughput, for each token
         self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
         self._slowness = grown("_slowness", 1.0)  # its times, by those of the shape
+        self._until = grown("_until", 0.0)  # ``_Load.until_s``
+        room = (0, 0), (0, size - self._other_until.shape[1])
+        self._other_until = np.pad(self._other_until, room)
+        self._other_weight = np.pad(self._other_weight, room)
         for adapter, seconds in self._missing.items():
             self._missing[adapter] = np.pad(seconds, (0, size - old))
 
@@ -201,14 +212,15 @@ class Loads:
         if replica >= len(self._loads):
             self._resize(max(replica + 1, 2 * len(self._loads)))
         self._loads[replica] = _Load()
+        self._until[replica] = 0.0
         self._present.add(replica)
         self._refresh(replica)
 
     def remove(self, replica: Replica) -> None:
         """A replica is gone. Its requests are removed by ``ended``, before or later."""
-        if self._loads[replica].num_requests:
-            self._is_busy(replica, False)
         self._present.remove(replica)
+        if self.on_load is not None:
+            self.on_load(replica, 0.0, 0.0)
         self._sum_others -= self._others[replica]
         self._ready[replica], self._others[replica] = math.inf, 0.0
 
@@ -236,9 +248,17 @@ class Loads:
         self._loads[replica].cached_tokens = num_tokens
         self._refresh(replica)
 
-    def _is_busy(self, replica: Replica, is_busy: bool) -> None:
-        if self.on_busy is not None:
-            self.on_busy(replica, is_busy)
+    def set_other(self, replica: Replica, number: int, until_s: float, weight: float) -> None:
+        """Another engine on the device of the replica has requests until this time, this many by their
+        weight. ``number``: of this engine among those on the device."""
+        if replica >= len(self._loads):
+            self._resize(max(replica + 1, 2 * len(self._loads)))
+        if number >= len(self._other_until):
+            room = (0, number + 1 - len(self._other_until)), (0, 0)
+            self._other_until = np.pad(self._other_until, room)
+            self._other_weight = np.pad(self._other_weight, room)
+        self._other_until[number, replica] = until_s
+        self._other_weight[number, replica] = weight
 
     # Decisions.
 
@@ -287,6 +307,11 @@ class Loads:
         others += (output * count * row_s) * self._others
         if self._shape.tpot_s < math.inf:
             others += output * self._over_s
+        if len(self._other_until):
+            left = np.maximum(self._other_until - now_s, 0.0)
+            longer = np.maximum(own - np.maximum(self._until - now_s, 0.0), 0.0)
+            others += (self._other_weight * np.minimum(longer, left)).sum(axis=0)
+            own += np.minimum(own, left).sum(axis=0)
         if call.objective == "throughput":
             own *= THROUGHPUT
         if self._shape.latency_tokens < math.inf:
@@ -335,8 +360,6 @@ class Loads:
         call.replica, call.placed_s, call.num_hit, call.load = replica, now_s, num_hit, load
         call.expected_tokens, call.has_started = self.expected_output(call), False
         call.prompt_s = cost.row_s * missing + cost.pair_s * missing * (num_hit + missing / 2)
-        if not load.num_requests:
-            self._is_busy(replica, True)
         if not load.num_waiting:
             load.since = now_s
         load.num_waiting += 1
@@ -352,6 +375,9 @@ class Loads:
             load.num_throughput += 1
             load.throughput_tokens += call.num_tokens + call.expected_tokens
         self._refresh(replica)
+        if self.on_load is not None:
+            ends_s = max(now_s, float(self._ready[replica])) + call.expected_tokens * self._step_s[replica]
+            self._set_until(replica, max(load.until_s, float(ends_s)))
 
     def started(self, call: Call, now_s: float) -> None:
         """The request has its first token."""
@@ -383,9 +409,15 @@ class Loads:
             self._output += LEARNED_PART * (num_output - self._output)
             self._mean_output = round(self._output)
             self._learn(kind_of(call), num_output)
-        if not load.num_requests and load is self._loads[call.replica] and call.replica in self._present:
-            self._is_busy(call.replica, False)
         self._refresh(call.replica)
+        if self.on_load is not None and load is self._loads[call.replica] and call.replica in self._present:
+            self._set_until(call.replica, load.until_s if load.num_requests else 0.0)
+
+    def _set_until(self, replica: Replica, until_s: float) -> None:
+        load = self._loads[replica]
+        load.until_s = self._until[replica] = until_s
+        if self.on_load is not None:
+            self.on_load(replica, until_s, load.num_latency + THROUGHPUT * load.num_throughput)
 
     def _learn(self, kind: Hashable, num_output: int) -> None:
         count, mean = self._kinds.pop(kind, (0, 0.0))

@@ -59,6 +59,22 @@ class Policy(Protocol):
         """A request left its replica, with this many generated tokens; 0: it did not end by itself."""
 
 
+def units(calls: Sequence[Call]) -> Sequence[Sequence[Call]]:
+    """What is placed as a whole, in topological order: requests without a task group, and task groups."""
+    if len(calls) == 1:
+        return [calls]
+    found: list[list[Call]] = []
+    groups: dict[Hashable, list[Call]] = {}
+    for call in sorted(calls, key=lambda call: call.rank):
+        if call.task_group in groups:
+            groups[call.task_group].append(call)
+            continue
+        found.append([call])
+        if call.task_group is not None:
+            groups[call.task_group] = found[-1]
+    return found
+
+
 class Router:
     """Places requests by one cost.
 
@@ -115,18 +131,11 @@ class Router:
 
     def place(self, calls: Sequence[Call], now_s: float) -> None:
         """Sets the ``replica`` of requests that came together. Raises ``Overloaded`` without replicas."""
-        if len(calls) == 1:
-            self._place_one(calls[0], now_s)
-            return
-        groups: dict[Hashable, list[Call]] = {}
-        for call in calls:
-            if call.task_group is not None:
-                groups.setdefault(call.task_group, []).append(call)
-        for call in sorted(calls, key=lambda call: call.rank):
-            if call.task_group is None:
-                self._place_one(call, now_s)
-            elif (members := groups.pop(call.task_group, None)) is not None:
-                self._place_group(members, now_s)
+        for unit in units(calls):
+            if len(unit) == 1:
+                self._place_one(unit[0], now_s)
+            else:
+                self._place_group(unit, now_s)
 
     def started(self, call: Call, now_s: float) -> None:
         """A request has its first token."""
@@ -159,9 +168,6 @@ class Router:
     def _place_group(self, members: Sequence[Call], now_s: float) -> None:
         """Places a task group on as many replicas, 1, 2, 4 and so on, as it ends on with the least cost."""
         first, count = members[0], len(members)
-        if count == 1:
-            self._place_one(first, now_s)
-            return
         matches = [self.tree.match(call.key, call.run) for call in members]
         hits = [match.hits for match in matches]
         num_popular = min([match.num_popular for match in matches])

@@ -1,2 +1,2 @@
-"""Routers in the simulator: ``published`` has the rules of other routers, for comparison, and ``simulation``
-runs many engines without a model."""
+"""Routers in the simulator: ``published`` has the rules of other routers, for comparison, ``simulation`` runs
+many engines without a model, and ``several_models`` runs models that share devices."""

@@ -42,7 +42,7 @@ from agentflow.protocol.sampling import SamplingParams
 MODEL = "simulated"
 _PARAMS = SamplingParams()
 # The events of one moment, in their order.
-_STEP_ENDS, _ARRIVES, _STEP_BEGINS, _REPORT, _ASK, _LOSE, _RETURN = range(7)
+STEP_ENDS, _ARRIVES, _STEP_BEGINS, _REPORT, _ASK, _LOSE, _RETURN = range(7)
 
 MakePrompt = Callable[[int, Mapping[int, Sequence[int]]], TokenArray]
 """Makes the prompt of a request of the workload from its index and the outputs of earlier ones."""
@@ -70,7 +70,7 @@ class Network:
 
 
 @dataclass(slots=True)
-class _Engine:
+class Engine:
     """One engine, and the batch that it runs."""
 
     number: Replica
@@ -87,7 +87,7 @@ class _Engine:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class Live:
     """An unfinished request at the front."""
 
     index: int  # in the workload
@@ -147,14 +147,14 @@ class SimulatedCluster:
         self._events: list[tuple[float, int, int, object]] = []
         self._ties, self._attempts = itertools.count(), itertools.count()
         self._origins = Origins(workload.arrivals, knows_programs=knows_programs)
-        self._live: dict[int, _Live] = {}  # by attempt
-        self._homeless: list[_Live] = []  # no replica is there
+        self._live: dict[int, Live] = {}  # by attempt
+        self._homeless: list[Live] = []  # no replica is there
         self._followers: dict[int, list[int]] = {}
         self._num_missing: dict[int, int] = {}
         self._epochs: Counter[Replica] = Counter()
         # A run knows all outputs before, and ends before its requests move.
         self._may_run = new_runner is None and not losses
-        self._engines: dict[Replica, _Engine] = {}
+        self._engines: dict[Replica, Engine] = {}
         for number in range(num_engines):
             self._engines[number] = self._new_engine(number)
             policy.add(number)
@@ -183,8 +183,8 @@ class SimulatedCluster:
                 self._arrive([index for index in together if isinstance(index, int)])
             elif kind == _STEP_BEGINS and isinstance(what, tuple):
                 self._begin(*what)
-            elif kind == _STEP_ENDS and isinstance(what, _Engine):
-                self._end_step(what)
+            elif kind == STEP_ENDS:
+                self._step_ends(what)
             elif kind == _REPORT and isinstance(what, Update):
                 self._report(what)
             elif kind == _ASK and isinstance(what, int):
@@ -208,20 +208,25 @@ class SimulatedCluster:
     def _push(self, at_s: float, kind: int, what: object) -> None:
         heapq.heappush(self._events, (at_s, kind, next(self._ties), what))
 
-    def _new_engine(self, number: Replica) -> _Engine:
+    def _new_engine(self, number: Replica) -> Engine:
         feed = Feed(number, self._epochs[number])
         self._epochs[number] += 1
+        config, kv_tokens = self._shape(number)
         scheduler = Scheduler(
-            num_slots=self.workload.kv_tokens,
+            num_slots=kv_tokens,
             max_context=self._max_context,
-            config=self.config,
+            config=config,
             model=MODEL,
             on_blocks=feed.on_blocks if self.policy.reads_feed else None,
             clock=lambda: self.now_s,
         )
-        return _Engine(number, scheduler, feed, None if self._new_runner is None else self._new_runner())
+        return Engine(number, scheduler, feed, None if self._new_runner is None else self._new_runner())
 
-    def _count(self, engine: _Engine) -> None:
+    def _shape(self, number: Replica) -> tuple[SchedulerConfig, int]:
+        """The scheduler's configuration and the pool of an engine."""
+        return self.config, self.workload.kv_tokens
+
+    def _count(self, engine: Engine) -> None:
         counters = engine.scheduler.counters
         self.counters.prompt_tokens += counters.prompt_tokens
         self.counters.cached_tokens += counters.cached_tokens
@@ -241,10 +246,10 @@ class SimulatedCluster:
             self.served.append(served)
             self._tell_places(self._origins.arrived(index, self.now_s))
             prompt = arrival.prompt if self._make_prompt is None else self._make_prompt(index, self.outputs)
-            lives.append(_Live(index, served, prompt, arrival.output.tolist()))
+            lives.append(Live(index, served, prompt, arrival.output.tolist()))
         self._send(lives)
 
-    def _send(self, lives: Sequence[_Live]) -> None:
+    def _send(self, lives: Sequence[Live]) -> None:
         """Places requests, and sends them."""
         if not any(engine.is_reachable for engine in self._engines.values()):
             self._homeless += lives
@@ -267,11 +272,14 @@ class SimulatedCluster:
             )
             if not self.policy.reads_feed:
                 live.call.output_tokens = len(arrival.output)
-        self.policy.place([live.call for live in lives if live.call is not None], self.now_s)
+        self._place(lives)
         for live in lives:
             self._submit(live)
 
-    def _submit(self, live: _Live) -> None:
+    def _place(self, lives: Sequence[Live]) -> None:
+        self.policy.place([live.call for live in lives if live.call is not None], self.now_s)
+
+    def _submit(self, live: Live) -> None:
         assert live.call is not None
         arrival, engine = live.served.arrival, self._engines[live.call.replica]
         live.attempt = live.call.id = next(self._attempts)
@@ -287,7 +295,7 @@ class SimulatedCluster:
         engine.scheduler.add(request)
         self._wake(engine)
 
-    def _advance(self, engine: _Engine, row: Row) -> None:
+    def _advance(self, engine: Engine, row: Row) -> None:
         request = row.request
         live = self._live.get(request.id)
         if live is None:  # it was moved while the replica was out of reach, which goes on with it
@@ -314,7 +322,7 @@ class SimulatedCluster:
         engine.scheduler.finish(request)
         self._end(live)
 
-    def _end(self, live: _Live) -> None:
+    def _end(self, live: Live) -> None:
         del self._live[live.attempt]
         assert live.call is not None
         self.policy.ended(live.call, len(live.output), self.now_s)
@@ -336,14 +344,14 @@ class SimulatedCluster:
 
     # Steps.
 
-    def _wake(self, engine: _Engine) -> None:
+    def _wake(self, engine: Engine) -> None:
         """The engine has work: its next batch begins now, unless one runs."""
         if not engine.is_busy:
             engine.is_busy = True
             engine.wakes += 1
             self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _begin(self, engine: _Engine, wake: int) -> None:
+    def _begin(self, engine: Engine, wake: int) -> None:
         """The engine's next batch begins, if it has any work."""
         if engine is not self._engines[engine.number] or wake != engine.wakes:
             return
@@ -352,13 +360,13 @@ class SimulatedCluster:
         engine.batch = engine.scheduler.schedule()
         engine.is_busy = engine.batch is not None
         if engine.batch is not None:
-            engine.took_s = self.cost.step_s(engine.batch)
-            self._push(self.now_s + engine.took_s, _STEP_ENDS, engine)
+            engine.took_s = self._cost(engine).step_s(engine.batch)
+            self._run_step(engine)
         elif len(engine.scheduler.waiting) and engine.scheduler.resumes_in_s < math.inf:
             engine.wakes += 1
             self._push(self.now_s + engine.scheduler.resumes_in_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _begin_in_run(self, engine: _Engine) -> bool:
+    def _begin_in_run(self, engine: Engine) -> bool:
         """Begins a step without a batch, if requests only decode and none ends in it."""
         run = engine.run
         if run is not None and engine.has_new:  # since the last step ended
@@ -376,11 +384,22 @@ class SimulatedCluster:
             self._stop_run(engine, run)
             return False
         engine.is_busy = True
-        engine.took_s = self.cost.decode_s(run.num_rows, num_read)
-        self._push(self.now_s + engine.took_s, _STEP_ENDS, engine)
+        engine.took_s = self._cost(engine).decode_s(run.num_rows, num_read)
+        self._run_step(engine)
         return True
 
-    def _stop_run(self, engine: _Engine, run: DecodeRun) -> None:
+    def _cost(self, engine: Engine) -> CostModel:
+        return self.cost
+
+    def _run_step(self, engine: Engine) -> None:
+        """A step begins that takes ``took_s`` if the engine has its device alone."""
+        self._push(self.now_s + engine.took_s, STEP_ENDS, engine)
+
+    def _step_ends(self, what: object) -> None:
+        assert isinstance(what, Engine)
+        self._end_step(what)
+
+    def _stop_run(self, engine: Engine, run: DecodeRun) -> None:
         run.stop()
         engine.run, engine.has_new = None, False
         for request in engine.scheduler.running.values():
@@ -388,10 +407,10 @@ class SimulatedCluster:
             number = len(live.output)
             live.output += live.tokens[number : number + run.num_completed]
 
-    def _live_of(self, request: Request) -> _Live:
+    def _live_of(self, request: Request) -> Live:
         return self._live[request.id]
 
-    def _end_step(self, engine: _Engine) -> None:
+    def _end_step(self, engine: Engine) -> None:
         """The engine's batch ends."""
         if engine is not self._engines[engine.number]:
             return
@@ -407,7 +426,7 @@ class SimulatedCluster:
         engine.wakes += 1
         self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _end_batch(self, engine: _Engine) -> None:
+    def _end_batch(self, engine: Engine) -> None:
         assert engine.batch is not None
         if engine.runner is None:
             output = BatchOutput(np.zeros(len(engine.batch.sampled.rows), dtype=np.int64), None)
@@ -471,7 +490,7 @@ class SimulatedCluster:
         if homeless:
             self._send(homeless)
 
-    def _new_feed(self, engine: _Engine) -> Feed:
+    def _new_feed(self, engine: Engine) -> Feed:
         feed = Feed(engine.number, self._epochs[engine.number])
         self._epochs[engine.number] += 1
         return feed

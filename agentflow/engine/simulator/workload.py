@@ -51,6 +51,7 @@ class Arrival:
     label: str = ""  # the kind of request, for the summary
     program: str = ""  # the program that it belongs to
     joins: Sequence[int] = ()  # requests that must end too, besides ``after``, before it arrives
+    model: str = ""  # that runs it, where there are several
 
     def __post_init__(self) -> None:
         self.max_new_tokens = max(self.max_new_tokens, len(self.output))
@@ -107,6 +108,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     label: str = ""
     program: str = ""
     joins: list[int] = []
+    model: str = ""
 
 
 class _Generated(msgspec.Struct, forbid_unknown_fields=True):
@@ -150,6 +152,7 @@ class WorkloadWriter:
                 label=arrival.label,
                 program=arrival.program,
                 joins=list(arrival.joins),
+                model=arrival.model,
             )
         )
         self._recent.append((self.num_written, token_run(arrival.tokens)))
@@ -248,6 +251,7 @@ def _arrival(line: _Line, earlier: Sequence[Arrival]) -> Arrival:
         label=line.label,
         program=line.program,
         joins=tuple(line.joins),
+        model=line.model,
     )
 
 
@@ -677,6 +681,77 @@ def agent_sessions(
     return arrivals
 
 
+def cascade(
+    *,
+    num_programs: int = 20,
+    per_s: float = 0.0,
+    rounds: int = 3,
+    width: int = 4,
+    role: int = 400,
+    question: int = 300,
+    draft: int = 150,
+    verdict: int = 80,
+    drafter: str = "small",
+    judge: str = "large",
+    seed: int = 0,
+) -> list[Arrival]:
+    """Programs over two models: in each round, one model writes drafts, and the other one judges them. Values
+    cross between the models as text, so each has tokens for them that the other does not have.
+
+    Args:
+        num_programs: the programs.
+        per_s: their mean arrival rate; 0: all arrive at the start.
+        rounds: of drafts and a verdict.
+        width: the drafts of a round.
+        role: the tokens of a model's role.
+        question: the mean tokens of the question.
+        draft: the mean tokens of a draft.
+        verdict: the mean tokens of a verdict.
+        drafter: the name of the model that writes.
+        judge: the name of the model that judges.
+        seed: of the random numbers.
+    """
+    tokens = _Tokens(seed)
+    roles = tokens.run(role), tokens.run(role)
+    arrivals: list[Arrival] = []
+    for number, at_s in enumerate(tokens.times(num_programs, per_s)):
+        name = f"cascade {number}"
+        asked = [tokens.around(question) for _ in range(2)]  # the tokens of each model
+        contexts = [np.concatenate((one, text)) for one, text in zip(roles, asked, strict=True)]
+        last: int | None = None
+        for _ in range(rounds):
+            first = len(arrivals)
+            for _ in range(width):
+                prompt = np.concatenate((contexts[0], tokens.run(8)))
+                arrivals.append(
+                    Arrival(
+                        prompt,
+                        tokens.around(draft),
+                        at_s if last is None else 0.0,
+                        last,
+                        label="draft",
+                        program=name,
+                        model=drafter,
+                    )
+                )
+            crossing = tokens.run(sum(len(one.output) for one in arrivals[first:]))
+            arrivals.append(
+                Arrival(
+                    np.concatenate((contexts[1], crossing)),
+                    tokens.around(verdict),
+                    after=first,
+                    joins=range(first + 1, len(arrivals)),
+                    label="verdict",
+                    program=name,
+                    model=judge,
+                )
+            )
+            last = len(arrivals) - 1
+            contexts[1] = arrivals[last].tokens
+            contexts[0] = np.concatenate((contexts[0], tokens.run(len(arrivals[last].output))))
+    return arrivals
+
+
 def beside(*workloads: Sequence[Arrival]) -> list[Arrival]:
     """Returns the requests of all workloads, which run next to each other."""
     joined: list[Arrival] = []
@@ -703,6 +778,7 @@ GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
     "map-reduce": map_reduce,
     "multi-agent": multi_agent,
     "agent-sessions": agent_sessions,
+    "cascade": cascade,
 }
 
 

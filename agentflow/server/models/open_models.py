@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentflow.cluster.ray.models import placed_models
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.replicas.open_replicas import open_replicas
-from agentflow.cluster.replicas.shared_devices import SharedDevices
+from agentflow.cluster.replicas.placing_turn import PlacingTurn
 from agentflow.cluster.replicas.shares import divided
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
@@ -139,11 +139,11 @@ async def _open_engines(
     sink = None if record_to is None else stack.enter_context(open_sink(record_to))
     # First, so that its process loads while the models do, at a lower priority.
     compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
-    shared = SharedDevices()
+    turn = PlacingTurn()
     for name, replicas in sized.items():
         options = replicas[0]
         # Ray places engines on devices of other machines, which have no names here.
-        opening = open_replicas(replicas, shutdown, start_child[name], shared if ray is None else None)
+        opening = open_replicas(replicas, shutdown, start_child[name], turn if ray is None else None)
         client = await stack.enter_async_context(opening)
         logger.info("%s: %s", name, client.info.weights)
         try:

@@ -17,6 +17,7 @@ from support.fake_replicas import Died, Replicas
 from support.plain_model import alone, plain_token, runner
 
 from agentflow.cluster.replicas.replica_set import ReplicaStatus
+from agentflow.cluster.routing.placement import place_together
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished, Progress
@@ -200,16 +201,16 @@ async def test_the_router_knows_all_blocks_again_after_it_missed_a_report(monkey
 
 
 async def test_one_turn_places_few_tokens(monkeypatch) -> None:
-    monkeypatch.setattr("agentflow.cluster.replicas.replica_set.MAX_PLACED_TOKENS", 100)
+    monkeypatch.setattr("agentflow.cluster.replicas.placing_turn.MAX_PLACED_TOKENS", 100)
     replicas = Replicas(2)
     placed: list[list[int]] = []
 
-    class Recorder(Router):
-        def place(self, calls, now_s) -> None:
-            placed.append([call.num_tokens for call in calls])
-            super().place(calls, now_s)
+    def place(waiting, now_s) -> None:
+        placed.append([call.num_tokens for _, calls in waiting for call in calls])
+        place_together(waiting, now_s)
 
-    async with replicas.open(router=lambda shape, loaded: Recorder(shape, loaded.info.identity)) as client:
+    monkeypatch.setattr("agentflow.cluster.replicas.placing_turn.place_together", place)
+    async with replicas.open() as client:
         jobs = [Job([20 + number] * length) for number, length in enumerate([40, 40, 40, 150, 10, 10])]
         await run_all(client, *jobs)
     assert sum(map(len, placed)) == 6

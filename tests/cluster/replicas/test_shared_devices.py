@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.replicas.shared_devices import BusyObserver, SharedDevices, gpus_of
-from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.replicas.shared_devices import BusyObserver, gpus_of
+from agentflow.cluster.routing.devices import SharedDevices
+from agentflow.cluster.routing.load import THROUGHPUT, Call, EngineShape
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.messages import Failed
 from agentflow.engine.options import EngineOptions
@@ -33,25 +36,37 @@ class Model:
 
     def __init__(self, shared: SharedDevices, *devices: str, tensor_parallel: int = 1) -> None:
         self.router = Router(SHAPE, "m")
-        replicas = options(*devices, tensor_parallel=tensor_parallel)
-        self.engines = shared.add_replicas(self.router.loads, replicas)
+        gpus = [gpus_of(one) for one in options(*devices, tensor_parallel=tensor_parallel)]
+        self.engines = shared.add_replicas(self.router.loads, gpus)
         for number in range(len(devices)):
             self.router.add(number)
-        self.slowness = [1.0] * len(devices)
         self.requests: list[Call] = []
+        self.ends_s: list[list[float]] = [[] for _ in devices]  # since each replica had no requests
         self.num_calls = 0
 
-    def send(self, replica: int | None = None) -> Call:
+    def send(self, replica: int | None = None, objective: str = "latency") -> Call:
         self.num_calls += 1
         barred = () if replica is None else [one for one in self.present if one != replica]
-        one = call(self.num_calls, barred=barred)
+        one = call(self.num_calls, barred=barred, objective=objective)
         self.router.place([one], 0.0)
+        loads = self.router.loads
+        end_s = loads._ready[one.replica] + one.expected_tokens * loads._step_s[one.replica]
+        self.ends_s[one.replica].append(float(end_s))
         self.requests.append(one)
         return one
 
     def end(self, one: Call) -> None:
         self.requests.remove(one)
         self.router.ended(one, 5, 0.0)
+        if one.replica in self.present and not self.weight(one.replica):
+            self.ends_s[one.replica].clear()
+
+    def weight(self, replica: int) -> float:
+        mine = [one for one in self.requests if one.replica == replica and one.load is self.load(replica)]
+        return sum(1.0 if one.objective == "latency" else THROUGHPUT for one in mine)
+
+    def load(self, replica: int) -> object:
+        return self.router.loads._loads[replica]
 
     @property
     def present(self) -> list[int]:
@@ -62,7 +77,9 @@ def test_a_request_avoids_a_device_on_which_another_model_works() -> None:
     shared = SharedDevices()
     large, small = Model(shared, "cuda:0", "cuda:1"), Model(shared, "cuda:0")
     busy = small.send()
-    assert large.send().replica == 1
+    first = large.send()
+    assert first.replica == 1
+    large.end(first)
     small.end(busy)
     assert large.send().replica == 0
 
@@ -91,47 +108,59 @@ def test_a_model_without_a_router_counts_while_it_has_requests() -> None:
     large.send(0)
     assert large.send().replica == 1
     observer.received([Failed(1, "aborted", "")])
-    assert engine.is_busy
+    assert (engine.until_s, engine.weight) == (math.inf, 1)
     observer.received([Failed(2, "aborted", "")])
-    assert not engine.is_busy
+    assert (engine.until_s, engine.weight) == (0, 0)
     shared.remove(engine)
 
 
 DEVICES = [("cuda:0", "cuda:1", "cuda:2"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:3")]
 steps = st.lists(
-    st.tuples(st.sampled_from(["send", "end", "lose"]), st.integers(0, 2), st.integers(0, 9)), max_size=40
+    st.tuples(st.sampled_from(["send", "background", "end", "lose"]), st.integers(0, 2), st.integers(0, 9)),
+    max_size=40,
 )
 
 
 @given(steps=steps)
-def test_each_router_knows_the_engines_of_others_that_have_requests(
-    steps: list[tuple[str, int, int]],
-) -> None:
+def test_each_router_knows_the_requests_of_others_on_its_devices(steps: list[tuple[str, int, int]]) -> None:
     shared = SharedDevices()
     models = [Model(shared, *devices) for devices in DEVICES]
-    for model in models:
-        for number, engine in enumerate(model.engines):
-            engine.on_shared = lambda factor, model=model, number=number: model.slowness.__setitem__(
-                number, factor
-            )
     for what, which, number in steps:
         model = models[which]
+        replica = number % len(model.ends_s)
         if what == "send":
-            model.send(number % len(model.slowness))
+            model.send(replica)
+        elif what == "background":
+            model.send(replica, "throughput")
         elif what == "end" and model.requests:
             model.end(model.requests[number % len(model.requests)])
         elif what == "lose":  # and it joins again; its requests end later
-            replica = number % len(model.slowness)
             model.router.lose(replica)
+            model.ends_s[replica].clear()
             model.router.add(replica)
             for one in [one for one in model.requests if one.replica == replica]:
                 model.end(one)
-        for index, (mine, devices) in enumerate(zip(models, DEVICES, strict=True)):
-            for number, device in enumerate(devices):
-                busy = [
-                    other_device == device and any(one.replica == place for one in other.requests)
-                    for other_index, other in enumerate(models)
-                    if other_index != index
-                    for place, other_device in enumerate(DEVICES[other_index])
-                ]
-                assert mine.slowness[number] == pytest.approx(1 + sum(busy))
+        for mine, devices in zip(models, DEVICES, strict=True):
+            for place, device in enumerate(devices):
+                told = mine.router.loads
+                known = sorted(zip(told._other_until[:, place], told._other_weight[:, place], strict=True))
+                expected = sorted(
+                    (max(other.ends_s[number], default=0.0), other.weight(number))
+                    for other in models
+                    if other is not mine
+                    for number, engine in enumerate(other.engines)
+                    if engine.devices == [device]
+                )
+                known = known[len(known) - len(expected) :]
+                assert np.array(known) == pytest.approx(np.array(expected))
+
+
+def test_an_engine_that_stops_leaves_room_for_another_one() -> None:
+    shared = SharedDevices()
+    model = Model(shared, "cuda:0", "cuda:1")
+    for _ in range(3):
+        engine = shared.add(["cuda:0", "cuda:1"])
+        shared.set_busy(engine, 2)
+        assert model.router.loads._other_weight[:, :2].tolist() == [[2, 2]]
+        shared.remove(engine)
+        assert not model.router.loads._other_weight.any()
