@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import operator
 import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,15 @@ class Report:
     load: machine.OthersLoad = field(default_factory=machine.OthersLoad)
     extra: dict[str, Any] = field(default_factory=dict)
     is_exact: bool = False  # only figures that do not depend on the speed of the machine
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long each part took that was ``timed``."""
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Records how long the block takes."""
+        start = time.monotonic()
+        yield
+        self.seconds[part] = round(time.monotonic() - start, 1)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the file."""
@@ -68,6 +80,7 @@ class Report:
             "commit": machine.commit(),
             "scale": self.scale,
             "results": [asdict(result) for result in self.results],
+            **({"seconds": self.seconds} if self.seconds else {}),
             **self.extra,
         }
 

@@ -104,4 +104,5 @@ def run(report: Report, console: Console, only: str) -> None:
     for shortage in shortages(report.scale):
         if not only or shortage.name in only:
             console.print(f"{shortage.name}: {len(shortage.arrivals):,} requests")
-            measure(shortage, report)
+            with report.timed(shortage.name):
+                measure(shortage, report)
