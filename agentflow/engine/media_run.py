@@ -2,7 +2,9 @@
 
 The radix cache, the scheduler and the slot tables see token ids only. Pseudo-tokens are below 0, so they are
 never those of text, and they are random bits of the identity: two media share cached KV only if they are the
-same. Rotary positions may have several axes (an image's rows and columns, a video's frames), and do not count
+same. In front of a run that is too short for enough bits, the ids of text have the rest (``lead_tokens``).
+
+Rotary positions may have several axes (an image's rows and columns, a video's frames), and do not count
 tokens one by one; the positions that seeds and slots go by do.
 """
 
@@ -19,6 +21,18 @@ from numpy.typing import NDArray
 from agentflow.engine.cache.radix_cache import INNER_IDS
 
 Positions = NDArray[np.int64]
+
+IDENTITY_BITS = 128
+"""At least this many bits of a medium's hash precede its keys and values in the cache, so that there is no
+way to find two media that share them."""
+ID_BITS = 30
+"""The bits of the hash in a pseudo-token."""
+INNER_ID_BITS = 29
+"""The same for ``INNER_IDS``."""
+LEAD_BITS = 9
+"""The same for a token of text in front of a short run. Its id has the token in the bits below."""
+_TOKEN_BITS = 20
+_LEADS = -(2**29)
 
 
 class SubmittedRun(NamedTuple):
@@ -110,14 +124,48 @@ class PreparedMedium:
 
 def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
     """The token ids that stand for the run, all below 0. Positions count: keys and values depend on them.
-    Of a run with ``sees_all``, all but the last one are ``INNER_IDS``; 30 bits of each id are of the hash."""
+    Of a run with ``sees_all``, all but the last one are ``INNER_IDS``."""
+    bits = np.frombuffer(_hashed(run, 4 * run.num_tokens), dtype=np.int32)
+    ids = (bits & np.int32(2**ID_BITS - 1)) | np.int32(-(2**31))
+    if run.sees_all:
+        ids[:-1] = (ids[:-1] & np.int32(2**INNER_ID_BITS - 1)) | np.int32(INNER_IDS.start)
+    return ids
+
+
+def lead_tokens(tokens: NDArray[np.int32], media: Sequence[MediaRun]) -> dict[int, int]:
+    """The ids that stand, in the cache, for text in front of runs whose own ids have fewer than
+    ``IDENTITY_BITS``, by their index in the prompt. Such an id tells the token and the run that follows, so
+    this text is shared only between prompts with the same medium behind it. The model reads the text. There
+    are fewer ids if another run is in front.
+
+    Args:
+        tokens: The prompt.
+        media: Its runs, in order.
+    """
+    leads: dict[int, int] = {}
+    done = 0
+    for run in media:
+        num_inner = run.num_tokens - 1 if run.sees_all else 0
+        missing = IDENTITY_BITS - ID_BITS * run.num_tokens + (ID_BITS - INNER_ID_BITS) * num_inner
+        num_leads = min(-(-missing // LEAD_BITS), run.start - done)
+        if num_leads > 0:
+            hashed = _hashed(run, 4 * run.num_tokens + 2 * num_leads)[4 * run.num_tokens :]
+            bits = np.frombuffer(hashed, dtype=np.uint16) & (2**LEAD_BITS - 1)
+            start = run.start - num_leads
+            for index, token, own in zip(
+                range(start, run.start), tokens[start : run.start].tolist(), bits.tolist(), strict=True
+            ):
+                if 0 <= token < 2**_TOKEN_BITS:
+                    leads[index] = _LEADS + (own << _TOKEN_BITS) + token
+        done = run.end
+    return leads
+
+
+def _hashed(run: MediaRun, count: int) -> bytes:
+    """The first bytes of a sequence that the run determines."""
     positions = np.ascontiguousarray(run.positions, dtype=np.int64)
     content = f"{run.identity}\0{run.first}\0{run.sees_all}\0".encode() + positions.tobytes()
-    bits = hashlib.shake_256(content).digest(4 * run.num_tokens)
-    ids = (np.frombuffer(bits, dtype=np.int32) & np.int32(2**30 - 1)) | np.int32(-(2**31))
-    if run.sees_all:
-        ids[:-1] |= np.int32(INNER_IDS.start)
-    return ids
+    return hashlib.shake_256(content).digest(count)
 
 
 def rope_positions(num_prompt: int, media: Sequence[MediaRun]) -> Positions:

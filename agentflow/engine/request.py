@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
 from agentflow.engine.grammar.grammar import TokenWords
-from agentflow.engine.media_run import MediaRun, Positions, pseudo_tokens, rope_positions
+from agentflow.engine.media_run import MediaRun, Positions, lead_tokens, pseudo_tokens, rope_positions
 from agentflow.engine.submit import GREEDY, Origin, Submit, TopTokens
 from agentflow.engine.token_tree import TokenTree, token_tree
 from agentflow.errors import BadArgument
@@ -28,6 +28,15 @@ class CacheIdentity(NamedTuple):
     tenant: str
     salt: Hashable
     adapter: str = ""
+
+
+def with_leads(tokens: TokenArray, leads: Mapping[int, int]) -> TokenArray:
+    """Returns the tokens with the ids of ``lead_tokens``."""
+    tokens = tokens.copy()
+    for index, token_id in leads.items():
+        if index < len(tokens):
+            tokens[index] = token_id
+    return tokens
 
 
 class Status(enum.Enum):
@@ -63,6 +72,7 @@ class Request:
     embeds: bool = False  # it wants the hidden state of its last token
     end_ids: tuple[int, ...] = ()  # tokens that end it; forbidden before ``params.min_tokens``
     media: Sequence[MediaRun] = ()  # the runs of the prompt that are not text
+    leads: Mapping[int, int] = field(default_factory=dict)  # as ``lead_tokens``
     rope: Positions | None = None  # with media: [A, num_prompt + 1] rotary positions, up to the next token
     deadline: float = math.inf  # when it should be done, on the scheduler's clock
     patience_end: float = math.inf  # when it should have started, on the scheduler's clock
@@ -155,6 +165,7 @@ class Request:
             embeds=submit.embeds,
             end_ids=end_ids,
             media=media,
+            leads=lead_tokens(tokens[: len(prompt)], media) if media else {},
             rope=rope_positions(len(prompt), media) if media else None,
         )
 
@@ -230,6 +241,12 @@ class Request:
         """The tokens that may come from the cache."""
         return self.run(self.num_reusable)
 
-    def run(self, count: int) -> TokenRun:
-        """Its first ``count`` tokens."""
-        return token_run(self.tokens[:count])
+    def run(self, count: int, start: int = 0) -> TokenRun:
+        """Its first ``count`` tokens from ``start`` on, as the cache has them."""
+        if self.leads:
+            return token_run(with_leads(self.tokens[:count], self.leads)[start:])
+        return token_run(self.tokens[start:count])
+
+    def cached_id(self, index: int) -> int:
+        """The id of a token, as the cache has it."""
+        return self.leads.get(index) or int(self.tokens[index])

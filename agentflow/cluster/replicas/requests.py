@@ -6,8 +6,8 @@ import numpy as np
 
 from agentflow.cluster.routing.load import Call
 from agentflow.engine.cache.radix_cache import TokenRun, token_run
-from agentflow.engine.media_run import MediaRun, pseudo_tokens
-from agentflow.engine.request import CacheIdentity
+from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens
+from agentflow.engine.request import CacheIdentity, with_leads
 from agentflow.engine.submit import Submit
 
 
@@ -31,7 +31,7 @@ def router_call(submit: Submit) -> Call:
 def _tokens(submit: Submit) -> TokenRun:
     """Returns the tokens under which the engine caches the request."""
     tokens = np.array([*submit.token_ids, *submit.generated_ids], dtype=np.int32)
-    for submitted in submit.media:
-        run = MediaRun.of(submitted)
+    media = [MediaRun.of(submitted) for submitted in submit.media]
+    for run in media:
         tokens[run.start : run.end] = pseudo_tokens(run)
-    return token_run(tokens)
+    return token_run(with_leads(tokens, lead_tokens(tokens, media)))

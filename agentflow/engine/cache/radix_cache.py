@@ -36,7 +36,7 @@ SlotArray = NDArray[np.int32]
 
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
 
-INNER_IDS = range(-(2**30), 0)
+INNER_IDS = range(-(2**30), -(2**29))
 """Token ids after which no prefix ends: the keys and values before them depend on tokens that follow."""
 
 MAX_RECENT = 8192

@@ -273,7 +273,7 @@ class InProgressPrefixes:
         another one that does: these get few tokens of a step beside others."""
         if match >= request.num_reusable:
             return False
-        here = self._at.get((request.extra_key, match, int(request.tokens[match])))
+        here = self._at.get((request.extra_key, match, request.cached_id(match)))
         if here is None:
             return False
         run = request.run(match)
@@ -287,7 +287,7 @@ class InProgressPrefixes:
         if request.num_tokens - next_index <= 1 and request.tree is not None:
             self._requests[request.id] = request, None  # one token or nodes: not worth waiting for
             return
-        place = (request.extra_key, next_index, int(request.tokens[next_index]))
+        place = (request.extra_key, next_index, request.cached_id(next_index))
         self._requests[request.id] = request, place
         here = self._at.get(place)
         if here is None:

@@ -31,7 +31,6 @@ from agentflow.engine.cache.radix_cache import (
     RadixCache,
     SlotArray,
     TokenRun,
-    token_run,
 )
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.slot_table import SlotTable
@@ -156,7 +155,7 @@ class KVMemory:
         if not self._use_cache or num_wanted - match.num_tokens < BLOCK_TOKENS:
             return ""
         end = next_end(match.num_tokens)
-        if self.cache.was_evicted(match, token_run(request.tokens[match.num_tokens : end])):
+        if self.cache.was_evicted(match, request.run(end, match.num_tokens)):
             return "evicted"
         account = self.cache.find_account(request.tenant)
         trees = [] if account is None else itertools.islice(reversed(account.roots), MOST_TREES)

@@ -13,7 +13,7 @@ from support.engine.fake_vision import answer_alone, prepared
 from support.engine.scheduler_harness import Harness
 
 from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.media_run import MediaRun, PreparedMedium, pseudo_tokens
+from agentflow.engine.media_run import MediaRun, PreparedMedium, lead_tokens, pseudo_tokens
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.in_flight import divided
 from agentflow.engine.scheduling.media_work import MediaWork
@@ -136,13 +136,20 @@ def test_hits_are_where_tokens_and_pixels_are_equal(work, token_budget, num_slot
         harness.run()
         assert harness.output(number) == prompt.alone(3)
         reusable = request.whole_end(-1, len(prompt.ids) - 1)
-        common = [num_common(old, prompt.ids[:reusable]) for old in seen]
+        common = [num_common(old, with_leads_of(prompt)[:reusable]) for old in seen]
         wanted = max(common, default=0)
         # No prefix ends in a run that attends both ways, not even in one that eviction shortened.
         assert request.whole_end(-1, request.num_cached) == request.num_cached
         if num_slots == 4096:
             assert request.num_cached == wanted
-        seen.append(request.tokens[: request.num_tokens - 1].tolist())
+        answer = request.tokens[len(prompt.ids) : request.num_tokens - 1].tolist()
+        seen.append(with_leads_of(prompt) + answer)
+
+
+def with_leads_of(prompt: Prompt) -> list[int]:
+    """The ids of the prompt, as the cache has them: in front of short runs, text stands for the image."""
+    leads = lead_tokens(np.array(prompt.ids, dtype=np.int32), prompt.runs)
+    return [leads.get(index, one) for index, one in enumerate(prompt.ids)]
 
 
 def num_common(one: list[int], other: list[int]) -> int:

@@ -13,7 +13,16 @@ from support.engine.requests import request_of
 from support.engine.scheduler_harness import Harness
 from support.faults import has_param
 
-from agentflow.engine.media_run import MediaRun, pseudo_tokens, rope_positions
+from agentflow.engine.cache.radix_cache import INNER_IDS, TOKEN_BYTES
+from agentflow.engine.media_run import (
+    ID_BITS,
+    INNER_ID_BITS,
+    LEAD_BITS,
+    MediaRun,
+    lead_tokens,
+    pseudo_tokens,
+    rope_positions,
+)
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
@@ -110,6 +119,65 @@ def test_a_prompt_shares_the_cache_up_to_a_picture_that_differs() -> None:
         harness.run()
     cached = [harness.requests[number].num_cached for number in range(3)]
     assert cached == [0, 14, 4]
+
+
+@given(
+    before=st.lists(st.integers(0, 3) | st.sampled_from([2**18, 2**20 - 1, 2**20]), max_size=14),
+    identity=st.sampled_from(["cat", "dog"]),
+    num_tokens=st.integers(1, 6),
+    sees_all=st.booleans(),
+)
+def test_at_least_128_bits_of_a_picture_come_before_its_keys_and_values(
+    before: list[int], identity: str, num_tokens: int, sees_all: bool
+) -> None:
+    run = MediaRun(identity, len(before), np.arange(num_tokens)[None], sees_all=sees_all)
+    prompt = np.array([*before, *[7] * num_tokens, 5, 5], dtype=np.int32)
+    request = request_of(0, prompt, 1, SamplingParams(), media=[run])
+    assert request.tokens[: len(before)].tolist() == before  # the model reads the text
+    ids = np.frombuffer(request.run(len(prompt)), dtype=np.int32).tolist()
+    own, leads = pseudo_tokens(run).tolist(), ids[: len(before)]
+    assert ids[len(before) :] == [*own, 5, 5]
+    assert [one in INNER_IDS for one in own] == [sees_all] * (num_tokens - 1) + [False]
+    bits = sum([INNER_ID_BITS if one in INNER_IDS else ID_BITS for one in own])
+    for one, token in zip(reversed(leads), reversed(before), strict=True):
+        if bits < 128 and token < 2**20:
+            assert -(2**29) <= one < 0
+            assert one % 2**20 == token  # the text is told apart, whatever the picture
+        else:
+            assert one == token
+        bits += LEAD_BITS
+    assert [request.cached_id(index) for index in range(len(prompt))] == ids
+    assert request.run(len(prompt), 1) == request.run(len(prompt))[TOKEN_BYTES:]
+
+
+def test_leads_of_different_pictures_differ() -> None:
+    tokens = np.full(60, 3, dtype=np.int32)
+    seen = [
+        tuple(lead_tokens(tokens, [MediaRun(f"cat {number}", 30, np.arange(1)[None])]).values())
+        for number in range(200)
+    ]
+    assert {len(leads) for leads in seen} == {11}
+    assert len({*seen}) == 200
+    for place in range(11):
+        assert len({leads[place] for leads in seen}) > 100
+
+
+def test_runs_in_a_row_share_no_text() -> None:
+    tokens = np.full(60, 3, dtype=np.int32)
+    runs = [MediaRun("cat", 26, np.arange(3)[None]), MediaRun("dog", 31, np.arange(1)[None])]
+    leads = lead_tokens(tokens, [*runs, MediaRun("owl", 50, np.arange(5)[None])])
+    assert [*leads] == [21, 22, 23, 24, 25, 29, 30]
+    assert lead_tokens(tokens, [MediaRun("cat", 0, np.arange(4)[None])]) == {}
+
+
+def test_pictures_of_few_tokens_share_the_text_before_them_but_not_all_of_it() -> None:
+    harness = Harness(token_budget=64)
+    for number, identity in enumerate(["cat", "cat", "dog"]):
+        prompt, media = request_parts(Job([Picture(identity, 4, 2, 2)], 5, 1))
+        harness.add(number, prompt, 1, media=media)
+        harness.run()
+    assert [harness.requests[number].num_cached for number in range(3)] == [0, 12, 3]
+    harness.scheduler.check_idle()
 
 
 def test_text_continues_after_the_largest_position_of_a_picture() -> None:
