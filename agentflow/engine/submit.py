@@ -60,6 +60,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     is_ahead: bool = False
     tpot_s: float | None = None  # the time of each further token that its reader asks for; None: any
     ttft_s: float | None = None  # the time from now until the first token that its reader asks for; None: any
+    # Prefixes that the client asks to keep in the cache: their tokens, and seconds after their last use.
+    kept_prefixes: Sequence[tuple[int, float]] = ()
 
     def at(
         self,

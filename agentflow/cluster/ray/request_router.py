@@ -39,7 +39,12 @@ from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, token_run
 from agentflow.engine.simulator.cost_model import CostModel
 
-PROGRAM_HEADERS = ("x-agentflow-program", "x-dynamo-session-id", "x-session-id")
+PROGRAM_HEADERS = (
+    "x-agentflow-program",
+    "x-dynamo-parent-session-id",
+    "x-dynamo-session-id",
+    "x-session-id",
+)
 """Headers whose value is a program. Its requests prefer one replica."""
 LOST_S = 3600.0
 """A request of which Ray has not told the end for this time has ended."""

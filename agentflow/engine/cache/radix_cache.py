@@ -5,8 +5,9 @@ run of token ids with the slot of each. There is one tree for each *extra key* (
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
 Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``holdings`` says which
-owners (tenants) lose them. Of one owner it takes first the leaves that no open state needs (``keep``), the
-least recently used first, then those whose states continue last.
+owners (tenants) lose them. Of one owner it takes first the leaves that nobody asked to keep, the least
+recently used first, then those that a client did (``prefix_marks``), in the same order, and last those that
+open states need (``keep``), the ones whose states continue last before the others.
 
 Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
 and the leaves that it shortens or removes, found in heaps with lazy deletion. Token runs are ``bytes``, four
@@ -87,6 +88,7 @@ class Node:
         "keeps",
         "last_access",
         "locks",
+        "marked_until",
         "moved_to",
         "needs",
         "num_prompt",
@@ -121,6 +123,7 @@ class Node:
         self.keeps = 0  # open states that end here
         self.needs = 0  # open states that end here or below
         self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
+        self.marked_until = 0.0  # until then a client wants the prefix that ends here; 0: no client does
         self.last_access = last_access
         self.prefix_hash: PrefixHash | None = None  # of all tokens up to its end, if it was needed
         self.moved_to: Node | None = None  # a removed node's former parent
@@ -247,8 +250,9 @@ class RadixCache:
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
         node = found.node
-        # Locked only by the caller, without children or states: nothing else refers to the end of this edge.
-        can_grow = node is match.node and node.locks == 1 and not node.children and not node.keeps
+        # Locked only by the caller, without children, states or a mark: nothing else refers to its end.
+        ends_here = node.keeps or node.marked_until
+        can_grow = node is match.node and node.locks == 1 and not node.children and not ends_here
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)
         else:
@@ -323,12 +327,23 @@ class RadixCache:
             node.account.num_held -= 0 if node.needs or node.locks else len(node.slots)
             node = node.parent
 
+    def mark(self, node: Node, until: float) -> Node | None:
+        """A client wants the prefix that ends at ``node``, or what is left of it, until then (0: no client
+        does): it is evicted after tokens that nobody asked to keep, and before those that open states need.
+        Where several clients do, the latest time counts. Returns what is left, None if nothing is."""
+        node = _present(node)
+        if node.parent is None:
+            return None
+        node.marked_until = max(node.marked_until, until) if until else 0.0
+        self._requeue(node)
+        return node
+
     def supersede(self, match: PrefixMatch) -> None:
         """The matched prefix will not be used again: its end, as far as nothing else ends there or below, is
         evicted before all other tokens of its owner. It is ordinary cache again once it is used."""
         node = _present(match.node)
         num_children = 0
-        while node.parent is not None and not node.locks and not node.needs:
+        while node.parent is not None and not node.locks and not node.needs and not node.marked_until:
             if len(node.children) > num_children:
                 return
             node.last_access = 0
@@ -474,7 +489,7 @@ class RadixCache:
             del self._accounts[account.owner]
 
     def _shorten(self, node: Node, length: int) -> None:
-        """Truncates a leaf. Its ``keeps`` stay with the rest."""
+        """Truncates a leaf. Its ``keeps`` and its mark stay with the rest."""
         self._left(node.account, len(node.slots) - length)
         node.account.num_held -= len(node.slots) - length if node.needs else 0
         node.prefix_hash = None
@@ -493,7 +508,10 @@ class RadixCache:
         self._left(account, len(node.slots))
         account.leaves.num_leaves -= 1
         _keep(parent, node.keeps, node.returns)  # an open state still needs what is left
+        if parent.parent is not None:
+            parent.marked_until = max(parent.marked_until, node.marked_until)
         node.parent, node.moved_to = None, parent
+        node.run, node.slots = b"", _EMPTY  # states that ended here may refer to it for long
         if parent.is_evictable:
             account.leaves.num_leaves += 1
             account.leaves.push(parent)
@@ -647,8 +665,8 @@ class Account(Holding):
         self.num_held = 0  # tokens that are locked or that open states need
 
 
-# Whether it is kept, when its states continue (negated), last access, tie-break, leaf.
-_Entry = tuple[bool, float, int, int, Node]
+# Who needs it, when its states continue (negated), last access, tie-break, leaf.
+_Entry = tuple[int, float, int, int, Node]
 
 
 class EvictionQueue:
@@ -667,9 +685,8 @@ class EvictionQueue:
     def push(self, node: Node) -> None:
         """Adds an evictable leaf, or updates its rank."""
         self._pushes += 1
-        is_kept = node.keeps > 0
-        returns = -node.returns if is_kept else 0.0
-        heapq.heappush(self._entries, (is_kept, returns, node.last_access, self._pushes, node))
+        returns = -node.returns if node.keeps else 0.0
+        heapq.heappush(self._entries, (_rank(node), returns, node.last_access, self._pushes, node))
         if len(self._entries) > 64 + 4 * self.num_leaves:
             # Mostly old entries: keep one for each leaf. The cost is amortized over pushes.
             live = {id(entry[-1]): entry for entry in self._entries if _is_current(entry)}
@@ -711,10 +728,17 @@ def _num_blocks(node: Node, length: int) -> int:
 
 
 def _is_current(entry: _Entry) -> bool:
-    is_kept, returns, last_access, _, node = entry
-    if node.last_access != last_access or not node.is_evictable or (node.keeps > 0) != is_kept:
+    rank, returns, last_access, _, node = entry
+    if node.last_access != last_access or not node.is_evictable or _rank(node) != rank:
         return False
-    return not is_kept or node.returns == -returns
+    return not node.keeps or node.returns == -returns
+
+
+def _rank(node: Node) -> int:
+    """Who needs the prefix that ends at the node: 2: an open state, 1: a client asked for it, 0: nobody."""
+    if node.keeps:
+        return 2
+    return 1 if node.marked_until else 0
 
 
 def _present(node: Node) -> Node:

@@ -171,6 +171,10 @@ class EngineContext:
     changed: str = ""  # as in ``Origin``, of the next request
     has_new_tools: bool = False  # since the last request
     num_rerendered: int = 0  # the tokens that had been rendered again at the last request
+    # The beginnings of that conversation to keep in the cache, with seconds: as numbers of its messages, and
+    # once it is encoded as ``Origin`` has them.
+    kept_messages: Sequence[tuple[int, float]] = ()
+    kept_prefixes: Sequence[tuple[int, float]] = ()
 
     def fill(self, text: str) -> None:
         """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""
@@ -235,6 +239,14 @@ class EngineContext:
             return thinking
         return thinking.for_answer(has_calls=bool(use.callable_names), must_call=use.must_call)
 
+    def encode(self) -> None:
+        """Encodes appended text, and finds the tokens of the beginnings to keep."""
+        self.tokens.cut()
+        if self.kept_messages and self.tools is not None:
+            num_turns = self.tools.num_turns
+            kept = [(self.tokens.num_ids_through(num_turns(n)), s) for n, s in self.kept_messages]
+            self.kept_messages, self.kept_prefixes = (), [(count, s) for count, s in kept if count]
+
     def mark_encoded(self) -> None:
         """Records that all appended text is encoded."""
         self.num_unencoded_chars = self.num_unencoded_turns = 0
@@ -248,7 +260,9 @@ class EngineContext:
             changed = changed or ("tools_changed" if self.has_new_tools else "rerendered")
             self.num_rerendered = self.tokens.num_rerendered_tokens
         self.has_new_tools = False
-        return msgspec.structs.replace(origin, changed=changed) if changed else origin
+        if not changed and not self.kept_prefixes:
+            return origin
+        return msgspec.structs.replace(origin, changed=changed, kept_prefixes=self.kept_prefixes)
 
     def origin_ahead(self) -> Origin:
         """Returns the origin of a request for tokens that the state's next request will need."""

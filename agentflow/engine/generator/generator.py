@@ -62,7 +62,7 @@ from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.text.tools import ReplyText
 from agentflow.engine.watching.view import EngineView
 from agentflow.errors import AgentflowError, BadArgument, PromptTooLong, faults_of
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
+from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
@@ -296,6 +296,12 @@ class EngineGenerator:
             opens_turn=opens_turn,
         )
         await self.encode_beside(fill_cost(conversation), fill)
+
+    def keep(self, context: EngineContext, beginnings: Sequence[tuple[int, float]]) -> None:
+        """Keeps beginnings of the context's conversation in the cache after its next request, as far as
+        memory allows. ``beginnings``: numbers of messages, and the seconds."""
+        if self._use_hints:
+            context.kept_messages = beginnings
 
     async def keep_answer(self, context: EngineContext, end: Finished) -> None:
         """Keeps the tokens of the context and of the answer generated after it for conversations whose text
@@ -710,7 +716,12 @@ class EngineGenerator:
         if len(token_ids) - known < MIN_AHEAD_TOKENS:
             return
         self._end_fill_ahead(context)
-        origin = msgspec.structs.replace(
+        request_id = self._client.compute_ahead(token_ids, origin=self._origin_ahead(context))
+        context.filled_ahead, context.has_run = FilledAhead(request_id, len(token_ids)), True
+
+    def _origin_ahead(self, context: EngineContext) -> Origin:
+        """The origin of a request that computes known tokens of a waiting state."""
+        return msgspec.structs.replace(
             context.origin_ahead(),
             objective="throughput",
             priority=-MAX_PRIORITY,
@@ -719,8 +730,31 @@ class EngineGenerator:
             trace="",
             is_ahead=True,
         )
-        request_id = self._client.compute_ahead(token_ids, origin=origin)
-        context.filled_ahead, context.has_run = FilledAhead(request_id, len(token_ids)), True
+
+    async def fill_next_turn(self, context: EngineContext, end: Finished, answer: Message) -> None:
+        """Computes what the next prompt of a conversation begins with, after its answer, as ``fill_ahead``
+        does for programs: many templates write past answers in another way, without their reasoning. The
+        context does not change, and the engine goes on after it is freed."""
+        if not self._use_hints or not self._is_unlimited or not end.token_ids:
+            return
+        tokens = context.tokens.copied()
+
+        def next_ids() -> list[int]:
+            tokens.generated(end.token_ids, end.text)
+            if answer.tool_calls:
+                tokens.called(answer)
+            tokens.end_role()
+            tokens.cut()
+            return tokens.ids_ahead()
+
+        try:
+            token_ids = await self.encode_beside(tokens.num_settled + len(end.token_ids), next_ids)
+        except AgentflowError:  # the next request explains it
+            return
+        if len(token_ids) - min(context.num_computed, tokens.num_kept(token_ids)) >= MIN_AHEAD_TOKENS:
+            origin = self._origin_ahead(context)
+            state = origin.state if context.outlived else 0
+            self._client.compute_ahead(token_ids, origin=msgspec.structs.replace(origin, state=state))
 
     def _begins(self, context: EngineContext) -> None:
         """The state's next request begins."""
@@ -848,7 +882,7 @@ class EngineGenerator:
         """Encodes appended text, in a thread if it is long. The state's ops run one after the other, so
         nothing else changes the tokens meanwhile."""
         await self._read_media(context)
-        await self.encode_beside(context.num_to_encode, context.tokens.cut)
+        await self.encode_beside(context.num_to_encode, context.encode)
         context.mark_encoded()
 
     async def _read_media(self, context: EngineContext) -> None:

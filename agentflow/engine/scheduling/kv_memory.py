@@ -5,7 +5,7 @@ request computed into it, and it is not cached yet): ``free + cached + in use ==
 locks the cached prefix that it builds on, and ``detach`` returns everything that it uses.
 
 The KV of open states of programs is evicted last, and kept from new requests while the next op is due
-(``Liveness``).
+(``Liveness``). Before it, after all others, go the prefixes that clients asked to keep (``PrefixMarks``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from numpy.typing import NDArray
 
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
+from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.prefix_readers import PrefixReaders
 from agentflow.engine.cache.radix_cache import (
+    TOKEN_BYTES,
     MakeRoom,
     Node,
     PrefixMatch,
     RadixCache,
     SlotArray,
     TokenRun,
+    prefix_end,
 )
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.slot_table import SlotTable
@@ -101,6 +104,8 @@ class KVMemory:
         self.slots = KVSlots(num_slots)
         self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
         self.liveness = (new_liveness or Liveness)(self.cache, num_slots, clock)
+        self.marks = PrefixMarks(self.cache)
+        self._clock = clock
         self.table = SlotTable(max_running, min(max_context, num_slots))
         self.readers = PrefixReaders(self.cache)
         self.num_computed = 0  # tokens, since the start
@@ -179,6 +184,7 @@ class KVMemory:
         missing = num_tokens - self.slots.num_free
         if missing > 0:
             self.liveness.expire(self.num_computed)
+            self.marks.expire(self._clock())
             evicted = self.cache.evict(missing, self._on_evict, self.make_room)
             self.num_evicted += len(evicted)
             self.slots.release(evicted)
@@ -252,6 +258,8 @@ class KVMemory:
             logger.exception("cannot cache the tokens of request %d", request.id)
         self.release_nodes(request)
         assert request.committed is not None
+        if request.origin.kept_prefixes and self._use_cache:
+            self._mark_prefixes(request)
         if request.origin.state and self._use_cache:
             self.liveness.refresh(
                 request.origin.state,
@@ -271,6 +279,16 @@ class KVMemory:
         request.num_computed = request.num_nodes_computed = 0
         self._free_rows.append(request.req_row)
         request.req_row = -1
+
+    def _mark_prefixes(self, request: Request) -> None:
+        """Keeps the prefixes that the client asked to keep, as far as the request has computed them."""
+        assert request.committed is not None
+        now = self._clock()
+        for num_tokens, seconds in request.origin.kept_prefixes:
+            if 0 < num_tokens <= request.committed.num_tokens and seconds > 0:
+                run = request.run(num_tokens)
+                match = self.cache.match(request.extra_key, run[: prefix_end(run, num_tokens) * TOKEN_BYTES])
+                self.marks.mark(match.node, now + seconds)
 
     def redo_tokens(self, request: Request) -> int:
         """Slots that only this running request uses. Preempting it makes them available, and their tokens may

@@ -408,6 +408,7 @@ class TokenState:
         self._known: RenderedPrefixes | None = None
         self._known_start = b""
         self._attached: Attached | None = None
+        self._attached_spans: list[Span] = []  # of which the beginning is known
         self.text_keys: list[bytes] = []
         self.num_rerendered_tokens = 0
         self.placeholder_tokens: Mapping[MediumKind, str] = {}
@@ -423,6 +424,40 @@ class TokenState:
         if self._known is not None and self._is_settled and ids:
             answer = Span(text, is_markup=False, ids=tuple(ids))
             self._known.put(self._segments, answer, self._known_start, self._attached)
+
+    def num_ids_through(self, num_turns: int) -> int:
+        """Returns the number of settled ids before the text of the turn that follows the first ``num_turns``;
+        of all ids if none does, and 0 if nothing is settled. Within a known beginning (``attach_to``), whose
+        parts were encoded in another request, it is counted by the lengths of the tokens' texts."""
+        layout = self._layout
+        if not self._is_settled or layout is None:
+            return 0
+        following = [part.start for part in layout.contents() if part.turn >= num_turns]
+        if not following:
+            return len(self._ids)
+        placeholders = iter([high - low for (low, high), _ in layout.media])
+        num_chars = num_ids = 0
+        for span, count in self._counted_spans():
+            if num_chars >= following[0]:
+                break
+            lead, tail = self._edges.get(span.medium, ("", ""))
+            num_own = next(placeholders, 0) - len(lead) - len(tail) if span.medium else len(span.text)
+            num_chars, num_ids = num_chars + num_own, num_ids + count
+        return num_ids
+
+    def _counted_spans(self) -> Iterator[tuple[Span, int]]:
+        """Yields the settled spans with the numbers of their ids."""
+        segments = self._segments
+        if self._attached is not None:
+            ids, segments, at = self._attached.token_ids, segments[1:], 0
+            for span in self._attached_spans:
+                end = at + len(span.ids or ())
+                if span.ids is None:
+                    end = at + self._tokenizer.num_spelling(ids, at, len(span.text.encode(errors="replace")))
+                yield span, end - at
+                at = end
+        for segment in segments:
+            yield segment.span, len(segment.ids)
 
     def tools(self, specs: Sequence[ToolSpec]) -> None:
         """Sets the tools that the template describes, replacing earlier ones. The ids of earlier turns may
@@ -640,6 +675,7 @@ class TokenState:
         child._has_prefix = self._has_prefix
         child._known, child._known_start = self._known, self._known_start
         child._attached = self._attached
+        child._attached_spans = self._attached_spans
         return child
 
     def text_view(self) -> str:
@@ -806,6 +842,7 @@ class TokenState:
             self.text_keys = [key for _, key in places]
             self._attached = self._known.attached(places)
             if self._attached is not None:
+                self._attached_spans = _known_of(spans, self._attached)
                 spans = _with_known(spans, self._attached)
         return encode_spans(spans, self._tokenizer, self._segments)
 
@@ -891,6 +928,16 @@ def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
         return [known, *rest]
     ids = None if cut.ids is None else cut.ids[place.num_ids :]
     return [known, Span(cut.text[place.offset :], cut.is_markup, ids), *rest]
+
+
+def _known_of(spans: Sequence[Span], attached: Attached) -> list[Span]:
+    """Returns the spans of the known beginning."""
+    place = attached.place
+    cut = spans[place.span]
+    if place.edge is None:
+        return [*spans[: place.span + 1]]
+    ids = None if cut.ids is None else cut.ids[: place.num_ids]
+    return [*spans[: place.span], Span(cut.text[: place.offset], cut.is_markup, ids)]
 
 
 def _with_runs(parts: list[Part], runs: Sequence[TextRun]) -> list[Part]:

@@ -424,6 +424,16 @@ class Tokenizer:
             texts[-1] += utf8.decode(b"", final=True)
         return texts
 
+    def num_spelling(self, ids: Sequence[int], start: int, num_bytes: int) -> int:
+        """Returns how many of ``ids``, from ``start`` on, have together at least ``num_bytes`` bytes of text,
+        special tokens included; all of them if they have fewer."""
+        table = self._bytes_with_special
+        end, size = start, len(table)
+        while num_bytes > 0 and end < len(ids):
+            num_bytes -= len(table[ids[end]]) if 0 <= ids[end] < size else 0
+            end += 1
+        return end - start
+
     def leading_spaces(self, text: str) -> int:
         """Returns the number of spaces that decoding removes from the front of a text at the start of a
         sequence."""

@@ -255,6 +255,16 @@ def as_plain_messages(
     return tuple(_with_tools(plain, tools, template) if tools else plain)
 
 
+def num_plain_turns(messages: Sequence[Message]) -> int:
+    """Returns how many messages ``as_plain_messages`` makes of these, without one that it adds."""
+    num_turns = 0
+    is_answering = False
+    for message in messages:
+        num_turns += not (is_answering and message.role in ("user", "tool"))
+        is_answering = message.role == "tool"
+    return num_turns
+
+
 def _after(text: str, message: Message) -> Message:
     """Returns the message with ``text`` before its content."""
     return replace(message, content=text + message.content, images=moved(message.images, len(text)))

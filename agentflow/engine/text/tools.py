@@ -27,7 +27,13 @@ from agentflow.engine.text.reasoning import (
     finish_output,
     push_output,
 )
-from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
+from agentflow.engine.text.tool_format import (
+    IN_CHANNELS,
+    ToolFormat,
+    as_plain_messages,
+    num_plain_turns,
+    tool_format,
+)
 from agentflow.engine.text.tool_output import CallMarks, ToolOutput
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
 from agentflow.protocol.chat import (
@@ -75,6 +81,13 @@ class ToolUse:
             other = PartedConstraint.of(otherwise)
             return replace(self.calls, instead=other, apart=self.begins, jump_forward=jumps)
         return replace(self.calls, between=None) if self.form.mark else None
+
+    def num_turns(self, num_messages: int) -> int:
+        """Returns how many turns of ``messages`` the first ``num_messages`` of ``named`` become."""
+        if self.form.is_native:
+            return num_messages
+        num_added = len(self.messages) - num_plain_turns(self.named)
+        return num_added + num_plain_turns(self.named[:num_messages])
 
     @property
     def marks(self) -> CallMarks | None:

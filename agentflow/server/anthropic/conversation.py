@@ -6,7 +6,7 @@ templates write them. The user's messages of one turn are separated by an empty 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
@@ -17,6 +17,7 @@ from agentflow.server.anthropic.types import (
     AnyChoice,
     AutoChoice,
     Base64Source,
+    CacheControl,
     CountRequest,
     ImageBlock,
     InputMessage,
@@ -30,6 +31,7 @@ from agentflow.server.anthropic.types import (
     ToolUseBlock,
     UrlSource,
 )
+from agentflow.server.compatible.cache_marks import CACHE_CONTROL_TTL, SECONDS, KeptBeginnings
 from agentflow.server.compatible.images import check_images, image_of
 from agentflow.server.errors import invalid_field
 
@@ -69,6 +71,13 @@ class _Turns:
     made: list[_Turn] = field(default_factory=list)
     open_calls: dict[str, str] = field(default_factory=dict)
     arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
+    kept: KeptBeginnings = field(default_factory=KeptBeginnings)
+
+    def mark(self, controls: Iterable[CacheControl | None]) -> None:
+        """Keeps the conversation so far, up to the end of its last turn."""
+        for control in controls:
+            if control is not None:
+                self.kept.add(len(self.made), SECONDS[control.ttl or CACHE_CONTROL_TTL])
 
     def add(self, message: InputMessage, place: str) -> None:
         blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
@@ -81,6 +90,7 @@ class _Turns:
         else:
             self._check_answered(place)
             self._add("system", [_only_text(block, place) for block in blocks])
+        self.mark([getattr(block, "cache_control", None) for block in blocks if not _is_result(block)])
 
     def finish(self) -> tuple[Message, ...]:
         self._check_answered("messages")
@@ -144,6 +154,8 @@ class _Turns:
         if block.is_error:
             parts = ["Error: ", *parts] if any(parts) else ["Error"]
         self.made.append(_Turn("tool", parts, tool_call_id=block.tool_use_id, name=name))
+        nested = [] if isinstance(block.content, str | None) else block.content
+        self.mark([block.cache_control, *[one.cache_control for one in nested]])
 
     def _add(self, role: str, parts: Sequence[str | Image], calls: Sequence[CalledTool] = ()) -> None:
         if not self.made or self.made[-1].role != role:
@@ -163,17 +175,33 @@ class _Turns:
 
 def conversation_of(body: CountRequest, model: Capabilities) -> tuple[Message, ...]:
     """The conversation. ``ApiError`` names the block that is wrong. ``model``: its features."""
+    return read_conversation(body, model)[0]
+
+
+def read_conversation(
+    body: CountRequest, model: Capabilities
+) -> tuple[tuple[Message, ...], Sequence[tuple[int, float]]]:
+    """The conversation, and the beginnings of it to keep in the cache; see ``conversation_of``."""
     turns = _Turns(model)
     if body.system:
         turns.made.append(_Turn("system", [text_of(body.system)]))
+        if not isinstance(body.system, str):
+            turns.mark([block.cache_control for block in body.system])
+    # Templates write the tools into the system turn.
+    turns.mark([tool.cache_control for tool in body.tools or ()])
     for number, message in enumerate(body.messages):
         turns.add(message, f"messages[{number}]")
-    return turns.finish()
+    turns.mark([body.cache_control])
+    return turns.finish(), turns.kept.found
 
 
 def text_of(text: Text) -> str:
     """The text as one string."""
     return text if isinstance(text, str) else "".join([block.text for block in text])
+
+
+def _is_result(block: object) -> bool:
+    return isinstance(block, ToolResultBlock)
 
 
 def _only_text(block: object, place: str) -> str:

@@ -19,7 +19,7 @@ from agentflow.protocol.events import Capabilities
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
-from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.anthropic.conversation import read_conversation, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
 from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.completion import completing, prompt_ids
@@ -98,9 +98,11 @@ def _of_tools(call: ApiCall) -> ApiError | None:
 def prompt_of(body: CountRequest, model: Capabilities) -> CompletionRequest:
     """The request with its prompt only. ``ApiError`` names the field that is wrong. ``model``: its
     features."""
+    messages, kept = read_conversation(body, model)
     return CompletionRequest(
-        conversation_of(body, model),
+        messages,
         SamplingParams(),
+        kept=kept,
         tools=tools_of(body.tools or ()),
         tool_choice=tool_choice_of(body),
         thinks=_thinks(body.thinking),

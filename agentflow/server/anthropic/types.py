@@ -22,7 +22,8 @@ GivenObject: TypeAlias = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": 
 
 
 class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """No effect: prompts are cached anyway."""
+    """Keeps the prompt up to the end of its message in the cache for ``ttl`` (5m) after each use; see
+    ``engine.cache.prefix_marks``. ``scope`` has no effect: tenants share no cache."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None

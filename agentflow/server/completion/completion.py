@@ -452,6 +452,8 @@ class _Run:
         await self._generator.keep_answer(context, end)
         reader.end(end, checks)
         self._generator.output_token_cache.put_answer(context, end, reader.message())
+        if self._caller.prefills_next and request.n == 1 and isinstance(request.prompt, tuple):
+            await self._generator.fill_next_turn(context, end, reader.message())
 
 
 def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
@@ -503,6 +505,7 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
             generator.rendered_prefixes, request.cache_salt.encode("utf-8", "backslashreplace")
         )
         await generator.fill_conversation(context, request.conversation, opens_turn=request.opens_turn)
+        generator.keep(context, request.kept)
 
 
 async def _after_answer(

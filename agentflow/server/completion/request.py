@@ -56,6 +56,9 @@ class CompletionRequest:
     thinks: bool | None = None  # whether a reasoning model thinks first; None: its template decides
     reasoning_budget: int | None = None  # the most tokens of its reasoning
     effort: str | None = None  # for templates that have a variable for it
+    # Beginnings of the conversation to keep in the cache: how many messages, with the tools before them, and
+    # the seconds after each use.
+    kept: Sequence[tuple[int, float]] = ()
     unset: tuple[str, ...] = ()  # ``params`` that the client did not give, which have the route's defaults
 
     @property

@@ -2,62 +2,95 @@
 
 A client names the program of a request in a header. The names of Dynamo (``ai-dynamo`` 1.6) are understood as
 well: ``x-dynamo-session-id`` is a program whose requests follow one another, up to one with
-``x-dynamo-session-final``, and ``nvext.agent_hints`` has advice. Advice changes no answer, so values that
-make no sense are ignored, as they are there. Without these, OpenAI's ``prompt_cache_key`` names a program:
-agents send the id of their conversation. The ``kv_hints`` of vLLM 0.32 are no part of its HTTP APIs: with
-them, a router tells one worker to fetch KV from another. SGLang's ``/generate`` has them (``server.sglang``).
+``x-dynamo-session-final``, a session with ``x-dynamo-parent-session-id`` belongs to that program, and
+``nvext.agent_hints`` has advice. Advice changes no answer, so values that make no sense are ignored, as they
+are there. Without these, OpenAI's ``prompt_cache_key`` names a program: agents send the id of their
+conversation. The ``kv_hints`` of vLLM 0.32 are no part of its HTTP APIs; SGLang's ``/generate`` has them
+(``server.sglang``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Final, NamedTuple, get_args
+from typing import Annotated, Final, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from agentflow.engine.generator.context import EngineContext, number_of_name
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.submit import MAX_PRIORITY
-from agentflow.protocol.ops import Objective
+from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.runtime.generator import StateHint
 from agentflow.runtime.programs.place import Place
-from agentflow.server.errors import ApiError
+from agentflow.server.errors import ApiError, invalid_field
+
+ValueT = TypeVar("ValueT")
 
 PROGRAM_HEADER: Final = "x-agentflow-program"
 GROUP_HEADER: Final = "x-agentflow-group"
 OBJECTIVE_HEADER: Final = "x-agentflow-objective"
 SESSION_HEADER: Final = "x-dynamo-session-id"
+PARENT_HEADER: Final = "x-dynamo-parent-session-id"
 FINAL_HEADER: Final = "x-dynamo-session-final"
 MAX_NAME_CHARS = 256
 
 
 class _AgentHints(msgspec.Struct, frozen=True):
-    priority: msgspec.Raw = msgspec.Raw()
+    priority: msgspec.Raw = msgspec.Raw()  # a higher one goes first
+    strict_priority: msgspec.Raw = msgspec.Raw()  # the same, before ``priority``
+    latency_sensitivity: msgspec.Raw = msgspec.Raw()  # the former name of ``priority``
     osl: msgspec.Raw = msgspec.Raw()  # the expected tokens of the output
+    speculative_prefill: msgspec.Raw = msgspec.Raw()  # the next turn is to be computed after the answer
 
 
 class _NvExt(msgspec.Struct, frozen=True):
     agent_hints: _AgentHints = _AgentHints()
 
 
-def _hints_of(extension: msgspec.Raw | None) -> tuple[int | None, int | None]:
-    """The priority, within the range of this server, and the expected tokens of the output."""
+class _SaltedNvExt(msgspec.Struct, frozen=True):
+    cache_salt: msgspec.Raw = msgspec.Raw()
+
+
+class _Advice(NamedTuple):
+    """``priority``: within the range of this server. ``output_tokens``: the expected length of the answer.
+    ``prefills_next``: the next turn is to be computed after it."""
+
+    priority: int | None = None
+    output_tokens: int | None = None
+    prefills_next: bool = False
+
+
+def _advice_of(extension: msgspec.Raw | None) -> _Advice:
     if extension is None:
-        return None, None
+        return _Advice()
     try:
         hints = msgspec.json.decode(extension, type=_NvExt).agent_hints
     except msgspec.DecodeError:
-        return None, None
-    priority, num_tokens = _whole(hints.priority), _whole(hints.osl)
+        return _Advice()
+    priority: float | None = _read(hints.strict_priority, _Unsigned) or _read(hints.priority, _Signed)
+    if priority is None and (sensitivity := _read(hints.latency_sensitivity, float)) is not None:
+        priority = sensitivity if math.isfinite(sensitivity) else None
     if priority is not None:
-        priority = max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
-    return priority, num_tokens if num_tokens is not None and 0 < num_tokens <= MAX_INT else None
+        priority = round(max(-MAX_PRIORITY, min(priority, MAX_PRIORITY)))
+    num_tokens = _read(hints.osl, _Unsigned)
+    return _Advice(
+        priority,
+        num_tokens if num_tokens and num_tokens <= MAX_INT else None,
+        _read(hints.speculative_prefill, bool) is True,
+    )
 
 
-def _whole(value: msgspec.Raw) -> int | None:
+_Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)]
+_Signed = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+_Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+
+def _read(value: msgspec.Raw, kind: type[ValueT]) -> ValueT | None:
+    """The value, or None if it is missing or of another type."""
     try:
-        return msgspec.json.decode(value or b"null", type=int | None)
+        return msgspec.json.decode(value or b"null", type=kind)
     except msgspec.DecodeError:
         return None
 
@@ -66,7 +99,7 @@ class Caller(NamedTuple):
     """``trace``: the client's ``traceparent``. ``program`` and ``group``: names that the client chose; a
     group has the requests of one stage, for which one consumer waits. ``session``: the name of a program
     whose requests follow one another, as those of an agent that calls tools; ``is_last``: this is its last
-    request."""
+    request. ``prefills_next``: what the next turn begins with is to be computed after the answer."""
 
     trace: str = ""
     program: str = ""
@@ -75,12 +108,13 @@ class Caller(NamedTuple):
     output_tokens: int | None = None
     session: str = ""
     is_last: bool = False
+    prefills_next: bool = False
 
     @classmethod
     def of(cls, headers: Mapping[str, str], trace: str) -> Caller:
         """Reads the headers. ``ApiError`` for an unknown objective."""
         session = headers.get(SESSION_HEADER, "")[:MAX_NAME_CHARS]
-        program = headers.get(PROGRAM_HEADER) or session
+        program = headers.get(PROGRAM_HEADER) or headers.get(PARENT_HEADER) or session
         objective = headers.get(OBJECTIVE_HEADER)
         if objective is not None and objective not in get_args(Objective):
             message = f"{OBJECTIVE_HEADER} must be latency or throughput, not {objective[:40]!r}"
@@ -114,14 +148,28 @@ ANYONE: Final = Caller()
 
 def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key: str | None = None) -> Caller:
     """The caller with the advice in a request's ``nvext`` and ``prompt_cache_key``."""
-    _, num_tokens = _hints_of(extension)
-    if num_tokens is not None:
-        caller = caller._replace(output_tokens=num_tokens)
+    advice = _advice_of(extension)
+    caller = caller._replace(output_tokens=advice.output_tokens, prefills_next=advice.prefills_next)
     if cache_key and not caller.program:
         caller = caller._replace(program=cache_key[:MAX_NAME_CHARS])
     return caller
 
 
+def salt_of(salt: str | None, extension: msgspec.Raw | None) -> str:
+    """The cache salt of a request: its own, or that of its ``nvext``. Raises ``ApiError`` for one that is no
+    salt: without it, the request would share its cache."""
+    if salt or extension is None:
+        return salt or ""
+    try:
+        given = msgspec.json.decode(extension, type=_SaltedNvExt).cache_salt
+    except msgspec.DecodeError:  # no object
+        return ""
+    try:
+        return msgspec.json.decode(given or b"null", type=_Salt | None) or ""
+    except msgspec.DecodeError as error:
+        raise invalid_field("nvext.cache_salt", str(error)) from None
+
+
 def priority_of(priority: int | None, extension: msgspec.Raw | None) -> int:
     """The priority of a request: its own, or that of its ``nvext``."""
-    return (_hints_of(extension)[0] or 0) if priority is None else priority
+    return (_advice_of(extension).priority or 0) if priority is None else priority

@@ -33,7 +33,7 @@ from agentflow.server.completion.request import (
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.caller import caller_with, priority_of
+from agentflow.server.http.caller import caller_with, priority_of, salt_of
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
@@ -49,6 +49,7 @@ from agentflow.server.openai.request import (
     check_fields,
     constraint_of,
     conversation_of,
+    kept_of,
     sampling_of,
     template_values_of,
     tool_choice_of,
@@ -120,8 +121,9 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: TextGenerator) -> t
         tools=tools,
         tool_choice=choice,
         n=body.n or 1,
-        cache_salt=body.cache_salt or "",
+        cache_salt=salt_of(body.cache_salt, body.nvext),
         priority=priority_of(body.priority, body.nvext),
+        kept=kept_of(body.messages, body.tools or ()),
         max_prompt_tokens=limits.max_prompt_tokens,
         opens_turn=body.add_generation_prompt is not False,
         template_values=template_values_of(body.chat_template_kwargs),

@@ -27,7 +27,7 @@ from agentflow.server.completion.request import (
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.caller import caller_with, priority_of
+from agentflow.server.http.caller import caller_with, priority_of, salt_of
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
@@ -152,7 +152,7 @@ def _requests_of(
             params,
             constraint=constraint,
             n=n,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt_of(body.cache_salt, body.nvext),
             priority=priority_of(body.priority, body.nvext),
             max_prompt_tokens=limits.max_prompt_tokens,
             returns_prompt=bool(body.echo or body.return_token_ids or wanted),

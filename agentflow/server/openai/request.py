@@ -18,6 +18,11 @@ from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Medium, PlacedImage, placed_in
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.compatible.cache_marks import (
+    KeptBeginnings,
+    seconds_of_breakpoint,
+    seconds_of_control,
+)
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
@@ -71,6 +76,7 @@ _WHY_UNSUPPORTED = {
 }
 # The values without effect.
 _NEUTRAL = {"store": False, "echo": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
+_MARKED = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 _KIND_OF_PART = {AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
 
@@ -194,6 +200,24 @@ def conversation_of(messages: Sequence[ChatMessage], model: Capabilities) -> tup
             case FunctionMessage():
                 raise unsupported(f"{place}.role", "use the role 'tool'")
     return tuple(turns)
+
+
+def kept_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[tuple[int, float]]:
+    """The beginnings of the conversation that ``cache_control`` and ``prompt_cache_breakpoint`` keep."""
+    kept = KeptBeginnings()
+    is_system = [isinstance(message, SystemMessage | DeveloperMessage) for message in messages]
+    num_system = next((number for number, one in enumerate(is_system) if not one), len(messages))
+    for tool in tools:  # templates write them into the system turn
+        kept.add(num_system, seconds_of_control(getattr(tool, "cache_control", None)))
+    for number, message in enumerate(messages, start=1):
+        kept.add(number, seconds_of_control(getattr(message, "cache_control", None)))
+        for part in (
+            message.content if isinstance(message, _MARKED) and isinstance(message.content, list) else ()
+        ):
+            kept.add(number, seconds_of_control(getattr(part, "cache_control", None)))
+            if isinstance(part, TextPart):
+                kept.add(number, seconds_of_breakpoint(part.prompt_cache_breakpoint))
+    return kept.found
 
 
 def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) -> Message:

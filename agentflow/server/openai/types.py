@@ -126,7 +126,8 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A part of a message's text. The other fields have no effect: prompts are cached anyway."""
+    """A part of a message's text. The other fields keep the prompt up to the end of its message in the
+    cache."""
 
     text: str
     prompt_cache_breakpoint: Unread = None
@@ -186,7 +187,8 @@ Content: TypeAlias = str | Annotated[list[Part], Meta(min_length=1)]
 
 
 class _Message(msgspec.Struct, tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    """``name`` has no effect, as chat templates do not show it, nor has ``cache_control``."""
+    """``name`` has no effect, as chat templates do not show it. ``cache_control`` keeps the prompt up to the
+    end of the message in the cache."""
 
     name: str | None = None
     cache_control: Unread = None
@@ -265,7 +267,8 @@ ChatMessage: TypeAlias = (
 
 
 class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """A tool that the model may call. ``cache_control`` has no effect."""
+    """A tool that the model may call. ``cache_control`` keeps the tools and the system messages in the
+    cache."""
 
     function: FunctionSpec
     cache_control: Unread = None

@@ -83,8 +83,10 @@ class KvHintAction(msgspec.Struct, kw_only=True):
 
 
 class KvHints(msgspec.Struct, kw_only=True):
-    """Advice of an orchestrator about KV, in the envelope of SGLang and vLLM. Both ignore the actions that
-    they do not know, and SGLang knows none. All are ignored here."""
+    """Advice of an orchestrator about KV, in the envelope of SGLang and vLLM. Both leave actions to their
+    connectors, which ignore those that they do not know. The one that Dynamo sends, ``kv.fetch``, lets a
+    worker fetch blocks from another one at an address in the request. No engine here does that: all actions
+    are ignored."""
 
     protocol_version: str
     message_id: str
@@ -108,7 +110,7 @@ class SglangRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: Annotated[str, Meta(min_length=1, max_length=_MAX_ID_CHARS)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     extra_key: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
-    kv_hints: KvHints | None = None
+    kv_hints: KvHints | list[KvHints | None] | None = None
     return_hidden_states: OnlyFalse | None = None
     lora_path: Unsupported = None
     session_params: Unsupported = None

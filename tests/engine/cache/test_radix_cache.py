@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from agentflow.engine.cache import blocks, holdings, radix_cache
 from agentflow.engine.cache.blocks import BlocksRemoved
+from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.radix_cache import (
     PrefixMatch,
     RadixCache,
@@ -50,6 +51,7 @@ class PrefixList:
         self.used: dict[tuple, int] = {}
         self.keeps: dict[tuple, int] = collections.Counter()
         self.returns: dict[tuple, float] = {}  # with keeps: the earliest time of a state that continues
+        self.marked: dict[tuple, float] = {}  # until then a client wants the prefix
         self.clock = 0
 
     def match(self, extra: str, sequence: list[int]) -> list[int]:
@@ -87,23 +89,29 @@ class PrefixList:
             self.returns[prefix] = min(known, returns)
             self.keeps[prefix] += num_states
 
+    def mark(self, prefix: tuple, until: float) -> None:
+        if until and len(prefix) > 1:
+            self.marked[prefix] = max(until, self.marked.get(prefix, 0.0))
+
     def supersede(self, prefix: tuple) -> None:
         """Up to the first prefix that something else continues, locks or needs."""
         below: list[tuple] = []
-        while len(prefix) > 1 and not self.locks[prefix]:
+        while len(prefix) > 1 and not self.locks[prefix] and prefix not in self.marked:
             is_needed = any(self.keeps[one] for one in self.slots if one[: len(prefix)] == prefix)
             if is_needed or [one for one in self.slots if one[:-1] == prefix] != below:
                 return
             self.used[prefix] = 0
             below, prefix = [prefix], prefix[:-1]
 
-    def rank(self, prefix: tuple) -> tuple[bool, float, int]:
+    def rank(self, prefix: tuple) -> tuple[int, float, int]:
         is_kept = self.keeps[prefix] > 0
-        return is_kept, -self.returns[prefix] if is_kept else 0.0, self.used[prefix]
+        needed_by = 2 if is_kept else int(prefix in self.marked)
+        return needed_by, -self.returns[prefix] if is_kept else 0.0, self.used[prefix]
 
     def evict(self, prefix: tuple) -> None:
         del self.slots[prefix]
         self.keep(prefix[:-1], self.keeps.pop(prefix, 0), self.returns.pop(prefix, 0.0))
+        self.mark(prefix[:-1], self.marked.pop(prefix, 0.0))
 
     def leaf_ends(self) -> list[tuple]:
         inner = {prefix[:-1] for prefix in self.slots}
@@ -126,6 +134,8 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(blocks, "BLOCK_TOKENS", 3)
         self.cache = RadixCache(model="m", on_blocks=self.report)
+        self.marks = PrefixMarks(self.cache)
+        self.now = 1.0
         self.reference = PrefixList()
         self.free = KVSlots(400)
 
@@ -204,6 +214,20 @@ class RadixCacheMachine(RuleBasedStateMachine):
         while len(prefix) > 1 and prefix not in self.reference.slots:
             prefix = prefix[:-1]
         self.reference.keeps[prefix] -= 1
+
+    @rule(extra=extra_keys, sequence=sequences, seconds=st.integers(1, 4))
+    def mark(self, extra, sequence, seconds):
+        match = self.cache.match(extra, as_run(sequence))
+        self.reference.match(extra, sequence)
+        self.marks.mark(match.node, self.now + seconds)
+        self.reference.mark((extra, *sequence[: match.num_tokens]), self.now + seconds)
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds):
+        self.now += seconds
+        self.marks.expire(self.now)
+        marked = self.reference.marked
+        self.reference.marked = {prefix: until for prefix, until in marked.items() if until > self.now}
 
     @rule(extra=extra_keys, sequence=sequences)
     def supersede(self, extra, sequence):

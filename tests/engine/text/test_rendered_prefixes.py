@@ -195,6 +195,28 @@ def test_random_conversations(name: str, data: st.DataObject):
                 assert served.prompt(turns).ids()[: len(ids)] == ids
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(turns=alternating())
+def test_the_tokens_through_a_turn_end_where_the_text_of_the_next_one_begins(
+    name: str, is_known: bool, turns: Turns
+) -> None:
+    shown_whole = [(role, text.replace("</think>", "")) for role, text in turns]
+    turns = [(role, f"@{number}@{text}") for number, (role, text) in enumerate(shown_whole)]
+    served = Served(name, SMALL, RenderedPrefixes(SMALL) if is_known else None)
+    try:
+        if is_known:
+            served.answer(turns[:-1] if turns[-1][0] == "assistant" else turns, "the answer")
+        state = served.prompt(turns)
+        ids, shown = state.ids(), state.text_view()
+    except NotSupported:
+        return
+    for number in range(len(turns) + 1):
+        places = [place for n in range(number, len(turns)) if (place := shown.find(f"@{n}@")) >= 0]
+        count = state.num_ids_through(number)
+        assert "".join(SMALL.texts_of(ids[:count])) == (shown[: min(places)] if places else shown)
+
+
 @pytest.mark.parametrize("prepend", SENTENCEPIECE)
 def test_spaces_in_front_of_texts(prepend: str):
     tokenizer, _ = SENTENCEPIECE[prepend]

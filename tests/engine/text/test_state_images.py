@@ -343,6 +343,36 @@ def test_an_attached_history_tells_images_apart() -> None:
     assert [one for one in other.ids() if one < 0] != [one for one in again.ids() if one < 0]
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_tokens_are_counted_through_turns_with_images(source: str, is_known: bool) -> None:
+    known = RenderedPrefixes(TOKENIZER)
+
+    def prompt() -> TokenState:
+        tokens = state_of(source, "cat", "dog")
+        tokens.attach_to(known, b"")
+        for parts in (["first ", image_of("cat"), image_of("dog"), "second"], [image_of("dog"), "third"]):
+            text, images = placed_in(parts)
+            tokens.turn(Message("user", text, images=images))
+        tokens.begin_role("assistant")
+        tokens.cut()
+        return tokens
+
+    if is_known:
+        prompt().keep_answer(TOKENIZER.encode("yes", continues=True), "yes")
+    tokens = prompt()
+    ids = tokens.ids()
+    count = tokens.num_ids_through(1)
+    dog = next(one for one in medium_of("dog").pieces if not isinstance(one, str))
+    first = int(pseudo_tokens(dog.at("medium dog", 0))[0])
+    second_dog = len(ids) - 1 - ids[::-1].index(first)
+    texts = "".join(TOKENIZER.texts_of(ids[:count])), "".join(TOKENIZER.texts_of(ids[count:]))
+    assert "second" in texts[0]
+    assert "third" in texts[1]
+    assert count <= second_dog
+    assert tokens.num_ids_through(2) == len(ids)
+
+
 def test_many_images_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs that are copied, for twice as many images: twice as many."""
     copied, joined = {}, token_state._with_runs

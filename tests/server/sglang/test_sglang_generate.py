@@ -211,11 +211,18 @@ def test_events_have_the_whole_text_and_are_bounded_in_size() -> None:
 
 
 def test_hints_about_kv_change_no_answer(server: ApiServer) -> None:
-    action = {"action_id": "a", "action_type": "kv.demote", "action_version": "1.0", "payload": {"x": [1]}}
-    hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+    payload = {"source_control_endpoint": "tcp://127.0.0.1:9", "block_hashes": [11, 22]}
+    action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0"}
+    envelope = {"protocol_version": "0.1", "message_id": "m"}
     sampling = SAME | {"ignore_eos": True}
-    assert answer(server, sampling, kv_hints=hints)["text"] == answer(server, sampling)["text"]
+    expected = answer(server, sampling)["text"]
+    for actions in ([action | {"payload": payload}], [action], [action | {"action_type": "kv.demote"}] * 3):
+        assert answer(server, sampling, kv_hints=envelope | {"actions": actions})["text"] == expected
+    assert answer(server, sampling, kv_hints=envelope)["text"] == expected
+    assert answer(server, sampling, kv_hints=[envelope])["text"] == expected
+    assert answer(server, sampling, kv_hints=[None])["text"] == expected
     assert error(server, text="a", kv_hints={"protocol_version": "0.1"})[0] == 400
+    assert error(server, text="a", kv_hints=envelope | {"actions": [{"action_id": "a"}]})[0] == 400
 
 
 def test_too_many_log_probabilities_are_rejected(server: ApiServer) -> None:
