@@ -9,13 +9,14 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -115,40 +116,54 @@ class _Limits:
 
     def __init__(self, item: pytest.Item) -> None:
         option, marker = item.config.getoption("timeout"), item.get_closest_marker("timeout")
-        timeout_s = float(
-            marker.args[0] if marker else item.config.getini("timeout") if option is None else option
+        timeout_s = (
+            float(marker.args[0] if marker else item.config.getini("timeout") if option is None else option)
+            or math.inf
         )
-        self.cancels_at = time.monotonic() + (0.9 * timeout_s or math.inf)
+        self.item = item
+        self.cancels_at = time.monotonic() + 0.9 * timeout_s
+        self.ends_at = time.monotonic() + timeout_s + GRACE_S
         self.scope: anyio.CancelScope | None = None
-        self.timer = threading.Timer(timeout_s + GRACE_S, _end_process, (item,))
-        self.timer.daemon = True
-        if timeout_s:
-            self.timer.start()
 
     def lift(self) -> None:
-        self.timer.cancel()
-        self.cancels_at = math.inf
+        self.cancels_at = self.ends_at = math.inf
         if self.scope is not None:
             self.scope.deadline = math.inf
 
 
-_limits: _Limits
+_limits: _Limits | None = None
+_between_looks = threading.Event()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends the process if a test runs on for long after its time-out, at which pytest-timeout raises."""
+    """Ends the process if a test runs on for long after its time-out, at which pytest-timeout raises. Also
+    restores agentflow's logs, on which other tests look."""
     global _limits
+    if _limits is None:
+        threading.Thread(target=_watch, name="time-outs", daemon=True).start()
     _limits = _Limits(item)
+    logger = logging.getLogger("agentflow")
+    handlers, propagates, level = logger.handlers[:], logger.propagate, logger.level
     try:
         return (yield)
     finally:
-        _limits.timer.cancel()
+        _limits.ends_at = math.inf
+        logger.handlers[:], logger.propagate = handlers, propagates
+        if logger.level != level:
+            logger.setLevel(level)
+
+
+def _watch() -> None:
+    while not _between_looks.wait(5.0):
+        if _limits is not None and time.monotonic() >= _limits.ends_at:
+            _end_process(_limits.item)
 
 
 def pytest_enter_pdb() -> None:
     """A debugger holds the test, which has no limit from then on."""
-    _limits.lift()
+    if _limits is not None:
+        _limits.lift()
 
 
 def _end_process(item: pytest.Item) -> None:
@@ -164,6 +179,21 @@ def _end_process(item: pytest.Item) -> None:
     for child in psutil.Process().children(recursive=True):  # such as the servers of fixtures
         child.kill()
     os._exit(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Prints how a worker of pytest-xdist ended in the middle of a test: by a signal, or by an exit in native
+    code, which no fault handler sees."""
+    if error is None:
+        return
+    from agentflow.engine.child_process import exit_phrase
+
+    try:
+        how = exit_phrase(node.gateway._io.popen.wait(10))
+    except subprocess.TimeoutExpired:
+        how = "has closed its connection and runs on"
+    print(f"\nthe worker {node.gateway.id} {how}", file=sys.stderr)
 
 
 @pytest.hookimpl(tryfirst=True)  # before anyio runs it
@@ -183,6 +213,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 def _cancelled_in_time(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(test)
     async def run(**arguments: object) -> None:
+        assert _limits is not None
         with anyio.fail_after(_limits.cancels_at - time.monotonic()) as scope:
             _limits.scope = scope
             try:
@@ -194,17 +225,6 @@ def _cancelled_in_time(test: Callable[..., Awaitable[None]]) -> Callable[..., Aw
 
     run.is_cancelled_in_time = True  # type: ignore[attr-defined]
     return run
-
-
-@pytest.fixture(autouse=True)
-def restored_logs() -> Iterator[None]:
-    """Ends what a test sets up for agentflow's logs, on which other tests look."""
-    logger = logging.getLogger("agentflow")
-    handlers, propagates, level = logger.handlers[:], logger.propagate, logger.level
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagates
-    if logger.level != level:
-        logger.setLevel(level)
 
 
 @pytest.fixture(params=["asyncio", "trio"])
