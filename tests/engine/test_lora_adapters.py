@@ -5,7 +5,6 @@ The fake runner raises if a request's slots were computed under another adapter,
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import threading
@@ -22,6 +21,7 @@ from support.faults import has_param
 from support.holds import Hold, until
 from support.plain_model import plain_model_engine, runner
 from support.process_engine import Ticks, kill, process_engine
+from support.processes import signal_child
 
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
@@ -278,7 +278,7 @@ async def test_f4c_an_adapter_is_kept_only_for_the_requests_that_use_it(
         assert len(replaced.ends) == 1
         await client.load_adapter("one", new)
         shutil.rmtree(old)
-        os.kill(client.engine.pid, signal.SIGKILL)
+        signal_child(client.engine.pid, signal.SIGKILL)
         await until(lambda: client.engine.restarts == 1 and client.engine.pid is not None)
         assert (await run(client, "one", count=COUNT)).token_ids == await expected_with(new)
     assert "could not be loaded again" not in caplog.text

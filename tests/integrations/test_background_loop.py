@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace
+from support.processes import run_in_fork
 from support.spans import recording_spans
 
 from agentflow.errors import BadArgument, Cancelled, ProgramError, RunFailed
@@ -134,15 +133,7 @@ def test_closing_cancels_waiting_calls_and_the_next_call_starts_a_new_loop(threa
 
 def test_a_fork_of_the_process_has_a_loop_of_its_own(thread):
     assert thread.run(name_of_thread) == "loop under test"
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(write, thread.run(name_of_thread).encode())
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as answer:
-        assert answer.read() == b"loop under test"
-    assert os.waitpid(child, 0)[1] == 0
+    assert run_in_fork(lambda: thread.run(name_of_thread) == "loop under test") == 0
 
 
 def test_a_scheduled_function_that_fails_is_logged(thread, caplog):
@@ -266,29 +257,28 @@ def test_f21h_a_fork_while_another_thread_starts_the_loop(thread):
         starter = threading.Thread(target=thread.run, args=(name_of_thread,))
         starter.start()
         begun.wait()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
+
+        def is_another_loop() -> bool:
             go_on.set()
-            os._exit(0 if thread.run(name_of_thread) == "loop under test" else 1)
+            return thread.run(name_of_thread) == "loop under test"
+
+        status = run_in_fork(is_another_loop)
         go_on.set()
         starter.join()
-    assert os.waitpid(child, 0)[1] == 0
+    assert status == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_f21i_a_stream_of_the_parent_ends_in_a_forked_process(thread):
     stream = thread.stream(Endless())
     assert next(stream) == "first"
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        try:
+
+    def is_cancelled() -> bool:
+        with pytest.raises(Cancelled):
             next(stream)
-        except Cancelled:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+        return True
+
+    assert run_in_fork(is_cancelled) == 0
     stream.close()
 
 

@@ -4,7 +4,6 @@ sessions."""
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import anyio
 import pytest
 from support.faults import has_param
 from support.holds import until
+from support.processes import run_in_fork
 from support.spans import recording_spans
 
 import agentflow as af
@@ -250,11 +250,11 @@ def test_a_connection_for_embeddings_has_a_model_of_its_own(monkeypatch):
 def test_after_a_fork_of_the_process_there_is_another_session(connection):
     call = ModelCall("Well", af.gen("answer"))
     list(connection.stream(call))
-    child = os.fork()
-    if child == 0:
-        texts = [event.text for event in connection.stream(call) if isinstance(event, Answer)]
-        os._exit(0 if texts == ["fine then"] else 1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def is_answered() -> bool:
+        return [event.text for event in connection.stream(call) if isinstance(event, Answer)] == ["fine then"]
+
+    assert run_in_fork(is_answered) == 0
     assert list(connection.stream(call))
 
 

@@ -46,7 +46,9 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     def run(*options: str, **files: str) -> pytest.RunResult:
         if files:
             pytester.makepyfile(**files)
-        result = pytester.runpytest_inprocess("-p", "pytest_agentflow", "-p", "no:cacheprovider", *options)
+        # With its faulthandler, the outer run's would write to a captured file from then on.
+        plugins = ("pytest_agentflow", "no:cacheprovider", "no:faulthandler")
+        result = pytester.runpytest_inprocess(*(f"-p{plugin}" for plugin in plugins), *options)
         assert open_session._substitute is None
         return result
 

@@ -13,6 +13,7 @@ from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from support.holds import Hold
 from support.plain_model import alone
+from support.processes import signal_child
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished
@@ -98,5 +99,5 @@ def text_after(prompt: list[int]) -> str:
 
 
 def kill(client: EngineClient, held_at: Hold) -> None:
-    os.kill(client.engine.pid, signal.SIGKILL)
+    signal_child(client.engine.pid, signal.SIGKILL)
     held_at.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.process_engine import PLAIN, PROMPT, Ticks, generate
+from support.processes import signal_child
 
 from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
@@ -52,7 +52,7 @@ async def test_a_request_continues_on_another_replica(tmp_path, end) -> None:
             with anyio.move_on_after(20):
                 await hold.reached()
             busy = max(client.engine.replicas, key=lambda one: one.requests)
-            os.kill(busy.pid, end)
+            signal_child(busy.pid, end)
             hold.release()
             if end is signal.SIGSTOP:
                 await ticks.until(lambda: client.engine.replicas[busy.number].restarts >= 1)

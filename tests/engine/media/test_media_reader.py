@@ -17,6 +17,7 @@ import anyio
 import numpy as np
 import pytest
 from PIL import Image as Pictures
+from support.processes import signal_child
 
 from agentflow.engine.media import reader as reader_module
 from agentflow.engine.media.messages import MediaLimits, ReadMedium
@@ -149,13 +150,13 @@ async def test_a_process_that_dies_fails_only_its_image(
 ) -> None:
     async with _reader(tmp_path, num_processes=1) as reader:
         await reader.read_image(_image(0))
-        os.kill(jobs[0][0], signal.SIGSTOP)
-        os.kill(jobs[0][0], signal.SIGSEGV)  # it gets this one when it goes on
+        signal_child(jobs[0][0], signal.SIGSTOP)
+        signal_child(jobs[0][0], signal.SIGSEGV)  # it gets this one when it goes on
         with pytest.raises(BadArgument):  # noqa: PT012  the group raises it
             async with open_task_group() as group:
                 group.start_soon(reader.read_image, _image(1))
                 await anyio.wait_all_tasks_blocked()
-                os.kill(jobs[0][0], signal.SIGCONT)
+                signal_child(jobs[0][0], signal.SIGCONT)
         await reader.read_image(_image(2))
 
 
@@ -164,7 +165,7 @@ async def test_an_image_is_read_again_if_its_process_was_killed(
 ) -> None:
     async with _reader(tmp_path, num_processes=1) as reader:
         await reader.read_image(_image(0))
-        os.kill(jobs[0][0], signal.SIGKILL)
+        signal_child(jobs[0][0], signal.SIGKILL)
         await reader.read_image(_image(1))
     assert len({pid for pid, _ in jobs}) == 2
 
@@ -174,7 +175,7 @@ async def test_a_process_that_hangs_fails_only_its_image(
 ) -> None:
     async with _reader(tmp_path, num_processes=1, wall_s=0.02) as reader:
         await reader.read_image(_image(0))
-        os.kill(jobs[0][0], signal.SIGSTOP)
+        signal_child(jobs[0][0], signal.SIGSTOP)
         with pytest.raises(Overloaded):
             await reader.read_image(_image(1))
         await reader.read_image(_image(2))
@@ -209,14 +210,14 @@ async def test_one_tenant_leaves_a_process_to_others(
     async with _reader(tmp_path, num_processes=2) as reader:
         await reader.read_image(_image(0), tenant="ann")
         stopped = jobs[0][0]
-        os.kill(stopped, signal.SIGSTOP)
+        signal_child(stopped, signal.SIGSTOP)
         async with anyio.create_task_group() as group:
             for seed in range(1, 5):
                 group.start_soon(partial(reader.read_image, _image(seed), tenant="ann"))
             await anyio.wait_all_tasks_blocked()
             await reader.read_image(_image(0), tenant="bob")
             assert len(jobs) == 3
-            os.kill(stopped, signal.SIGCONT)
+            signal_child(stopped, signal.SIGCONT)
         assert len(jobs) == 6
 
 

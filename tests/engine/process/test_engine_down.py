@@ -14,7 +14,7 @@ from support.commands import engines_of
 from support.engine_loaders import POISON, start
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
-from support.processes import has_ended
+from support.processes import has_ended, signal_child
 
 from agentflow.engine.messages import Placed
 from agentflow.engine.process.deadlines import Deadlines, StepPace
@@ -46,7 +46,7 @@ async def test_a_hung_engine_is_killed_and_its_requests_continue(tmp_path, caplo
         hung = client.engine.pid
         async with anyio.create_task_group() as group:
             if not options:
-                os.kill(hung, signal.SIGSTOP)
+                signal_child(hung, signal.SIGSTOP)
             group.start_soon(run)
             if options:
                 await hold.reached()
@@ -63,7 +63,7 @@ async def test_a_hung_engine_is_killed_and_its_requests_continue(tmp_path, caplo
 async def test_a_stats_call_detects_a_stopped_idle_engine():
     ticks = Ticks()
     async with process_engine(ticks=ticks) as client:
-        os.kill(client.engine.pid, signal.SIGSTOP)
+        signal_child(client.engine.pid, signal.SIGSTOP)
         for _ in range(1000):
             await ticks.tick()
         assert client.engine.restarts == 0  # nothing is owed: nothing is measured
@@ -197,7 +197,7 @@ async def test_an_idle_engine_that_dies_is_restarted_with_growing_delays():
     ticks = Ticks()
     async with process_engine(ticks=ticks) as client:
         for number in range(1, 4):
-            os.kill(client.engine.pid, signal.SIGKILL)
+            signal_child(client.engine.pid, signal.SIGKILL)
             await until(lambda: client.engine.restarts == number)  # noqa: B023
             await until(lambda: client.engine._outgoing is not None)
         assert ticks.delays == [1.0, 2.0]
@@ -212,7 +212,7 @@ async def test_with_exits_when_down_repeated_deaths_end_the_server(tmp_path):
         ticks = Ticks()
         async with process_engine(ticks=ticks, exits_when_down=True, missing=str(model)) as client:
             model.unlink()
-            os.kill(client.engine.pid, signal.SIGKILL)
+            signal_child(client.engine.pid, signal.SIGKILL)
             await until(lambda: False)
 
     with pytest.raises(EngineFailed, match=r"\b3\b"):
@@ -227,7 +227,7 @@ async def test_without_file_descriptors_the_start_is_tried_again(caplog):
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         try:
-            os.kill(client.engine.pid, signal.SIGKILL)
+            client.engine._child.signal(signal.SIGKILL)
             await ticks.until(lambda: client.engine.restarts == 4)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)

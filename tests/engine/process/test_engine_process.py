@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import signal
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from support.fake_engine import TEMPLATE, TOKENIZER
 from support.holds import Hold
 from support.plain_model import plain_model_engine
 from support.process_engine import LENGTH, PLAIN, generate, kill, process_engine, text_after
+from support.processes import signal_child
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.generator import EngineGenerator
@@ -249,7 +249,7 @@ async def test_the_engine_ignores_sigint_and_sigterm():
     async with process_engine() as client:
         pid = client.engine.pid
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(pid, number)
+            signal_child(pid, number)
         end, _ = await generate(client)
         assert end.text == PLAIN.text
         assert (client.engine.pid, client.engine.restarts) == (pid, 0)

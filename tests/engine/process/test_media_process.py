@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import os
 import signal
 
 import anyio
@@ -21,6 +20,7 @@ from support.engine.fake_vision import (
     vision_runner,
 )
 from support.holds import Hold, stand
+from support.processes import signal_child
 
 from agentflow.engine.child_process import to_frame
 from agentflow.engine.fake_runner import FakeRunner
@@ -67,7 +67,7 @@ async def test_a_request_with_pictures_survives_the_process(tmp_path, where) -> 
         async with anyio.create_task_group() as group:
             group.start_soon(generator.generate, context, PARAMS, lambda _: None)
             await hold.reached()
-            os.kill(client.engine.pid, signal.SIGKILL)
+            signal_child(client.engine.pid, signal.SIGKILL)
             hold.release()
         assert client.engine.restarts == 1
         assert context.tokens.ids()[len(ids) :] == answer_alone(ids, media, 6)

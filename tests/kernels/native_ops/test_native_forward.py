@@ -4,8 +4,6 @@ and the team of threads that runs it."""
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_case
+from support.processes import run_in_fork
 
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
@@ -562,9 +561,5 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     weight = NATIVE.linear.pack(torch.randn(640, 32), None)
     x = torch.randn(4, 32)
     expected = NATIVE.linear.multiply(x, weight).tolist()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        os._exit(0 if NATIVE.linear.multiply(x, weight).tolist() == expected else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert run_in_fork(lambda: NATIVE.linear.multiply(x, weight).tolist() == expected) == 0
     assert NATIVE.linear.multiply(x, weight).tolist() == expected

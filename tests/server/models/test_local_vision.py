@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from rich.console import Console
 from support.engine.gguf_models import write_vocabulary
 from support.engine.gguf_vision import write_gguf_files
 from support.engine.vision_folders import EARLIER, FAMILIES, VisionFolder, picture_file
+from support.processes import signal_child
 from support.server.http_clients import only_asyncio
 
 import agentflow as af
@@ -232,7 +232,7 @@ async def test_each_api_and_the_death_of_the_engine(folders: Folders) -> None:
         def on_text(_: str) -> None:
             if not killed:
                 killed.append(model.client.engine.pid)
-                os.kill(killed[0], signal.SIGKILL)
+                signal_child(killed[0], signal.SIGKILL)
 
         params = GenParams(max_tokens=48, temperature=0.0)
         found = await generator.generate(context, params, on_text)

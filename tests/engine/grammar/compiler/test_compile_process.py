@@ -14,6 +14,7 @@ import anyio
 import pytest
 from support.compile_loaders import LOADER
 from support.holds import Hold, until
+from support.processes import signal_child
 
 from agentflow.engine.child_process import to_frame
 from agentflow.engine.grammar.compiler import compiler as compiler_module
@@ -180,7 +181,7 @@ async def test_killed_while_it_compiles_only_that_constraint_fails(tmp_path):
                 group.start_soon(succeed, number)
             await anyio.wait_all_tasks_blocked()
             killed = compiler.pid
-            os.kill(killed, signal.SIGKILL)
+            signal_child(killed, signal.SIGKILL)
             hold.release()
         assert [type(failure) for failure in failures] == [EngineFailed]
         assert "the compiling process was killed by SIGKILL while it compiled this" in str(failures[0])
@@ -195,7 +196,7 @@ async def test_killed_while_it_waits_it_is_replaced():
     async with opened() as compiler:
         for number in range(2):
             before = await process_of(compiler, f"pid {number}")
-            os.kill(before, signal.SIGKILL)
+            signal_child(before, signal.SIGKILL)
             await until(lambda: compiler.pid != before)  # noqa: B023
             assert await process_of(compiler, f"pid {number} again") != before
         assert (compiler.counts.killed, compiler.counts.refused) == (0, 0)
@@ -205,7 +206,7 @@ async def test_the_process_ignores_sigint_and_sigterm():
     async with opened() as compiler:
         before = await process_of(compiler)
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(before, number)
+            signal_child(before, number)
         assert await process_of(compiler, "pid again") == before
 
 
