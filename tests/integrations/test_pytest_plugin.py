@@ -40,6 +40,7 @@ RECORD = "--agentflow-record"
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Runs pytest on the given tests, with the plugin."""
     monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:1")  # a session that reaches for it fails
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each run would import the others again
     pytester.makepyfile(judging=JUDGE)
     pytester.makeconftest(BACKEND)
 
@@ -47,7 +48,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         if files:
             pytester.makepyfile(**files)
         # With its faulthandler, the outer run's would write to a captured file from then on.
-        plugins = ("pytest_agentflow", "no:cacheprovider", "no:faulthandler")
+        plugins = ("pytest_agentflow", "anyio", "no:cacheprovider", "no:faulthandler")
         result = pytester.runpytest_inprocess(*(f"-p{plugin}" for plugin in plugins), *options)
         assert open_session._substitute is None
         return result
