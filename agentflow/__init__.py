@@ -33,12 +33,11 @@ from agentflow.language.expressions import VideoExpression as Video
 from agentflow.language.expressions import (
     assistant,
     conversation,
-    select,
     system,
     tool_result,
     user,
 )
-from agentflow.language.gen import gen, reply
+from agentflow.language.gen import gen, reply, select
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.host import OpenSession
 from agentflow.language.media import image, video

@@ -32,7 +32,8 @@ from agentflow.errors import (
 )
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.batch.retries import pause_s
-from agentflow.language.expressions import ConversationExpression, GenExpression
+from agentflow.language.expressions import ConversationExpression
+from agentflow.language.gen import GenExpression
 from agentflow.language.session import Session
 from agentflow.language.states.event_stream import TextDelta
 from agentflow.language.states.run import VariableNode

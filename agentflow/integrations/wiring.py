@@ -12,7 +12,8 @@ from typing import Any
 
 from agentflow.errors import AgentflowError, RunFailed
 from agentflow.integrations.client import Answer, Delta, ModelConnection, watched
-from agentflow.language.expressions import Appendable, GenExpression
+from agentflow.language.expressions import Appendable
+from agentflow.language.gen import GenExpression
 from agentflow.language.session import Session
 from agentflow.language.states.state import RootState
 from agentflow.language.states.variable import Reference, Variable, target_of, text_of

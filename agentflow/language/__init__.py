@@ -1,8 +1,8 @@
 """The language of programs: states, variables, forks and generations. It knows no backend: ops leave through
 a link, and events come back through it.
 
-Reading order: ``expressions`` has the items that a program appends; ``gen`` makes the items that generate
-text, and ``media`` images and videos. ``markers`` carries references through f-strings, and ``typed``
+Reading order: ``expressions`` has the items that a program appends, ``gen`` the items that generate or choose
+text, and ``media`` makes images and videos. ``markers`` carries references through f-strings, and ``typed``
 describes the types of values.
 ``states`` has states, variables and branches; ``op_log`` keeps the ops and the content of a state. ``link``
 sends ops to the backend, with the images that they need (``uploads``), and delivers its events. ``program``

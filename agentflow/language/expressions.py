@@ -2,15 +2,15 @@
 conversations, and sums of these.
 
 ``Expression`` is the base. An expression is inert: a state turns it into ops when it is appended
-(``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool_result`` and
-``conversation`` check their arguments and make expressions; ``gen`` and ``reply`` are in ``gen``, ``image``
-and ``video`` in ``media``.
+(``recorder.append``). ``system``, ``user``, ``assistant``, ``tool_result`` and ``conversation`` check their
+arguments and make expressions; ``gen``, ``reply`` and ``select`` are in ``gen``, ``image`` and ``video`` in
+``media``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,15 +18,12 @@ from agentflow.errors import BadArgument, StateClosed, faults_of
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, spec_of
-from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.images import Image, Medium, Video, known_file
 from agentflow.protocol.op_table import check_types
-from agentflow.protocol.ops import Role, SelectMethod, check_choices
-from agentflow.protocol.sampling import GenParams
+from agentflow.protocol.ops import Role
 
 ItemT = TypeVar("ItemT")
-ValueT_co = TypeVar("ValueT_co", covariant=True)
 
 
 class Expression:
@@ -71,45 +68,6 @@ class Offer(NamedTuple):
 
     tools: tuple[ToolSpec, ...]
     choice: ToolChoice
-
-
-class GenExpression(Expression, Generic[ValueT_co]):
-    """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
-    ``max_retries``, an invalid value is generated again; if ``asks_again``, after a turn that explains the
-    fault. ``offer``: None for a reply that may call the tools of the reply before it. ``texts``: the texts
-    to choose from, if they are scored."""
-
-    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "texts", "value_type")
-
-    def __init__(
-        self,
-        name: str,
-        params: GenParams,
-        value_type: ValueType,
-        max_retries: int = 0,
-        offer: Offer | None = None,
-        *,
-        asks_again: bool = False,
-        texts: tuple[str, ...] = (),
-    ) -> None:
-        self.name = name
-        self.texts = texts
-        self.params = params
-        self.value_type = value_type
-        self.max_retries = max_retries
-        self.asks_again = asks_again
-        self.offer = offer
-
-
-class SelectExpression(Expression):
-    """A choice into variable ``name``."""
-
-    __slots__ = ("choices", "method", "name")
-
-    def __init__(self, name: str, choices: tuple[str, ...], method: SelectMethod) -> None:
-        self.name = name
-        self.choices = choices
-        self.method: SelectMethod = method
 
 
 class RoleExpression(Expression):
@@ -221,39 +179,6 @@ class ConversationExpression(Expression):
 Appendable: TypeAlias = str | Expression
 
 
-def select(
-    name: str, choices: Sequence[str], *, method: SelectMethod = "token_length_normalized"
-) -> SelectExpression:
-    """The most likely of ``choices``, as variable ``name``.
-
-    ``method``: the score of a choice. ``token_length_normalized``: the mean log-probability of its tokens.
-    ``greedy_token_selection``: the number of its tokens that agree with greedy decoding.
-    ``unconditional_likelihood_normalized``: the mean log-probability, minus the same without the prompt, so
-    that a common text does not win for being common. ``likelihood``: the log-probability of the whole choice;
-    of one with which another begins, also that the turn ends there. ``s["verdict"].choices`` has the score of
-    each choice; the highest is selected.
-
-    Each choice is encoded together with the text before it, and its tokens count from the first one in which
-    the choices differ. So it does not matter whether a space or a common beginning is at the end of the
-    prompt or in the choices.
-
-    >>> s += af.user("Is it about science?")
-    >>> s += af.assistant(af.select("verdict", ["yes", "no"]))
-    >>> await s["verdict"]
-    'yes'
-    """
-    check_name(name, "select")
-    where = f"select({name!r})"
-    texts = tuple_of(choices, where, "choices", "strings")
-    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in texts):
-        raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}", param="choices")
-    check_choices(name, texts)
-    if method not in get_args(SelectMethod):
-        known = ", ".join(get_args(SelectMethod))
-        raise BadArgument(f"{where}: there is no method {method!r} (there are: {known})", param="method")
-    return SelectExpression(name, texts, method)
-
-
 def system(*parts: Appendable) -> RoleExpression:
     """A system turn.
 
@@ -294,14 +219,6 @@ def not_appendable(item: object) -> BadArgument:
         f"cannot append {type(item).__name__} {item!r}: "
         "append a string, a variable, gen, select, image, video, a role or a conversation"
     )
-
-
-def check_name(name: str, what: str) -> None:
-    """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
-    if not isinstance(name, str) or not name:
-        raise BadArgument(
-            f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}', param="name"
-        )
 
 
 def tuple_of(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:

@@ -1,29 +1,83 @@
-"""``gen`` and ``reply``: text that the model generates, and the parameters of sampling."""
+"""``gen``, ``reply`` and ``select``: text that the model generates or chooses, and the parameters of
+sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    overload,
+)
 
 from agentflow.errors import BadArgument, faults_of
-from agentflow.language.expressions import GenExpression, check_name, offer, tuple_of
+from agentflow.language.expressions import Expression, Offer, offer, tuple_of
 from agentflow.language.typed.finite import finite_texts
 from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
 from agentflow.language.typed.tools import DescribedTool, Tool, described_tool
-from agentflow.language.typed.values import ValueType, refuse_several, value_type
+from agentflow.language.typed.values import TEXT, ValueType, refuse_several, value_type
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
+from agentflow.protocol.ops import SelectMethod, check_choices
 from agentflow.protocol.sampling import GenParams, is_whole
 
 if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] does not include
     from typing_extensions import TypeForm
 
 ValueT = TypeVar("ValueT")
+ItemT = TypeVar("ItemT")
+ValueT_co = TypeVar("ValueT_co", covariant=True)
 
 OnInvalid = Literal["raise", "retry", "reask"]
 MOST_RETRIES: Final = 20
+
+
+class GenExpression(Expression, Generic[ValueT_co]):
+    """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
+    ``max_retries``, an invalid value is generated again; if ``asks_again``, after a turn that explains the
+    fault. ``offer``: None for a reply that may call the tools of the reply before it. ``texts``: the texts
+    to choose from, if they are scored."""
+
+    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "texts", "value_type")
+
+    def __init__(
+        self,
+        name: str,
+        params: GenParams,
+        value_type: ValueType,
+        max_retries: int = 0,
+        offer: Offer | None = None,
+        *,
+        asks_again: bool = False,
+        texts: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.texts = texts
+        self.params = params
+        self.value_type = value_type
+        self.max_retries = max_retries
+        self.asks_again = asks_again
+        self.offer = offer
+
+
+class SelectExpression(Expression):
+    """A choice into variable ``name``."""
+
+    __slots__ = ("choices", "method", "name")
+
+    def __init__(self, name: str, choices: tuple[str, ...], method: SelectMethod) -> None:
+        self.name = name
+        self.choices = choices
+        self.method: SelectMethod = method
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -207,10 +261,13 @@ def gen(
         raise BadArgument(
             f'gen: on_invalid must be "raise", "retry" or "reask", not {on_invalid!r}', param="on_invalid"
         )
-    if not is_whole(max_retries, 1, MOST_RETRIES):
-        raise BadArgument(
-            f"gen: max_retries must be 1 to {MOST_RETRIES}, not {max_retries!r}", param="max_retries"
-        )
+    num_retries = 0
+    if on_invalid != "raise":
+        if not is_whole(max_retries, 1, MOST_RETRIES):
+            raise BadArgument(
+                f"gen: max_retries must be 1 to {MOST_RETRIES}, not {max_retries!r}", param="max_retries"
+            )
+        num_retries = max_retries
     params = GenParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -223,18 +280,18 @@ def gen(
         repetition_penalty=repetition_penalty,
         logit_bias=_bias_pairs(logit_bias),
         seed=seed,
-        stop=(stop,) if isinstance(stop, str) else tuple_of(stop, "gen", "stop", "strings"),
+        stop=(stop,) if isinstance(stop, str) else _tuple(stop, "stop", "strings"),
         stop_regex=stop_regex,
-        stop_token_ids=tuple_of(stop_token_ids, "gen", "stop_token_ids", "token ids"),
+        stop_token_ids=_tuple(stop_token_ids, "stop_token_ids", "token ids"),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         max_reasoning_tokens=max_reasoning_tokens,
         stream_reasoning=stream_reasoning,
     )
-    kinds = {"regex": regex, "schema": schema, "type": type, "grammar": grammar}
-    wanted = _type_of(kinds, tags).decoded(whitespace, jump_forward)
-    num_retries = 0 if on_invalid == "raise" else max_retries
+    wanted = _type_of({"regex": regex, "schema": schema, "type": type, "grammar": grammar, "tags": tags})
+    if whitespace != "compact" or jump_forward is not True:
+        wanted = wanted.decoded(whitespace, jump_forward)
     if scored:
         if params != GenParams() or num_retries:
             raise BadArgument(
@@ -248,11 +305,26 @@ def gen(
     return GenExpression(name, params.check(), wanted, num_retries, asks_again=on_invalid == "reask")
 
 
-def _type_of(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:
-    if tags is None:
-        return value_type(**kinds)
-    refuse_several({**kinds, "tags": tags})
-    return tagged_type(tags)
+def check_name(name: str, what: str) -> None:
+    """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
+    if not isinstance(name, str) or not name:
+        raise BadArgument(
+            f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}', param="name"
+        )
+
+
+def _type_of(kinds: Mapping[str, Any]) -> ValueType:
+    given = {name: value for name, value in kinds.items() if value is not None}
+    if not given:
+        return TEXT
+    if "tags" not in given:
+        return value_type(**given)
+    refuse_several(given)
+    return tagged_type(given["tags"])
+
+
+def _tuple(values: Sequence[ItemT], param: str, wanted: str) -> tuple[ItemT, ...]:
+    return values if isinstance(values, tuple) else tuple_of(values, "gen", param, wanted)
 
 
 def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
@@ -334,3 +406,36 @@ def reply(
         offered = offer(specs, choice, parallel=parallel, where="reply")
         Conversation((), *offered).check()
     return GenExpression(name, generation.params, kind, offer=offered)
+
+
+def select(
+    name: str, choices: Sequence[str], *, method: SelectMethod = "token_length_normalized"
+) -> SelectExpression:
+    """The most likely of ``choices``, as variable ``name``.
+
+    ``method``: the score of a choice. ``token_length_normalized``: the mean log-probability of its tokens.
+    ``greedy_token_selection``: the number of its tokens that agree with greedy decoding.
+    ``unconditional_likelihood_normalized``: the mean log-probability, minus the same without the prompt, so
+    that a common text does not win for being common. ``likelihood``: the log-probability of the whole choice;
+    of one with which another begins, also that the turn ends there. ``s["verdict"].choices`` has the score of
+    each choice; the highest is selected.
+
+    Each choice is encoded together with the text before it, and its tokens count from the first one in which
+    the choices differ. So it does not matter whether a space or a common beginning is at the end of the
+    prompt or in the choices.
+
+    >>> s += af.user("Is it about science?")
+    >>> s += af.assistant(af.select("verdict", ["yes", "no"]))
+    >>> await s["verdict"]
+    'yes'
+    """
+    check_name(name, "select")
+    where = f"select({name!r})"
+    texts = tuple_of(choices, where, "choices", "strings")
+    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in texts):
+        raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}", param="choices")
+    check_choices(name, texts)
+    if method not in get_args(SelectMethod):
+        known = ", ".join(get_args(SelectMethod))
+        raise BadArgument(f"{where}: there is no method {method!r} (there are: {known})", param="method")
+    return SelectExpression(name, texts, method)

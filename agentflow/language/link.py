@@ -54,9 +54,9 @@ from agentflow.protocol.events import (
     summed,
 )
 from agentflow.protocol.images import Image, known_file
-from agentflow.protocol.op_table import StateModels, check_sendable
+from agentflow.protocol.op_table import StateModels
 from agentflow.runtime.limits import limit_op
-from agentflow.runtime.task_group import open_task_group, running_loop
+from agentflow.runtime.task_group import loop_getter, open_task_group, running_loop
 from agentflow.runtime.turns import Starts
 
 _STATS_S = 1.0
@@ -130,6 +130,7 @@ class Link:
         self._first_id = 0  # the backend has lost all states and variables with lower numbers
         self._loop: object | None = None  # where it was opened, and the loop's thread
         self._thread = 0
+        self._get_loop: Callable[[], object] = running_loop
         self._ids = _Ids()
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply | GraphReply]]] = {}
@@ -168,7 +169,7 @@ class Link:
         """Connects to the backend and opens a task group. ``BadArgument`` the second time."""
         if self._tasks is not None:
             raise BadArgument("a session is entered once: make another with af.session(...)")
-        self._loop, self._thread = running_loop(), threading.get_ident()
+        self._loop, self._get_loop, self._thread = running_loop(), loop_getter(), threading.get_ident()
         blocking_s = threshold_s()
         self.is_replay = bool(getattr(backend, "is_replay", False))
         self.spans = spans_of_session()
@@ -265,13 +266,9 @@ class Link:
         self.check_open()
         return self._models.models
 
-    def is_model_of(self, state_id: int, model: str) -> bool:
-        """Whether the state runs on ``model``. ``UnknownModel``."""
-        return self._models.named(model) is self._models.of(state_id)
-
-    def capabilities_of(self, state_id: int) -> Capabilities:
-        """The capabilities of the state's model."""
-        return self._models.of(state_id)
+    def model_named(self, name: str) -> Capabilities:
+        """The capabilities of a model, or of the default one for "". ``UnknownModel``."""
+        return self._models.named(name)
 
     @property
     def is_alive(self) -> bool:
@@ -306,6 +303,11 @@ class Link:
     def check_loop(self) -> None:
         """``ProgramError`` outside the event loop of the session, whose tasks nothing would wake. A thread
         between two runs of its event loop, as in IPython's terminal, is allowed."""
+        try:
+            if self._get_loop() is self._loop:
+                return
+        except RuntimeError:  # another kind of loop runs, or none
+            pass
         loop = running_loop()
         if loop is self._loop or (loop is None and threading.get_ident() == self._thread):
             return
@@ -344,11 +346,14 @@ class Link:
         if quiet and not self.is_alive:
             return
         self.check_alive()
+        self.send_checked(recorded)
+
+    def send_checked(self, recorded: list[ops.Op]) -> None:
+        """``send`` after ``check_alive``."""
         assert self._connection is not None
         refers = False
         for op in recorded:
-            check_sendable(op, self._models)
-            self._models.follow(op)
+            self._models.admit(op)
             refers = refers or type(op) in REFERRING
         if self._first_id:
             recorded = [op for op in recorded if not self._is_of_lost(op)]
@@ -410,16 +415,17 @@ class Link:
     def needs_values(self, what: str) -> None:
         """Called before ``what`` uses a value. A trace raises ``DataDependent``."""
 
-    def awaited(self, node: Any) -> Any:
-        """The stand-in for the value of a ``VariableNode`` in a trace, otherwise None."""
-        return None
+    def stand_in(self, node: Any) -> Any:
+        """The stand-in for the value of a ``VariableNode``, of a link that ``is_tracing``."""
+        raise NotImplementedError
 
     def _deliver(self, events: Iterable[Event]) -> None:
         for event in events:
             match event:
                 case Delta():
                     if (variable := self.variables.get(event.var)) is not None:
-                        variable.think(event.reasoning_at, event.reasoning)
+                        if event.reasoning:
+                            variable.think(event.reasoning_at, event.reasoning)
                         variable.extend(event.at, event.text)
                 case Value():
                     self._spend(event.usage.output_tokens)

@@ -109,9 +109,9 @@ class SingleWriter:
         # Coroutines of tasks, in the order of their last append, without repetition.
         self._last: list[weakref.ref[Any]] = []
 
-    def check(self, last_line: ProgramLine | None) -> None:
-        """Records that the running task appends now, or raises ``ConcurrentAppend``. ``last_line``: the line
-        of the last append."""
+    def check(self, lines: LineTable) -> None:
+        """Records that the running task appends now, or raises ``ConcurrentAppend``. ``lines``: the lines of
+        the earlier appends."""
         now = _running()
         if now is None or (self._last and self._last[-1]() is now):
             return
@@ -122,7 +122,7 @@ class SingleWriter:
         if any(ref() is now for ref in alive):
             raise ConcurrentAppend(
                 "two tasks append to this state at the same time, so the order of their ops is random (the "
-                f"other appended at {last_line}): fork the state and give each task a branch"
+                f"other appended at {lines.last}): fork the state and give each task a branch"
             )
         self._last = [*alive, weakref.ref(now)]
 

@@ -32,7 +32,7 @@ class Connection(Protocol):
     def is_connected(self) -> bool:
         """Whether the backend can be reached now; False while it connects again."""
 
-    def send(self, ops: Sequence[Op]) -> None:
+    def send(self, ops: Sequence[Op], /) -> None:
         """Submits all of the ops, or none: raises if one of them cannot be accepted."""
 
     def end(self, error: BaseException | None) -> None:

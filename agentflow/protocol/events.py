@@ -76,11 +76,11 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     def require_params(self, params: GenParams) -> None:
         """Raises ``NotSupported`` with the ``param`` that the model does not accept."""
-        if params.wants_logprobs and not self.logprobs:
+        if not self.logprobs and params.wants_logprobs:
             raise NotSupported(f"{self.model} has no log-probabilities: use an engine", param="logprobs")
         if params.seed is not None and not self.seeds:
             raise NotSupported(f"{self.model} does not accept a seed: leave it out", param="seed")
-        for name in params.given:
+        for name in () if self.sampling is None else params.given:
             if name != "seed" and not self.accepts(name):
                 raise NotSupported(f"{self.model} does not accept {name}: leave it out", param=name)
 

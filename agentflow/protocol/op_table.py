@@ -120,7 +120,8 @@ def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
     if op.reply:
         capabilities.require_conversations()
     capabilities.require_params(op.params)
-    capabilities.require(op.constraint)
+    if op.constraint is not None:
+        capabilities.require(op.constraint)
 
 
 def _require_roles(op: ops.Begin | ops.End, capabilities: Capabilities) -> None:
@@ -312,7 +313,21 @@ class StateModels:
         """The capabilities of the state's model."""
         return self.named(self._of_state.get(state, ""))
 
-    def follow(self, op: ops.Op) -> None:
+    def admit(self, op: ops.Op) -> None:
+        """Checks an op before it is sent: the types and values in it, or in each op of a graph
+        (``BadArgument``), and that the models of their states can run them (``NotSupported``,
+        ``UnknownModel``). Notes the models of the states that it opens."""
+        check_types(op)
+        if isinstance(op, ops.SubmitGraph):
+            of_graph = StateModels(self.models)
+            for part in op.ops:
+                _check_op(part, of_graph)
+                of_graph._follow(part)
+        else:
+            _check_op(op, self)
+        self._follow(op)
+
+    def _follow(self, op: ops.Op) -> None:
         """Notes the models of the states that the op opens, and forgets a state that it closes."""
         match op:
             case ops.Open(state=state, model=model) if model:
@@ -321,24 +336,11 @@ class StateModels:
                 if inherited := model or self._of_state.get(state, ""):
                     self._of_state |= dict.fromkeys(children, inherited)
             case ops.SubmitGraph():  # nothing can be appended to its other states
-                self.follow(moved(op.ops[0], op.state - ROOT))
+                self._follow(moved(op.ops[0], op.state - ROOT))
             case ops.Close(state=state):
                 self._of_state.pop(state, None)
             case _:
                 pass
-
-
-def check_sendable(op: ops.Op, models: StateModels) -> None:
-    """Checks the types and values in ``op`` or in each op of a graph (``BadArgument``), and that the models
-    of their states can run them (``NotSupported``, ``UnknownModel``)."""
-    check_types(op)
-    if isinstance(op, ops.SubmitGraph):
-        of_graph = StateModels(models.models)
-        for part in op.ops:
-            _check_op(part, of_graph)
-            of_graph.follow(part)
-    else:
-        _check_op(op, models)
 
 
 def _check_op(op: ops.Op, models: StateModels) -> None:

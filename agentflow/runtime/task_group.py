@@ -27,6 +27,18 @@ def running_loop() -> object | None:
     return None
 
 
+def loop_getter() -> Callable[[], object]:
+    """The function that returns the running event loop wherever one of this kind runs, asyncio's or trio's,
+    and raises ``RuntimeError`` elsewhere."""
+    trio = sys.modules.get("trio")
+    if trio is not None:
+        with suppress(RuntimeError):
+            trio.lowlevel.current_trio_token()
+            get: Callable[[], object] = trio.lowlevel.current_trio_token
+            return get
+    return asyncio.get_running_loop
+
+
 def forget_loop() -> None:
     """Lets anyio start an event loop in this thread, whose context may come from a task of another loop."""
     with suppress(AttributeError, ImportError):  # versions of anyio differ here

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.expressions import GenExpression, RoleExpression, SelectExpression
+from agentflow.language.expressions import RoleExpression
+from agentflow.language.gen import GenExpression, SelectExpression
 from agentflow.protocol.ops import MAX_CHOICES
 from agentflow.protocol.sampling import GenParams
 

@@ -57,6 +57,8 @@ async def generation() -> Walk:
         state += "Warm: "
         state += af.gen("warm", max_tokens=1)
         await state
+        await flow.stats()  # the engine has done all that the first generation left
+        await anyio.wait_all_tasks_blocked()
         walk.is_open = True
         state += af.gen("answer", max_tokens=1)
         await state["answer"]

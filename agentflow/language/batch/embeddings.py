@@ -57,6 +57,7 @@ async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show:
         display = show(tally)
 
     async def embed(branch: StateNode, index: int) -> None:
+        link.check_alive()
         recorder = Recorder(branch)
         variable = recorder.embed(batches[index], wanted, VECTORS)
         recorder.submit()

@@ -35,7 +35,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, MediumKind, Video, digest_of
-from agentflow.protocol.op_table import ROOT, StateModels, check_sendable, numbers, spec_of
+from agentflow.protocol.op_table import ROOT, StateModels, numbers, spec_of
 from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
 
@@ -114,10 +114,9 @@ class _TraceLink(Link):
     def check_loop(self) -> None:
         pass
 
-    def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
+    def send_checked(self, recorded: list[ops.Op]) -> None:
         for op in recorded:
-            check_sendable(op, self._models)
-            self._models.follow(op)
+            self._models.admit(op)
             self.images += images_in(op)
         self.collected += recorded
         if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in recorded):
@@ -126,7 +125,7 @@ class _TraceLink(Link):
     def needs_values(self, what: str) -> NoReturn:
         raise _data_dependent(what)
 
-    def awaited(self, node: Any) -> Any:
+    def stand_in(self, node: Any) -> Any:
         return _StandIn(node)
 
 
@@ -301,7 +300,9 @@ class GraphRun:
             record.fail(error)
             record.end()
             raise
-        self.run = Run(link, index=index, root_id=op.state, record=record)
+        opening = graph_ops[0]
+        model = opening.model if isinstance(opening, ops.Open) else ""
+        self.run = Run(link, index=index, root_id=op.state, model=model, record=record)
         self._graph = graph
         states = self._states(base)
         self.run.root.await_graph()
@@ -320,7 +321,8 @@ class GraphRun:
         for part in self._graph.ops:
             if isinstance(part, ops.Fork):
                 for child in part.children:
-                    states[child] = states[part.state].branch_of_graph(base + child, num_children[part.state])
+                    number = num_children[part.state]
+                    states[child] = states[part.state].branch_of_graph(base + child, number, part.model)
                     num_children[part.state] += 1
         return states
 

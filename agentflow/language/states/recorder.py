@@ -1,7 +1,8 @@
 """Turns the expressions of ``s += ...`` into ops.
 
-A ``Recorder`` collects the ops of one append and submits them together: merged text, references to variables,
-marks of turns. The state does not change before that, so an error leaves it as it was.
+``append`` does this for one item. A ``Recorder`` collects the ops of one append and submits them together:
+merged text, references to variables, marks of turns. The state does not change before that, so an error
+leaves it as it was.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from agentflow.language.expressions import (
     Appendable,
     ConversationExpression,
     Expression,
-    GenExpression,
     MediumExpression,
     Offer,
     RoleExpression,
-    SelectExpression,
     Sequence_,
     medium_expression,
     not_appendable,
 )
+from agentflow.language.gen import GenExpression, SelectExpression
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
 from agentflow.language.op_log import (
@@ -60,6 +60,14 @@ class _Declared(NamedTuple):
     op_index: int
 
 
+def append(state: StateNode, item: Appendable) -> None:
+    """Appends one item to a state: all of its ops, or none."""
+    state.check_appendable()
+    recorder = Recorder(state)
+    recorder.add(item)
+    recorder.submit()
+
+
 class Recorder:
     """The ops of one append to ``state``."""
 
@@ -80,19 +88,17 @@ class Recorder:
         state = self._state
         self._flush()
         num_before = state.in_flight.num_submitted
-        state.submit(self._ops, self._sent)
+        line = state.submit(self._ops, self._sent)
         for written in WRITTEN.get():
             written[id(state)] = state
         state.transcript.extend(self._entries, self._place, self._offer)
         for node, is_gen, index in self._declared:
             num_ops = num_done_with(self._ops, index)
             state.num_gens += is_gen
-            node.line = state.line_of(num_before + num_ops)
-            state.declare(node)
+            node.line = line
             if node.is_shown:
                 state.names[node.name] = node
-            state.in_flight.expect(node.id, num_before + num_ops)
-            state.run.touch(node)
+            state.declare(node, num_before + num_ops)
         for attempts, index in self._attempts:
             attempts.adopt(num_before + index + 1)
             state.link.start_soon(attempts.run)
@@ -289,8 +295,9 @@ class Recorder:
 
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
-        fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
-        MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
+        fixed = [*item.params.stop, item.params.stop_regex or "", *(constraint.texts() if constraint else ())]
+        if any(fixed):
+            MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
         is_reply = item.value_type.is_reply
         if is_reply and item.offer is not None and item.offer != self._offer:
             self._give_tools(item.offer)
@@ -332,7 +339,7 @@ class Recorder:
             self._entries.append(ToolCalls(node.front))
         params = item.params
         if params.seed is None and self._state.capabilities.seeds:
-            seed = self._state.run.seed_at(node.id, self._state.seed_place(self._num_gens))
+            seed = self._state.seed_at(node, self._num_gens)
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
         gen = ops.Gen(self._state.id, node.id, item.name, params, constraint, is_reply)
@@ -354,6 +361,8 @@ class Recorder:
 
     def _traced(self, op: GenOp, node: VariableNode, num_entries: int) -> GenOp:
         """The op with its span. ``num_entries``: the number of entries of this append before it."""
+        if self._state.span is None:
+            return op
         num_entries += len(self._state.transcript.own)
         return traced(op, node, num_entries=num_entries, in_turn=self._place.open_role is not None)
 

@@ -80,7 +80,7 @@ class Run:
         self.record = link.runs.begin(name or program or "state", link.spans) if record is None else record
         self.places: dict[int, str] = {}
         self.states: list[StateNode] = []
-        self._seed_prefix = run_of(link.seed, self.index)
+        self.seed_prefix = run_of(link.seed, self.index)
         self._unfinished: dict[int, VariableNode] = {}
         self._failed: list[VariableNode] = []
         self._num_ended = 0
@@ -91,7 +91,7 @@ class Run:
         if root_id is None:
             root_id = link.next_id()
             link.send([ops.Open(root_id, cache_salt, objective, program, _label(name), model, group)])
-        self.root = StateNode(self, root_id, ())
+        self.root = StateNode(self, root_id, (), link.model_named(model))
         self.root.span = self.record.span
         self.adopt(self.root)
 
@@ -117,13 +117,6 @@ class Run:
         if variable.is_shown:
             for stream in self.streams:
                 stream.touch(variable)
-
-    def seed_at(self, var_id: int, place: str) -> int | None:
-        """The seed of a gen at ``place`` that is given none. A trace records the place and returns None."""
-        if self.link.is_tracing:
-            self.places[var_id] = place
-            return None
-        return derived_seed(self._seed_prefix, place)
 
     def raised(self, error: ErrorInfo, state: StateNode, name: str | None = None) -> AgentflowError:
         """The exception for a failure of ``state``, or of its variable ``name``, that is raised in the
@@ -188,10 +181,18 @@ class Run:
 
 
 class StateNode:
-    """A state: its content, and how far the backend has processed it."""
+    """A state: its content, and how far the backend has processed it. ``capabilities``: of its model."""
 
-    def __init__(self, run: Run, state_id: int, path: Path, parent: StateNode | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        state_id: int,
+        path: Path,
+        capabilities: Capabilities,
+        parent: StateNode | None = None,
+    ) -> None:
         self.run = run
+        self.capabilities = capabilities
         self.link = run.link
         self.id = state_id
         self.path = path
@@ -216,14 +217,9 @@ class StateNode:
         self.is_hidden = False  # whether it is a detail of how a variable is generated
         self._deadline: float = math.inf if parent is None else parent._deadline
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of its model."""
-        return self.link.capabilities_of(self.id)
-
     def runs_on(self, model: str) -> bool:
         """Whether the state's model has this name. ``UnknownModel``."""
-        return self.link.is_model_of(self.id, model)
+        return self.link.model_named(model) is self.capabilities
 
     @property
     def deadline(self) -> float:
@@ -272,26 +268,33 @@ class StateNode:
         """Raises if the state has ended, or if another task appends to it."""
         self.check_open()
         if not self.link.is_tracing:
-            self._writer.check(self._lines.last)
+            self._writer.check(self._lines)
 
-    def submit(self, recorded: list[ops.Op], sent: list[ops.Op] | None = None) -> None:
-        """Sends ops of this state, all or none. ``sent``: the same ops with others between them."""
+    def submit(self, recorded: list[ops.Op], sent: list[ops.Op] | None = None) -> ProgramLine | None:
+        """Sends ops of this state, all or none. Call ``check_open`` first. ``sent``: the same ops with others
+        between them. Returns the line of the program that appends them."""
         self.in_flight.check_room(len(recorded))
-        self.link.send(recorded if sent is None else sent)
-        self.count_sent(len(recorded))
+        self.link.send_checked(recorded if sent is None else sent)
+        return self.count_sent(len(recorded))
 
-    def count_sent(self, num_ops: int) -> None:
-        """``num_ops`` ops of this state were sent."""
+    def count_sent(self, num_ops: int) -> ProgramLine | None:
+        """``num_ops`` ops of this state were sent. Returns the line of the program that appends them."""
         self.in_flight.num_submitted += num_ops
-        self._lines.add(self.in_flight.num_submitted, calling_line())
+        line = calling_line()
+        self._lines.add(self.in_flight.num_submitted, line)
+        return line
 
-    def declare(self, variable: VariableNode) -> None:
-        """Adds a variable whose op was sent."""
+    def declare(self, variable: VariableNode, num_ops: int | None = None) -> None:
+        """Adds a variable whose op was sent. ``num_ops``: the first ops of the state that are done when it
+        ends; by default only its own, which the state does not count."""
         self.own.append(variable)
         if self.error is not None and not self.is_open:  # lost with the server, which will not answer
             variable.fail(self.error)
         else:
             self.link.variables[variable.id] = variable
+        if num_ops is not None:
+            self.in_flight.expect(variable.id, num_ops)
+            self.run.touch(variable)
 
     def expect_text(self, name: str) -> VariableNode:
         """Declares a hidden variable whose text the client provides."""
@@ -300,9 +303,14 @@ class StateNode:
         self.declare(variable)
         return variable
 
-    def seed_place(self, ordinal: int) -> str:
-        """The place from which the seed of gen number ``num_gens + ordinal`` is derived."""
-        return place_of(self.path, self.num_gens + ordinal)
+    def seed_at(self, variable: VariableNode, ordinal: int) -> int | None:
+        """The seed of gen number ``num_gens + ordinal``, which is given none. A trace records the gen's place
+        and returns None."""
+        place = place_of(self.path, self.num_gens + ordinal)
+        if self.link.is_tracing:
+            self.run.places[variable.id] = place
+            return None
+        return derived_seed(self.run.seed_prefix, place)
 
     def line_of(self, number: int) -> ProgramLine | None:
         """The line of the program that appended op ``number``, or that mapped a variable."""
@@ -317,15 +325,16 @@ class StateNode:
     def fork(self, count: int, model: str = "") -> list[StateNode]:
         """Forks the state into ``count`` branches. With a ``model`` that is not the state's, they begin
         empty."""
+        self.link.check_alive()
         ids = [self.link.next_id() for _ in range(count)]
         self.submit([ops.Fork(self.id, tuple(ids), model)])
-        children = self.branches(ids, len(self.children))
+        children = self.branches(ids, len(self.children), model)
         self.adopt(children, self.in_flight.num_submitted)
         return children
 
-    def branches(self, ids: list[int], first: int) -> list[StateNode]:
-        """Branches from number ``first`` on, unknown to the run as yet."""
-        children = [self.branch(state_id, first + i) for i, state_id in enumerate(ids)]
+    def branches(self, ids: list[int], first: int, model: str = "") -> list[StateNode]:
+        """Branches from number ``first`` on, unknown to the run as yet. ``model``: as in ``fork``."""
+        children = [self._branch(state_id, first + i, model) for i, state_id in enumerate(ids)]
         span = None if self.span is None else self.span.fork(len(ids), self.path)
         for child in children:
             child.span = span
@@ -338,15 +347,15 @@ class StateNode:
             child._forked_after = num_ops
             self.run.adopt(child)
 
-    def branch(self, state_id: int, number: int) -> StateNode:
-        """Branch ``number``, unknown to the run as yet."""
-        return StateNode(self.run, state_id, (*self.path, number), self)
-
-    def branch_of_graph(self, state_id: int, number: int) -> StateNode:
-        """Branch ``number`` in a graph, whose states only the backend knows."""
-        child = self.branch(state_id, number)
+    def branch_of_graph(self, state_id: int, number: int, model: str) -> StateNode:
+        """Branch ``number`` in a graph, whose states only the backend knows. ``model``: as in ``fork``."""
+        child = self._branch(state_id, number, model)
         self.children.append(child)
         return child
+
+    def _branch(self, state_id: int, number: int, model: str) -> StateNode:
+        capabilities = self.link.model_named(model) if model else self.capabilities
+        return StateNode(self.run, state_id, (*self.path, number), capabilities, self)
 
     def await_graph(self) -> None:
         """Makes this the root of a submitted graph: its one op is done when the whole graph is."""
@@ -368,7 +377,8 @@ class StateNode:
         while not self.in_flight.is_done(num_awaited) and self.error is None:
             self.link.check_loop()
             await self.in_flight.change()
-        await self.run.cause_first.wait(self.error)
+        if self.error is not None:
+            await self.run.cause_first.wait(self.error)
 
     def raise_failure(self) -> None:
         """Raises its failure, if it failed."""
@@ -440,6 +450,7 @@ class VariableNode:
 
     __slots__ = (
         "_changed",
+        "_ended",
         "_reply",
         "_value",
         "end_number",
@@ -497,7 +508,8 @@ class VariableNode:
         self.is_generated = False  # appended where it is declared, as the value of a gen or select
         self._reply = ReplySoFar() if value_type.is_reply else None
         self._value: Value | None = None
-        self._changed: anyio.Event | None = None
+        self._changed: anyio.Event | None = None  # while a task waits for more text
+        self._ended: anyio.Event | None = None  # while a task waits for the end only
 
     @property
     def is_done(self) -> bool:
@@ -546,9 +558,13 @@ class VariableNode:
 
     async def settled(self) -> None:
         """Waits until it is complete or has failed."""
-        while not self.is_done:
-            await self.change()
-        await self.state.run.cause_first.wait(self.error)
+        if self._value is None and self.error is None:
+            self._check_readable()
+            if self._ended is None:
+                self._ended = anyio.Event()
+            await self._ended.wait()
+        if self.error is not None:
+            await self.state.run.cause_first.wait(self.error)
 
     async def whole_text(self) -> str:
         """The complete text; of a reply its prose. Raises its failure."""
@@ -574,11 +590,17 @@ class VariableNode:
 
     async def change(self) -> None:
         """Waits until its text grows or it ends."""
-        self.state.link.check_alive()
-        self.state.link.needs_values(f"the text of {self.name!r} is read")
+        self._check_readable()
         if self._changed is None:
             self._changed = anyio.Event()
         await self._changed.wait()
+
+    def _check_readable(self) -> None:
+        """Raises if this task would never get its text."""
+        link = self.state.link
+        link.check_alive()
+        if link.is_tracing:
+            link.needs_values(f"the text of {self.name!r} is read")
 
     def extend(self, at: int, text: str) -> None:
         """The text continues with ``text`` at character ``at``."""
@@ -602,7 +624,7 @@ class VariableNode:
         self.notation = self.notation[: value.at] + value.text
         self._value = self.outcome or value
         self.model = self._value.model or self.state.capabilities.model
-        self._wake()
+        self._wake(has_ended=True)
         self.state.end_variable(self.id)
         run = self.state.run
         run.record.usage += value.usage
@@ -617,10 +639,12 @@ class VariableNode:
             self.error = error
             if self.span is not None:
                 self.span.fail(error)
-        self._wake()
+        self._wake(has_ended=True)
         self.state.run.touch(self)
 
-    def _wake(self) -> None:
+    def _wake(self, *, has_ended: bool = False) -> None:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
+        if has_ended and self._ended is not None:
+            self._ended.set()

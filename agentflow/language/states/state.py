@@ -19,13 +19,12 @@ from agentflow.language.display.terminal import as_text
 from agentflow.language.expressions import (
     Appendable,
     Expression,
-    GenExpression,
     MediumExpression,
-    SelectExpression,
     Sequence_,
 )
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
+from agentflow.language.gen import GenExpression, SelectExpression
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
 from agentflow.language.op_log import Content, TurnContent
@@ -33,7 +32,7 @@ from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream
 from agentflow.language.states.live import in_notebook, show_state
 from agentflow.language.states.outliner import outline_of
-from agentflow.language.states.recorder import Recorder
+from agentflow.language.states.recorder import Recorder, append
 from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Path, StateNode, VariableNode
 from agentflow.language.states.variable import Reference, Variable, target_of, text_of
@@ -128,9 +127,7 @@ class State:
         ...     s.add(af.user(question)).add(af.assistant(af.gen("answer", max_tokens=32)))
         >>> ask("What do plants do?")
         """
-        recorder = self._recorder()
-        recorder.add(item)
-        recorder.submit()
+        append(self._node, item)
         return self
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from agentflow.errors import AgentflowError, InvalidValue, RunFailed, shown_error
-from agentflow.language.expressions import GenExpression
+from agentflow.language.gen import GenExpression
 from agentflow.language.states.readers import value_of
 from agentflow.language.states.run import FIRST_MAPPED, StateNode, VariableNode
 from agentflow.language.states.traced import traced
@@ -118,6 +118,7 @@ class Attempts:
 
     def _again(self, index: int, last: VariableNode) -> VariableNode:
         """Begins attempt number ``index``: from the prompt alone, or after the fault of the last attempt."""
+        last.state.link.check_alive()
         if self._item.asks_again:
             branch = last.state
             before = self._correction(branch.id)
@@ -155,7 +156,7 @@ class Attempts:
         item, branch, params = self._item, node.state, self._item.params
         capabilities = branch.capabilities
         if params.seed is None and capabilities.seeds:
-            seed = branch.run.seed_at(node.id, branch.seed_place(0))
+            seed = branch.seed_at(node, 0)
             params = msgspec.structs.replace(params, seed=seed)
         elif params.seed is not None and index:
             params = msgspec.structs.replace(params, seed=derived_seed(str(params.seed), f"attempt {index}"))
@@ -176,6 +177,4 @@ class Attempts:
         """The op of the attempt was sent."""
         branch = node.state
         branch.num_gens += 1
-        branch.declare(node)
-        branch.in_flight.expect(node.id, branch.in_flight.num_submitted)
-        branch.run.touch(node)
+        branch.declare(node, branch.in_flight.num_submitted)

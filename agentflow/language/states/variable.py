@@ -26,6 +26,7 @@ from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall
+from agentflow.language.typed.values import TEXT
 from agentflow.protocol import ops
 from agentflow.protocol.events import DecidedBy, ErrorInfo, PassedOver, TopLogprobs, Usage
 from agentflow.protocol.text_parts import ListKind
@@ -555,11 +556,13 @@ class Variable(Reference[ValueT_co]):
         return self._wait().__await__()
 
     async def _wait(self) -> ValueT_co:
-        stand_in = self._node.state.link.awaited(self._node)
-        if stand_in is not None:
-            return stand_in  # type: ignore[no-any-return]
-        await self._node.awaited()
-        value: ValueT_co = value_of(self._node)
+        node, link = self._node, self._node.state.link
+        if link.is_tracing:
+            return link.stand_in(node)  # type: ignore[no-any-return]
+        if node.value_type is TEXT:
+            return await node.whole_text()  # type: ignore[return-value]
+        await node.awaited()
+        value: ValueT_co = value_of(node)
         return value
 
     async def get(

@@ -41,8 +41,6 @@ class ValueType:
 
     def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
         """A copy with these options of its constraint. ``BadArgument`` if it has no constraint."""
-        if whitespace == "compact" and jump_forward is True:
-            return self
         if self.constraint is None:
             name = "whitespace" if whitespace != "compact" else "jump_forward"
             raise BadArgument(
