@@ -75,6 +75,7 @@ ROOMS = {
         "turns",
         "task_group",
         "image_store",
+        "wired_text",
         "interpreter",
         "locked_file",
         "telemetry",

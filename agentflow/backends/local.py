@@ -15,7 +15,6 @@ from typing import Any, Generic, Literal
 from agentflow.errors import ModelError, NotSupported
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event
-from agentflow.protocol.ops import Op
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
@@ -23,7 +22,8 @@ from agentflow.runtime.task_group import open_task_group
 
 
 class InterpretedConnection(Generic[ContextT]):
-    """A ``Connection`` to an interpreter in the same event loop. ``generator``: of the default model."""
+    """A ``Connection`` to an interpreter in the same event loop. ``StateModels.admit`` must have accepted its
+    ops. ``generator``: of the default model."""
 
     is_connected = True
 
@@ -31,10 +31,7 @@ class InterpretedConnection(Generic[ContextT]):
         self.interpreter = interpreter
         self.generator = generator
         self.models = interpreter.models
-
-    def send(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            self.interpreter.submit(op)
+        self.send = interpreter.submit_all
 
     def end(self, error: BaseException | None) -> None:
         pass
@@ -61,15 +58,15 @@ async def interpreted(
     with ExitStack() as at_the_end:
         async with open_task_group() as group:
             interpreter = Interpreter(
-                generator, group, models=models, embedders=embedders, max_states=max_states
+                generator,
+                group,
+                models=models,
+                embedders=embedders,
+                max_states=max_states,
+                checks_ops=False,
             )
             at_the_end.callback(interpreter.close)
-
-            async def pump() -> None:
-                while True:
-                    deliver(await interpreter.events.next())
-
-            group.start_soon(pump)
+            group.start_soon(interpreter.events.deliver_to, deliver)
             try:
                 yield InterpretedConnection(interpreter, generator)
             finally:

@@ -90,8 +90,9 @@ class Embeddings(NamedTuple):
 
 class StateHint(msgspec.Struct, frozen=True):
     """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
-    ``place``: the state's place in its program, from the interpreter's graph. ``is_dropped``: the state is
-    a branch that was cancelled, and nothing continues from its end."""
+    ``place``: the state's place in its program, from the interpreter's graph; if ``begins``, its next request
+    begins now. ``is_dropped``: the state is a branch that was cancelled, and nothing continues from its
+    end."""
 
     objective: Objective | None = None
     output_tokens: int | None = None
@@ -100,6 +101,7 @@ class StateHint(msgspec.Struct, frozen=True):
     speculate: bool | None = None
     trace: str = ""
     place: Place | None = None
+    begins: bool = False
     is_dropped: bool = False
 
 

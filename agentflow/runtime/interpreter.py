@@ -20,7 +20,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -38,9 +38,7 @@ from agentflow.errors import (
     Cancelled,
     EngineFailed,
     Overloaded,
-    PromptTooLong,
     ProtocolError,
-    RunFailed,
     StateClosed,
     UnknownModel,
     incident,
@@ -61,7 +59,6 @@ from agentflow.protocol.op_table import (
     require,
 )
 from agentflow.protocol.sized import sized, sizing
-from agentflow.protocol.transform import apply_in_turn
 from agentflow.runtime.generator import (
     ContextT,
     Embedder,
@@ -98,11 +95,11 @@ from agentflow.runtime.state_tree import (
     VariableRecord,
     derived_error,
     drop_tracebacks,
-    root_cause,
     with_place,
 )
 from agentflow.runtime.task_group import first_of
 from agentflow.runtime.turns import Turn, end_turn
+from agentflow.runtime.wired_text import WiredTexts, check_length
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +131,7 @@ class Interpreter(Generic[ContextT]):
         program: The program, for the scheduler, of the states that name none. Unlike the name in ``Open``, it
             makes no task group. Empty: each tree of states is a program.
         graphs: The graphs of the tenant's open sessions, to which this one's is added until ``close``.
+        checks_ops: Check each op before it runs. Otherwise ``StateModels.admit`` has accepted all of them.
     """
 
     def __init__(
@@ -149,11 +147,14 @@ class Interpreter(Generic[ContextT]):
         max_states: float | None = None,
         program: str = "",
         graphs: TenantGraphs | None = None,
+        checks_ops: bool = True,
     ) -> None:
         self._hides_faults = hides_faults
+        self._checks_ops = checks_ops
         self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
         self.events = EventCursor()
         self._memory = MemoryBudget() if memory is None else memory
+        self._counts_memory = not self._memory.is_unlimited
         self._memory_of_rejected = MemoryBudget(REJECTED_BYTES, "of rejected ops, this session may hold")
         self._generator = generator
         self._generators = {**models, generator.capabilities.model: generator}
@@ -203,6 +204,11 @@ class Interpreter(Generic[ContextT]):
         for _ in self.submitting(op):
             pass
 
+    def submit_all(self, accepted: Sequence[ops.Op]) -> None:
+        """``submit`` for each of these ops."""
+        for op in accepted:
+            self.submit(op)
+
     def submitting(self, op: ops.Op | ops.Rejected) -> Iterator[None]:
         """``submit`` in short steps. Other tasks may run between them, but the next op must wait for the last
         step."""
@@ -223,7 +229,8 @@ class Interpreter(Generic[ContextT]):
                 generator = self._find(op.model)
                 root = self._states.add_root(op.state)
                 root.opened = op
-                root.begin(generator, opened_context(generator, op), Reservation(self._memory, 0))
+                reservation = Reservation(self._memory, 0) if self._counts_memory else None
+                root.begin(generator, opened_context(generator, op), reservation)
                 self._graph.submit(op)  # its place is reported with that of its first op
             case ops.SubmitGraph():
                 yield from self._start_graph(op)
@@ -316,32 +323,35 @@ class Interpreter(Generic[ContextT]):
             self._memory_of_rejected.close()
 
     def _enqueue(self, state: StateRecord[ContextT], op: ops.Op) -> Iterator[None]:
+        reservation: Reservation | None = None
         if isinstance(op, ops.Close):  # always accepted, because it makes room
-            reservation = Reservation(self._memory, 0)
-            reservation.count(OP_BYTES + sized(op))
+            if self._counts_memory:
+                reservation = Reservation(self._memory, 0)
+                reservation.count(OP_BYTES + sized(op))
         elif len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(
                 f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
             )
-        else:
-            num_bytes = 0 if self._memory.is_unlimited else OP_BYTES + (yield from sizing(op))
-            reservation = Reservation(self._memory, num_bytes)
+        elif self._counts_memory:
+            reservation = Reservation(self._memory, OP_BYTES + (yield from sizing(op)))
         try:
-            sources = tuple([self._variables[var_id] for var_id in references(op)])
+            has_parts = isinstance(op, ops.Text | ops.Set)
+            sources = tuple([self._variables[var_id] for var_id in references(op)]) if has_parts else ()
         except KeyError as error:
             raise ProtocolError(f"there is no variable {error.args[0]}") from None
-        images = self._images.images_of(op)
+        images: tuple[Image, ...] = ()
         children: tuple[StateRecord[ContextT], ...] = ()
         match op:
             case _ if isinstance(op, ops.Declaring):
                 ops.check_number(op.var)
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
+                own = Reservation(self._memory, variable_bytes(op.name)) if self._counts_memory else None
                 variable = VariableRecord(
                     op.var,
                     op.name,
                     self.events,
-                    Reservation(self._memory, variable_bytes(op.name)),
+                    own,
                     self._later,
                     is_expected=isinstance(op, ops.Expect),
                     is_reply=isinstance(op, ops.Gen) and op.reply,
@@ -352,20 +362,28 @@ class Interpreter(Generic[ContextT]):
                     state.expected.append(variable)
             case ops.Fork():
                 children = yield from self._states.adding_children(state, op.children)
+            case ops.Image() | ops.Video() | ops.Converse():
+                images = self._images.images_of(op)
+                if images:
+                    self._graph.attach(op.state, _media_of(op, images))
             case ops.Close():
                 state.is_closing = True
             case ops.Await():
                 ops.check_number(op.ticket)
             case _:
                 pass
-        number = state.next_number() if OPS[type(op)].is_numbered else None
+        number = self._next_number(state) if OPS[type(op)].is_numbered else None
         state.pending.append(PendingOp(op, reservation, number, sources, children, images))
-        if images and isinstance(op, ops.Image | ops.Video | ops.Converse):
-            self._graph.attach(op.state, _media_of(op, images))
-        if sources or type(op) in FOLLOWED:
+        is_followed = bool(sources) or type(op) in FOLLOWED
+        if is_followed:
             self._graph.submit(op, time.monotonic())
-            self._report_places_later()
         self._kick(state)
+        if is_followed:
+            self._report_places_later()  # after the kick: a request that begins now has its place with it
+
+    def _next_number(self, state: StateRecord[ContextT]) -> int:
+        state.num_ops += 1
+        return state.num_ops
 
     def _reject(self, op: ops.Rejected) -> None:
         """Fails the variables and states that a rejected op would have declared immediately, and the op's
@@ -394,7 +412,7 @@ class Interpreter(Generic[ContextT]):
                 variable.fail(op.error)
         if state.error is not None:
             return
-        number_here = state.next_number() if op.kind in _NUMBERED else None
+        number_here = self._next_number(state) if op.kind in _NUMBERED else None
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
             # Immediately, because waiting ops take room.
@@ -419,15 +437,18 @@ class Interpreter(Generic[ContextT]):
         finally:
             self._reports_places = False
 
-    def _report_places(self) -> None:
+    def _report_places(self, begins: StateRecord[ContextT] | None = None) -> None:
+        """Reports some changed places. ``begins``: a state whose next request begins now."""
         for number, place in self._graph.take_places():
-            if (state := self._states.get(number)) is not None:
+            if begins is not None and number == begins.id:
+                self._hint_place(begins, place, begins=True)
+            elif (state := self._states.get(number)) is not None:
                 self._hint_place(state, place)
 
-    def _hint_place(self, state: StateRecord[ContextT], place: Place | None) -> None:
+    def _hint_place(self, state: StateRecord[ContextT], place: Place | None, *, begins: bool = False) -> None:
         if place is not None and state.context is not None and state.generator is not None:
             with suppress(AgentflowError):  # advice: the ops of the state report a fault themselves
-                state.generator.hint(state.context, StateHint(place=place))
+                state.generator.hint(state.context, StateHint(place=place, begins=begins))
 
     def _replica_of(self, number: int) -> int | None:
         state = self._states.get(number)
@@ -451,12 +472,12 @@ class Interpreter(Generic[ContextT]):
         self._tasks.start_soon(run)
 
     async def _run(self, state: StateRecord[ContextT]) -> None:
-        turn = Turn()  # a stream of text ops never waits
+        turn: Turn | None = None
         skips: Turn | None = None
         while state.pending:
             pending = state.current = state.pending.popleft()
             if state.error is None:
-                deadline = deadline_of(state.budgets)
+                deadline = deadline_of(state.budgets) if state.budgets else math.inf
                 if _is_instant(pending):
                     await self._attempt(state, pending, deadline)
                 else:
@@ -470,6 +491,8 @@ class Interpreter(Generic[ContextT]):
                 skips = skips or Turn(SKIPS_PER_LOOK)
                 await self._skip(state, pending, state.error)
                 await skips.pause()
+            elif turn is None:
+                turn = Turn() if state.pending else None  # a stream of text ops never waits
             elif turn.is_over:
                 await anyio.lowlevel.checkpoint()  # the next turn among other states
                 turn = Turn()
@@ -488,8 +511,9 @@ class Interpreter(Generic[ContextT]):
             is_followed = type(pending.op) in FOLLOWED
             if is_followed:
                 self._graph.begin(pending.op)
-                if self._reports_places:  # a request begins with the place that it has now
-                    self._report_places()
+                if self._graph.has_changes and self._takes_places:  # a request begins with its present place
+                    is_request = isinstance(pending.op, ops.Gen | ops.Select | ops.Decide)
+                    self._report_places(begins=state if is_request else None)
             await self._execute(state, pending)
             if is_followed:
                 variable = self._variables.get(getattr(pending.op, "var", 0))
@@ -526,9 +550,10 @@ class Interpreter(Generic[ContextT]):
             case ops.Rejected(error=error):
                 raise error
             case op:
-                OPS[type(op)].check(op)
-                if state.generator is not None:
-                    require(op, self._capabilities_of(state.generator))
+                if self._checks_ops:
+                    OPS[type(op)].check(op)
+                    if state.generator is not None:
+                        require(op, self._capabilities_of(state.generator))
                 await self._ops.execute(state, pending)
 
     def _start_child(
@@ -536,7 +561,7 @@ class Interpreter(Generic[ContextT]):
         child: StateRecord[ContextT],
         generator: Generator[ContextT],
         context: ContextT,
-        reservation: Reservation,
+        reservation: Reservation | None,
         num_chars: int,
     ) -> None:
         if self._states.waits_for_fork(child):
@@ -681,10 +706,6 @@ def opened_context(generator: Generator[ContextT], op: ops.Open) -> ContextT:
     return context
 
 
-# A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
-MAX_OP_CHARS = 8 * 1024 * 1024
-
-
 class _OpExecution(Generic[ContextT]):
     """Executes ops with the generators of their states, and embeddings with ``embedders``, the default one
     first. ``find`` gives the generator of a model. ``start_child`` takes the generator and the context of a
@@ -696,15 +717,16 @@ class _OpExecution(Generic[ContextT]):
         embedders: Mapping[str, Embedder],
         variables: Mapping[int, VariableRecord],
         memory: MemoryBudget,
-        start_child: Callable[[StateRecord[ContextT], Generator[ContextT], ContextT, Reservation, int], None],
+        start_child: Callable[
+            [StateRecord[ContextT], Generator[ContextT], ContextT, Reservation | None, int], None
+        ],
     ) -> None:
         self._find = find
         self._embedders = embedders
         self._variables = variables
         self._memory = memory
         self._start_child = start_child
-        # A session uses one of the shared threads at a time.
-        self._searching = anyio.CapacityLimiter(1)
+        self._texts = WiredTexts(memory)
 
     async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         """Runs an op, after it has waited for the variables that its text refers to."""
@@ -719,7 +741,7 @@ class _OpExecution(Generic[ContextT]):
                     held.add(sys.getsizeof(text))
                     texts.append(text)
 
-                await self._resolve(op.parts, pending.sources, hold, _nothing)
+                await self._texts.resolve(op.parts, pending.sources, hold, _nothing)
                 del held, hold
                 _complete(variable, "".join(texts), "set")
             case ops.Embed():
@@ -745,7 +767,7 @@ class _OpExecution(Generic[ContextT]):
         match op:
             case ops.Text() if _is_known(pending):
                 parts = [part for part in op.parts if isinstance(part, str)]
-                _check_length(sum(map(len, parts)))
+                check_length(sum(map(len, parts)))
                 text = "".join(parts)
                 state.reserve_text(text)
                 generator.fill(context, text)
@@ -755,7 +777,8 @@ class _OpExecution(Generic[ContextT]):
                     state.reserve_text(text)
                     generator.fill(context, text)
 
-                await self._resolve(op.parts, pending.sources, fill, partial(_fill_ahead, generator, context))
+                on_wait = partial(_fill_ahead, generator, context)
+                await self._texts.resolve(op.parts, pending.sources, fill, on_wait)
             case ops.Converse():
                 conversation = op.conversation
                 if pending.images:
@@ -844,10 +867,11 @@ class _OpExecution(Generic[ContextT]):
         wanted, turn = self._find(model) if model else generator, Turn()
         begins_empty = wanted is not generator
         num_chars = 0 if begins_empty else state.num_chars
-        reservations: list[Reservation] = []  # first, because there may be many copies
-        for _ in children:
-            reservations.append(Reservation(self._memory, FORKED_CHAR_BYTES * num_chars))
-            await turn.pause()
+        reservations: list[Reservation | None] = [None] * len(children)
+        if not self._memory.is_unlimited:  # first, because there may be many copies
+            for index in range(len(children)):
+                reservations[index] = Reservation(self._memory, FORKED_CHAR_BYTES * num_chars)
+                await turn.pause()
         if begins_empty:
             assert state.opened is not None
             contexts = [opened_context(wanted, state.opened) for _ in children]
@@ -902,15 +926,18 @@ class _OpExecution(Generic[ContextT]):
         op: ops.Gen,
     ) -> None:
         variable = self._variables[op.var]
-        params = clipped(op.params, state.budgets, generator.capabilities.default_max_tokens)
+        params = op.params
+        if state.budgets:
+            params = clipped(params, state.budgets, generator.capabilities.default_max_tokens)
         generate = generator.reply if op.reply else generator.generate
         streamed = (variable.extend_reasoning,) if params.stream_reasoning else ()
         expect = getattr(generator, "expect", None)
         if expect is not None and not op.reply:
             expect(context, _upcoming(state))
         end = await generate(context, params, variable.extend, op.constraint, *streamed)
-        was_truncated = end.finish_reason == "length" and params is not op.params
-        spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
+        if state.budgets:
+            was_truncated = end.finish_reason == "length" and params is not op.params
+            spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,
@@ -928,61 +955,6 @@ class _OpExecution(Generic[ContextT]):
         )
         variable.complete(value)
 
-    async def _resolve(
-        self,
-        parts: ops.Parts,
-        sources: Sequence[VariableRecord],
-        append: Callable[[str], None],
-        on_wait: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
-        text that is known by then, and then ``on_wait``. ``sources``: the variables that the parts refer to,
-        in their order. An error is raised when all of them have ended."""
-        pieces: list[str] = []
-        piece, num_chars = "", 0
-        variables = iter(sources)
-        reservation = Reservation(self._memory, 0)  # pieces are kept while a search waits for a thread
-        turn = Turn()
-        try:
-            for part in parts:
-                await turn.pause()
-                if isinstance(part, str):
-                    piece = part
-                else:
-                    variable = next(variables)
-                    if pieces and not variable.has_ended:
-                        reservation = Reservation(self._memory, 0)
-                        append(_taken(pieces))
-                    if not variable.has_ended:
-                        await on_wait()
-                    await _wait_for_value(variable)
-                    piece = await apply_in_turn(variable.content, part.transforms, self._searching)
-                    reservation.add(sys.getsizeof(piece))
-                num_chars += len(piece)
-                _check_length(num_chars)
-                pieces.append(piece)
-        except AgentflowError as error:
-            drop_tracebacks(error)
-            pieces, piece = [], ""  # no memory is held in the wait
-            del reservation
-            for source in sources:  # a variable without a value is the cause that counts
-                await _wait_for_value(source)
-            raise
-        del reservation
-        append("".join(pieces))
-
-
-def _check_length(num_chars: int) -> None:
-    if num_chars > MAX_OP_CHARS:
-        raise PromptTooLong(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
-
-
-def _taken(pieces: list[str]) -> str:
-    """The text of the pieces, which the caller no longer holds."""
-    text = "".join(pieces)
-    pieces.clear()
-    return text
-
 
 async def _fill_ahead(generator: Generator[ContextT], context: ContextT) -> None:
     """Lets a generator that can compute the context while its state waits."""
@@ -993,14 +965,6 @@ async def _fill_ahead(generator: Generator[ContextT], context: ContextT) -> None
 
 async def _nothing() -> None:
     """A state without a context has nothing to compute."""
-
-
-async def _wait_for_value(variable: VariableRecord) -> None:
-    """Waits for the end of a variable that a text refers to. ``RunFailed`` if it has no value."""
-    await variable.wait()
-    if variable.error is not None:
-        cause = root_cause(variable.error)
-        raise RunFailed(f"the text needs {variable.name!r}, which has no value: {cause}") from cause
 
 
 def _num_chars_of(tools: Sequence[ToolSpec]) -> int:

@@ -29,6 +29,8 @@ READER_BYTES = 500
 """A reader of a variable, in addition to the reader of the session's events."""
 _CHAR_BYTES = 16
 """A character in a context, in addition to its text: its tokens in all their forms."""
+OWN_CHAR_BYTES = 1 + _CHAR_BYTES
+"""About the memory of a character in a context, with its text."""
 FORKED_CHAR_BYTES = 4
 """A character that a context has from its parent: texts are shared, lists of tokens are copied."""
 TURN_CHARS = 32
@@ -69,11 +71,8 @@ class MemoryBudget:
         self._within = within
         self._free_bytes = free_bytes
         self._is_closed = False
-
-    @property
-    def is_unlimited(self) -> bool:
+        self.is_unlimited = most_bytes == math.inf and within is None
         """Whether no number of bytes exceeds a limit, so that nothing needs to be measured for it."""
-        return self._most_bytes == math.inf and self._within is None
 
     def reserve(self, num_bytes: int) -> None:
         """Adds the bytes, or raises ``Overloaded`` and adds none. 0 bytes never exceed a limit."""
@@ -113,11 +112,6 @@ class Reservation:
     """
 
     __slots__ = ("_memory", "_num_bytes")
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of reserved bytes."""
-        return self._num_bytes
 
     def __init__(self, memory: MemoryBudget, num_bytes: int) -> None:
         self._num_bytes = 0

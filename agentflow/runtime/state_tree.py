@@ -53,6 +53,8 @@ from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.ops import MAX_BRANCHES, check_number
 from agentflow.runtime.generator import ContextT, Generator, StateHint
 from agentflow.runtime.limits import (
+    FORKED_CHAR_BYTES,
+    OWN_CHAR_BYTES,
     READER_BYTES,
     STATE_BYTES,
     Budget,
@@ -104,6 +106,12 @@ class EventCursor:
         """Waits for new events, and drains them."""
         await self.wait()
         return self.drain()
+
+    async def deliver_to(self, receive: Callable[[list[Event]], None]) -> None:
+        """Gives all new events to ``receive``, until it is cancelled."""
+        while True:
+            await self._changed.wait()
+            receive(self.drain())
 
     def drain(self) -> list[Event]:
         """New events, in the order in which their records last changed: from at most ``MAX_DRAINED_RECORDS``
@@ -178,7 +186,7 @@ class VariableRecord:
         var_id: Its number.
         name: Its name.
         events: The session's events.
-        reservation: Its memory.
+        reservation: Its memory; None: nothing counts it.
         later: Calls a function in another turn of the event loop.
         is_expected: The client provides the value.
         is_reply: The text is the notation of a reply.
@@ -189,7 +197,7 @@ class VariableRecord:
         var_id: int,
         name: str,
         events: EventCursor,
-        reservation: Reservation,
+        reservation: Reservation | None,
         later: Callable[[Callable[[], object]], None],
         *,
         is_expected: bool = False,
@@ -232,14 +240,16 @@ class VariableRecord:
 
     def complete(self, value: Value) -> None:
         """Completes the variable; ``value`` has all of its text. ``Overloaded``."""
-        self._reservation.add(value_bytes(value))
+        if self._reservation is not None:
+            self._reservation.add(value_bytes(value))
         self.text, self.value = value.text, value
         self._end()
 
     def fail(self, error: AgentflowError) -> None:
         """Ends the variable without a value. Has no effect after its end."""
         if not self.has_ended:
-            self._reservation.count(error_bytes(error, self.text))
+            if self._reservation is not None:
+                self._reservation.count(error_bytes(error, self.text))
             self.error = error
             self._end()
 
@@ -271,7 +281,8 @@ class VariableRecord:
     def reading(self, events: EventCursor, reports: Reports = "all") -> Iterator[VariableReader]:
         """The scope of one more reader, which receives the events from the first character on in ``events``.
         ``Overloaded``."""
-        self._reservation.add(READER_BYTES)
+        if self._reservation is not None:
+            self._reservation.add(READER_BYTES)
         reader = VariableReader(self, events, reports)
         self._readers[reader] = None
         try:
@@ -280,7 +291,8 @@ class VariableRecord:
         finally:
             del self._readers[reader]  # breaks the cycle of references
             events.drop(reader)
-            self._reservation.count(-READER_BYTES)
+            if self._reservation is not None:
+                self._reservation.count(-READER_BYTES)
 
     def rewind(self, num_chars: int) -> None:
         """The reader of the session's events has received ``num_chars`` characters, and not the end.
@@ -315,10 +327,11 @@ class VariableRecord:
 class PendingOp(Generic[ContextT]):
     """An op in its state's stream. ``number``: its number among the state's ops, None if it has none.
     ``sources``: the variables that its text refers to, in order; they outlive their states here.
-    ``children``: the states that it forks. ``images``: that it refers to. ``reservation``: its own memory."""
+    ``children``: the states that it forks. ``images``: that it refers to. ``reservation``: its own memory;
+    None: nothing counts it."""
 
     op: ops.Op | ops.Rejected
-    reservation: Reservation
+    reservation: Reservation | None
     number: int | None = None
     sources: tuple[VariableRecord, ...] = ()
     children: tuple[StateRecord[ContextT], ...] = ()
@@ -327,7 +340,8 @@ class PendingOp(Generic[ContextT]):
 
 class StateRecord(Generic[ContextT]):
     """One state: its context, its waiting ops, and its error. ``reservation``: its memory;
-    ``context_reservation``: the memory of its context. ``generator``: the generator of its model."""
+    ``context_reservation``: the memory of its context; None: it has none, or nothing counts its memory.
+    ``generator``: the generator of its model."""
 
     def __init__(
         self,
@@ -361,6 +375,7 @@ class StateRecord(Generic[ContextT]):
         self.reservation = reservation
         self.context_reservation: Reservation | None = None
         self.num_chars = 0  # of its context, including its parents'
+        self._num_inherited = 0  # of these, its parents'
         self.error: AgentflowError | None = None
         self.reached = 0
         self._events = events
@@ -368,12 +383,7 @@ class StateRecord(Generic[ContextT]):
         self.is_silent = False
         self._sent_ticket = 0
         self._has_sent_error = False
-        self._num_ops = 0
-
-    def next_number(self) -> int:
-        """The number of the next op; the client uses it to find the program's line."""
-        self._num_ops += 1
-        return self._num_ops
+        self.num_ops = 0  # that have a number; the client uses it to find the program's line
 
     def restrict(self, budget: Budget) -> None:
         """Adds a budget."""
@@ -386,21 +396,29 @@ class StateRecord(Generic[ContextT]):
         self,
         generator: Generator[ContextT],
         context: ContextT,
-        reservation: Reservation,
+        reservation: Reservation | None,
         num_chars: int = 0,
     ) -> None:
         """Gives the state its context of ``num_chars`` characters, so that its ops can run."""
         self.generator = generator
         self.context, self.context_reservation = context, reservation
-        self.num_chars = num_chars
+        self.num_chars = self._num_inherited = num_chars
         self.has_begun = True
 
     def reserve_text(self, text: str, num_chars: int = 0) -> None:
         """Reserves memory for text that is appended to the context, and for content that counts like
         ``num_chars`` characters. ``Overloaded``."""
-        if self.context_reservation is not None:  # otherwise the context has been freed meanwhile
+        if self.context is None:  # it has been freed meanwhile
+            return
+        if self.context_reservation is not None:
             self.context_reservation.add(text_bytes(text, num_chars))
-            self.num_chars += len(text) + num_chars
+        self.num_chars += len(text) + num_chars
+
+    @property
+    def context_bytes(self) -> int:
+        """About the memory of its context."""
+        num_own = self.num_chars - self._num_inherited
+        return FORKED_CHAR_BYTES * self._num_inherited + OWN_CHAR_BYTES * num_own
 
     def reach(self, ticket: int) -> None:
         """The ops before the ``Await`` with this ticket are done."""
@@ -645,13 +663,13 @@ class StateTree(Generic[ContextT]):
     def seal(self, state: StateRecord[ContextT]) -> None:
         """Frees the state's context, but keeps its content readable. May be repeated."""
         context, state.context = state.context, None
-        if context is None or state.context_reservation is None:
+        if context is None:
             return
         assert state.generator is not None
         state.generator.free(context)
         state.sealed = context
-        self._sealed[state] = state.context_reservation.num_bytes
-        self._num_sealed_bytes += state.context_reservation.num_bytes
+        self._sealed[state] = state.context_bytes
+        self._num_sealed_bytes += state.context_bytes
         while self._num_sealed_bytes > MAX_SEALED_BYTES:
             self.free(next(iter(self._sealed)))
 

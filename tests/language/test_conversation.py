@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Any
 
+import anyio
 import msgspec
 import pytest
 from pydantic import BaseModel
@@ -12,10 +13,13 @@ from support.fake_engine import FakeEngine
 from support.observed_backends import Unbatched
 
 import agentflow as af
+from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.language.expressions import Offer
 from agentflow.language.typed.replies import read_message
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.sampling import GenParams
+from agentflow.runtime.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -444,14 +448,18 @@ async def test_a_conversation_must_be_the_first_append():
         ),
     ],
 )
-async def test_a_backend_rejects_invalid_conversations(op, why):
-    async with scripted("x") as flow, flow.state() as s:
-        flow._link._connection.send([ops.Converse(s.id, op.conversation)])
-        s += af.gen("x")
-        with pytest.raises(af.errors.RunFailed) as caught:
-            await s["x"]
-        assert type(caught.value.__cause__) is af.errors.BadArgument
-        assert str(caught.value.__cause__) == why
+async def test_an_interpreter_rejects_invalid_conversations(op, why):
+    async with anyio.create_task_group() as group:
+        interpreter = Interpreter(ScriptedGenerator("x"), group)
+        for one in (ops.Open(1), op, ops.Gen(1, 2, "x", GenParams())):
+            interpreter.submit(one)
+        variable = interpreter.variable(2)
+        await variable.wait()
+        group.cancel_scope.cancel()
+    interpreter.close()
+    assert type(variable.error) is af.errors.RunFailed
+    assert type(variable.error.__cause__) is af.errors.BadArgument
+    assert str(variable.error.__cause__) == why
 
 
 async def test_a_reply_records_and_replays(tmp_path):

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from support.faults import has_param
 
 import agentflow as af
+from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops, text_parts
 from agentflow.protocol.transform import Transform, apply_transforms
+from agentflow.runtime.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -140,15 +142,18 @@ def test_a_part_that_is_not_there_or_too_large(name, argument, text):
 
 @pytest.mark.parametrize(("name", "argument"), WRONG)
 async def test_a_wrong_argument_fails_its_state(name, argument):
-    async with af.session(backend=af.Scripted([])) as flow, flow.state() as s, flow.state() as other:
-        variable = s.set("x", "text")
-        flow._link._connection.send(
-            [ops.Text(other.id, (ops.Ref(variable.id, (Transform(name, argument),)),))]
-        )
-        other += "more"
-        with pytest.raises(af.errors.BadArgument):
-            await other
-        assert await variable == "text"
+    text = ops.Text(3, (ops.Ref(2, (Transform(name, argument),)),))
+    async with anyio.create_task_group() as group:
+        interpreter = Interpreter(ScriptedGenerator([]), group)
+        known = ops.Set(1, 2, "x", ("text",))
+        interpreter.submit_all([ops.Open(1), known, ops.Open(3), text, ops.Set(3, 4, "y", ("more",))])
+        variable, later = interpreter.variable(2), interpreter.variable(4)
+        for one in (variable, later):
+            await one.wait()
+        assert type(later.error.__cause__) is af.errors.BadArgument
+        assert (variable.text, variable.error) == ("text", None)
+        group.cancel_scope.cancel()
+    interpreter.close()
 
 
 async def test_transforms_of_a_variable():

@@ -23,6 +23,7 @@ from agentflow.errors import (
 from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime import state_tree
 from agentflow.runtime.limits import (
+    OWN_CHAR_BYTES,
     Budget,
     MemoryBudget,
     Reservation,
@@ -237,7 +238,7 @@ def test_a_group_fails_with_a_branch_that_failed_before_it_was_one():
 
 
 def test_the_oldest_sealed_contexts_are_dropped(monkeypatch):
-    monkeypatch.setattr(state_tree, "MAX_SEALED_BYTES", 20)
+    monkeypatch.setattr(state_tree, "MAX_SEALED_BYTES", 2 * OWN_CHAR_BYTES)
     at = Contexts()
     for number in range(30):
         at.tree.forget(at.root(number))  # without a sealed context
@@ -245,17 +246,15 @@ def test_the_oldest_sealed_contexts_are_dropped(monkeypatch):
     states = [at.root(number) for number in range(1, 5)]
     num_bytes = at.memory.num_bytes
     for state in states:
-        assert state.context_reservation is not None
-        state.context_reservation.add(8)
+        state.reserve_text("x")
         for _ in range(2):  # it may be repeated
             at.tree.seal(state)
     assert [state.sealed for state in states] == [None, None, "context 3", "context 4"]
-    assert at.memory.num_bytes == num_bytes + 16
+    assert at.memory.num_bytes == num_bytes + 2 * text_bytes("x")
     assert at.freed == ["context 1", "context 2", "context 3", "context 4"]
     at.tree.forget(states[2])
     fifth = at.root(5)
-    assert fifth.context_reservation is not None
-    fifth.context_reservation.add(8)
+    fifth.reserve_text("x")
     at.tree.seal(fifth)
     assert states[3].sealed == "context 4"
 

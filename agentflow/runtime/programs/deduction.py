@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, Literal, NamedTuple, TypeVar
 
@@ -57,84 +58,46 @@ class Stage:
         self.members: dict[Node, None] = {}  # only requests
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A request, another variable, or a fork.
 
     A node stays in the graph while it is unfinished, or while an unfinished node depends on it."""
 
-    __slots__ = (
-        "depth",
-        "explicit",
-        "gate",
-        "has_ended",
-        "is_gone",
-        "is_queued",
-        "is_request",
-        "is_running",
-        "kind",
-        "levels",
-        "media",
-        "name",
-        "num_media",
-        "num_open",
-        "num_preds",
-        "num_urgent",
-        "num_urgent_gates",
-        "num_urgent_wide",
-        "number",
-        "objective",
-        "preds",
-        "stage",
-        "stages",
-        "state",
-        "succs",
-        "tpot_s",
-        "ttft_s",
-        "var",
-        "vote",
-        "votes",
-        "want",
-        "wide_votes",
-    )
-
-    def __init__(
-        self, number: int, kind: Kind, state: int, var: int, name: str, objective: Objective | None
-    ) -> None:
-        self.number = number
-        self.kind: Kind = kind
-        self.is_request = kind in REQUESTS
-        self.state = state
-        self.var = var  # of a fork its first child
-        self.name = name
-        self.media: tuple[LiveMedium, ...] = ()  # as in ``LiveNode``
-        self.num_media = 0
-        self.preds: dict[Node, None] = {}
-        self.succs: dict[Node, None] = {}
-        self.num_preds = 0  # that were unfinished when it was submitted, without the cancelled ones
-        self.num_open = 0  # of ``succs``, the unfinished ones
-        self.is_running = False
-        self.has_ended = False
-        self.is_gone = False  # no longer in the graph
-        self.explicit = objective
-        self.want: How | None = None
-        self.ttft_s: float | None = None
-        self.tpot_s: float | None = None
-        # The deduction.
-        self.objective: Objective = "latency"
-        self.gate: Objective = "latency"  # of the consumer of its stage
-        self.stage: Stage | None = None
-        self.stages: dict[int, Stage] | None = None  # of which it is the consumer, by their depth
-        # What its successors tell it: in which stage their predecessors are, and how many count by latency.
-        self.votes: dict[Stage | None, int] = {}
-        self.wide_votes: dict[Stage | None, int] = {}  # the same, if it has several successors
-        self.num_urgent = 0
-        self.num_urgent_gates = 0
-        self.num_urgent_wide = 0
-        self.vote: _Vote | None = None  # what it has told its predecessors
-        self.is_queued = False
-        # The steps of its unfinished predecessors, each with their number.
-        self.levels: dict[int, int] = {}
-        self.depth = 0
+    number: int
+    kind: Kind
+    is_request: bool  # to a model; all others take no time
+    state: int
+    var: int  # of a fork its first child
+    name: str
+    explicit: Objective | None  # the objective, if the program gives one
+    media: tuple[LiveMedium, ...] = ()  # as in ``LiveNode``
+    num_media: int = 0
+    preds: dict[Node, None] = field(default_factory=dict)
+    succs: dict[Node, None] = field(default_factory=dict)
+    num_preds: int = 0  # that were unfinished when it was submitted, without the cancelled ones
+    num_open: int = 0  # of ``succs``, the unfinished ones
+    is_running: bool = False
+    has_ended: bool = False
+    is_gone: bool = False  # no longer in the graph
+    want: How | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    # The deduction. Its first values are those of a node that depends on none, and that none depends on.
+    objective: Objective = "latency"
+    gate: Objective = "latency"  # of the consumer of its stage
+    stage: Stage | None = None
+    stages: dict[int, Stage] | None = None  # of which it is the consumer, by their depth
+    # What its successors tell it: in which stage their predecessors are, and how many count by latency.
+    votes: dict[Stage | None, int] = field(default_factory=dict)
+    wide_votes: dict[Stage | None, int] = field(default_factory=dict)  # the same, if it has several
+    num_urgent: int = 0
+    num_urgent_gates: int = 0
+    num_urgent_wide: int = 0
+    vote: _Vote | None = None  # what it has told its predecessors
+    is_queued: bool = False
+    levels: dict[int, int] = field(default_factory=dict)  # the steps of its unfinished predecessors, counted
+    depth: int = 0
 
     @property
     def level(self) -> int:
@@ -185,13 +148,9 @@ class Deduction:
         self._removed: deque[Node] = deque()
         self._prunable: deque[Node] = deque()  # ended ones that no unfinished node depends on
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the deduction of all nodes is up to date."""
-        return not (self._upstream or self._downstream or self._removed or self._prunable)
-
     def add(self, node: Node, preds: Iterable[Node]) -> None:
-        """Adds a node that depends on unfinished ones, each of which may be repeated."""
+        """Adds a node that depends on unfinished ones, each of which may be repeated. A new node that depends
+        on none, and has no objective of the program, needs no deduction before another depends on it."""
         for pred in dict.fromkeys(preds):
             node.preds[pred] = None
             pred.succs[node] = None
@@ -242,9 +201,9 @@ class Deduction:
             node.is_queued = True
             heappush(self._upstream, (-node.number, node))
 
-    def settle(self, max_visits: int = MAX_VISITS) -> None:
+    def settle(self, max_visits: int = MAX_VISITS) -> bool:
         """Brings the deduction up to date, of about ``max_visits`` nodes and edges: the last node may have
-        more edges."""
+        more edges. Returns whether that of all nodes is."""
         num_left = max_visits
         while self._removed and num_left > 0:
             node = self._removed.popleft()
@@ -258,6 +217,7 @@ class Deduction:
             node = heappop(self._upstream)[1]
             node.is_queued = False
             num_left -= 1 if node.is_gone else self._deduce(node)
+        return not (self._upstream or self._downstream or self._removed or self._prunable)
 
     # Steps.
 

@@ -20,7 +20,7 @@ from agentflow.protocol.events import LiveMedium, LiveNode, Usage
 from agentflow.protocol.images import Medium, Video, kind_of
 from agentflow.protocol.op_table import references
 from agentflow.protocol.ops import Objective
-from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, Deduction, How, Kind, Node
+from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, REQUESTS, Deduction, How, Kind, Node
 from agentflow.runtime.programs.place import Place
 
 _numbers = itertools.count(1)
@@ -159,6 +159,10 @@ class ProgramGraph:
         self._variables: dict[int, Node] = {}  # the unfinished ones
         self._forks: dict[int, Node] = {}  # unfinished forks, by their first child
         self._changed: dict[StateInGraph, None] = {}
+        self.has_changes = False
+        """Whether ``take_places`` may have something to report."""
+        self.is_settled = True
+        """Whether the places have taken all ops into account."""
         self._deduction = Deduction(self._next_number, self._note)
         self._returns_s: dict[str, float] = {}  # by the labels of programs, the least recently used first
 
@@ -223,10 +227,11 @@ class ProgramGraph:
         state = self._states.get(root)
         if len(last) < 2 or state is None or state.is_stopped:
             return
-        node = Node(next(self._node_numbers), "gather", root, 0, "", state.objective)
+        node = Node(next(self._node_numbers), "gather", False, root, 0, "", state.objective)
         state.nodes[node] = None
         self._deduction.add(node, last)
-        self._deduction.settle(self._max_visits)
+        self.is_settled = False
+        self._settle()
 
     def want(
         self,
@@ -261,11 +266,13 @@ class ProgramGraph:
             state.failed = LiveNode(node.number, number, node.kind, var, node.name, "failed")
         for node in state.nodes:
             self._forget(node)
-        self._deduction.remove(state.nodes)
+        if state.nodes:
+            self._deduction.remove(state.nodes)
+            self.is_settled = False
         state.nodes.clear()
         state.requests.clear()
         state.frontier.clear()
-        self._changed[state] = None
+        self._mark(state)
 
     def close(self, number: int) -> None:
         """The state is closed."""
@@ -283,8 +290,9 @@ class ProgramGraph:
     def take_places(self) -> list[tuple[int, Place]]:
         """The places of the states, by number, that have changed since the last call. ``has_changes`` tells
         whether another call may have more."""
-        self._deduction.settle(self._max_visits)
+        self._settle()
         changed, self._changed = self._changed, {}
+        self.has_changes = not self.is_settled
         found: list[tuple[int, Place]] = []
         for state in changed:
             place = self.place_of(state)
@@ -293,19 +301,9 @@ class ProgramGraph:
                 found.append((state.number, place))
         return found
 
-    @property
-    def has_changes(self) -> bool:
-        """Whether ``take_places`` may have something to report."""
-        return bool(self._changed) or not self._deduction.is_settled
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the places have taken all ops into account."""
-        return self._deduction.is_settled
-
     def place(self, number: int) -> Place | None:
         """The present place of a state."""
-        self._deduction.settle(self._max_visits)
+        self._settle()
         state = self._states.get(number)
         return None if state is None else self.place_of(state)
 
@@ -373,7 +371,17 @@ class ProgramGraph:
 
     def _add_state(self, state: StateInGraph) -> None:
         self._states[state.number] = state
+        self._mark(state)
+
+    def _mark(self, state: StateInGraph) -> None:
+        """The place of the state may have changed."""
         self._changed[state] = None
+        self.has_changes = True
+
+    def _settle(self) -> None:
+        if not self.is_settled:
+            self.is_settled = self._deduction.settle(self._max_visits)
+            self.has_changes = self.has_changes or not self.is_settled
 
     def _refer(self, op: ops.Text) -> None:
         state = self._states.get(op.state)
@@ -423,18 +431,21 @@ class ProgramGraph:
                 self._note_return(state.label, now_s - state.waits_since)
                 state.waits_since = None
             if state.next_request() is node:
-                self._changed[state] = None
+                self._mark(state)
 
     def _add(self, state: StateInGraph, kind: Kind, var: int, name: str) -> Node:
-        node = Node(next(self._node_numbers), kind, state.number, var, name, state.objective)
+        is_request = kind in REQUESTS
+        node = Node(next(self._node_numbers), kind, is_request, state.number, var, name, state.objective)
         state.nodes[node] = None
         if kind == "expect":  # runs nothing: the ops behind it do not wait for its value
-            self._deduction.add(node, ())
-        else:
-            self._deduction.add(node, [pred for pred in state.frontier if not pred.has_ended])
-            state.frontier = [node]
-            state.frontier_limit = _MIN_FRONTIER
-        self._deduction.settle(self._max_visits)
+            return node
+        preds = [pred for pred in state.frontier if not pred.has_ended]
+        state.frontier = [node]
+        state.frontier_limit = _MIN_FRONTIER
+        if preds or node.explicit is not None:
+            self._deduction.add(node, preds)
+            self.is_settled = False
+        self._settle()
         return node
 
     def _node_of(self, op: ops.Op | ops.Rejected) -> Node | None:
@@ -447,16 +458,20 @@ class ProgramGraph:
         state = self._states.get(node.state)
         if state is not None:
             state.nodes.pop(node, None)
-        self._deduction.end(node)
-        for succ in node.succs:
-            if succ.kind == "gather" and not succ.levels:
-                self._end(succ, now_s)
-                break  # a node has at most one
-        self._deduction.settle(self._max_visits)
+        if not node.preds and not node.succs and node.stage is None:
+            node.has_ended = node.is_gone = True
+        else:
+            self._deduction.end(node)
+            self.is_settled = False
+            for succ in node.succs:
+                if succ.kind == "gather" and not succ.levels:
+                    self._end(succ, now_s)
+                    break  # a node has at most one
+        self._settle()
         if state is not None and node.is_request:
             if state.next_request() is None:
                 state.waits_since = now_s
-            self._changed[state] = None
+            self._mark(state)
 
     def _forget(self, node: Node) -> None:
         if node.kind == "fork":
@@ -468,11 +483,12 @@ class ProgramGraph:
         """The deduction of the node has changed."""
         state = self._states.get(node.state)
         if state is not None and state.next_request() is node:
-            self._changed[state] = None
+            self._mark(state)
 
     def _update(self, node: Node) -> None:
         self._deduction.update(node)
-        self._deduction.settle(self._max_visits)
+        self.is_settled = False
+        self._settle()
 
     def _note_return(self, label: str, seconds: float) -> None:
         before = self._returns_s.pop(label, None)

@@ -7,18 +7,19 @@ import logging
 from itertools import count
 from typing import Any
 
+import anyio
 import pytest
 from support.asgi_peer import bench, check_still_served, connected
 from support.fake_engine import TEMPLATE
 from support.process_engine import process_engine
 from support.session_peer import gen
 
-from agentflow.backends.local import interpreted
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, Reached, StateFailed, VarFailed
 from agentflow.protocol.ops import MAX_NUMBER, Op
+from agentflow.runtime.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -102,15 +103,19 @@ async def test_a_hint_that_an_engine_process_cannot_be_sent_fails_its_state_alon
     """Otherwise the engine would never end the request."""
     events: list[Event] = []
     async with process_engine() as client:
-        async with interpreted(EngineGenerator(client, TEMPLATE), events.extend) as connection:
+        async with anyio.create_task_group() as group:
+            interpreter = Interpreter(EngineGenerator(client, TEMPLATE), group)
             for state, (field, value) in enumerate(HINTS, 1):
                 hint = ops.Hint(state, **{field: value})
-                connection.send([ops.Open(state), ops.Text(state, ("abc",)), hint, gen(state, state, 4)])
+                before = [ops.Open(state), ops.Text(state, ("abc",)), hint]
+                interpreter.submit_all([*before, gen(state, state, 4)])
             last = len(HINTS) + 1
-            connection.send([ops.Open(last), ops.Text(last, ("abc",)), gen(last, last, 4)])
-            connection.send([ops.Await(last, 1)])
+            interpreter.submit_all([ops.Open(last), ops.Text(last, ("abc",)), gen(last, last, 4)])
+            interpreter.submit(ops.Await(last, 1))
             while not any(isinstance(event, Reached) for event in events):
-                await client.stats()
+                events += await interpreter.events.next()
+            group.cancel_scope.cancel()
+        interpreter.close()
         failed = {event.var: event.error.origin for event in events if isinstance(event, VarFailed)}
         assert set(failed) == {*range(1, last)}
         for state, (field, _) in enumerate(HINTS, 1):
