@@ -147,7 +147,7 @@ class EngineClient:
         self._unfinished: dict[int, tuple[str, int]] = {}  # tenant and state of each
         self._request_of: dict[int, int] = {}  # of each state its last request, while it is unfinished
         self._num_unfinished_of: Counter[str] = Counter()
-        self._media = KnownMedia()
+        self._media: KnownMedia | None = None  # since the first image
         self._media_of: dict[int, list[PreparedMedium]] = {}  # of unfinished requests
         self._queries: dict[int, _Call] = {}
         self._stats_ticket: int | None = None  # of the unanswered StatsRequest
@@ -240,6 +240,8 @@ class EngineClient:
         """The engine gets an image for the requests of a state of the tenant. Returns the object for the
         image, which the state must hold as long as it has the image. ``Overloaded``."""
         self._drop_media()
+        if self._media is None:
+            self._media = KnownMedia()
         known, is_new = self._media.add(medium, tenant)
         if is_new:
             self.engine.send(KeepMedium(copy(known)))
@@ -247,8 +249,9 @@ class EngineClient:
 
     def _drop_media(self) -> None:
         """Drops the images that no state and no unfinished request has."""
-        for identity in self._media.released():
-            self.engine.send(DropMedium(identity))
+        if self._media is not None:
+            for identity in self._media.released():
+                self.engine.send(DropMedium(identity))
 
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
         """Computes tokens for later requests, if there is much room, without waiting. Returns an id for
@@ -395,10 +398,11 @@ class EngineClient:
     def _submit(self, message: Submit) -> None:
         if message.origin.adapter and not message.adapter:
             message = replace(message, adapter=self._identity_of(message.origin.adapter))
-        runs, media = self._media.runs_in(message.token_ids)
-        if runs:
-            message = replace(message, media=runs)
-            self._media_of[message.request_id] = media
+        if self._media is not None:
+            runs, media = self._media.runs_in(message.token_ids)
+            if runs:
+                message = replace(message, media=runs)
+                self._media_of[message.request_id] = media
         try:
             self.engine.send(message)
         except BaseException:

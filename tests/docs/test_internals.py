@@ -59,6 +59,28 @@ def test_a_generation_takes_the_steps_of_the_page_in_order() -> None:
     assert [one for one in functions if one not in on_torch and one not in calls] == []  # each after the last
 
 
+UNUSED = (  # by a gen of plain text
+    "language/markers.py",
+    "language/states/traced.py",
+    "language/states/readers.py",
+    "language/states/reported.py",
+    "language/failures/user_code.py",
+    "language/typed/values.py",
+    "runtime/limits.py",
+    "runtime/image_store.py",
+    "runtime/programs/deduction.py",
+    "engine/known_media.py",
+    "engine/text/reasoning.py",
+    "engine/text/chat_template.py",
+)
+
+
+def test_a_generation_enters_no_file_of_features_that_it_does_not_use() -> None:
+    unused = {str(ROOT / "agentflow" / file) for file in UNUSED}
+    assert [file for file in unused if not Path(file).exists()] == []
+    assert unused & anyio.run(generation).files.keys() == set()
+
+
 def defined_in(file: Path) -> set[str]:
     """The classes, functions, methods and constants of a module."""
     names: set[str] = set()

@@ -30,6 +30,7 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.media import MOST_AT_ONCE
+from agentflow.engine.known_media import KnownMedia
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -318,7 +319,7 @@ async def test_few_tasks_read_any_number_of_images() -> None:
 
 async def test_pixels_are_bounded_and_released() -> None:
     async with vision() as (generator, _, client):
-        client._media._most_bytes = 7000  # two pictures
+        client._media = KnownMedia(7000)  # two pictures
         contexts = [ask(generator, f"#{number}") for number in range(3)]
         await answer(generator, contexts[0])
         await answer(generator, contexts[1])

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from agentflow.engine.generator.prompt_changes import Outline, outline
-from agentflow.engine.messages import Finished
+from agentflow.engine.messages import Finished, Placed
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -64,17 +64,18 @@ class PromptLimits:
         self._tokenizer = tokenizer
         self._vocab_size = info.vocab_size
         self.max_turns = info.max_context  # each turn is at least one token
-        self._max_tokens = min(info.max_context, info.num_slots)
+        self.most_tokens = min(info.max_context, info.num_slots)
+        """Of a prompt with its output, by the model's context and the KV pool."""
 
     def max_tokens(self, limit: int | None = None) -> int:
         """Returns the most tokens of a prompt: the smallest of the model's context, the KV pool and
         ``limit``."""
-        return min(self._max_tokens, limit or self._max_tokens)
+        return min(self.most_tokens, limit or self.most_tokens)
 
     def check_length(self, num_chars: int, max_tokens: int | None = None) -> None:
         """Raises ``PromptTooLong`` if every encoding of a text with ``num_chars`` characters exceeds
         ``max_tokens``. Call it before encoding, which would take long. Default: the limit of the model."""
-        max_tokens = max_tokens or self._max_tokens
+        max_tokens = max_tokens or self.most_tokens
         fewest = self._tokenizer.fewest_tokens(num_chars)
         if fewest > max_tokens:
             raise PromptTooLong(
@@ -90,7 +91,7 @@ class PromptLimits:
         Yields:
             The number of characters that the next step encodes.
         """
-        max_tokens = max_tokens or self._max_tokens
+        max_tokens = max_tokens or self.most_tokens
         if sum(map(len, texts)) <= CHARS_PER_TOKEN * max_tokens:
             return
         num_tokens = 0
@@ -115,7 +116,7 @@ class PromptLimits:
 
     def check_num_tokens(self, num_tokens: int, max_tokens: int | None = None) -> None:
         """Raises ``PromptTooLong`` for more than ``max_tokens``. Default: the limit of the model."""
-        max_tokens = max_tokens or self._max_tokens
+        max_tokens = max_tokens or self.most_tokens
         if num_tokens > max_tokens:
             raise PromptTooLong(
                 f"the prompt has {num_tokens:,} tokens; this server takes at most {max_tokens:,}: shorten it"
@@ -153,7 +154,7 @@ class EngineContext:
     origin: Origin  # of its requests, without their place in the program
     limits: PromptLimits
     num_unencoded_chars: int = 0
-    num_unencoded_turns: int = 0
+    num_to_encode: int = 0  # the cost of rendering and encoding the appended text, in characters
     num_turns: int = 0
     num_media: int = 0
     num_computed: int = 0  # the leading tokens that requests have already computed
@@ -180,7 +181,7 @@ class EngineContext:
         """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""
         self.limits.check_length(self.num_unencoded_chars + len(text))
         self.tokens.text(text)
-        self.num_unencoded_chars += len(text)
+        self.add_chars(len(text))
 
     def medium(self, medium: Medium) -> None:
         """Appends an image or a video, to be read later. Raises ``PromptTooLong`` for more of them than the
@@ -195,7 +196,7 @@ class EngineContext:
         self.limits.check_turns(self.num_turns + 1)
         self.tokens.begin_role(role, tool_call_id, name)
         self.num_turns += 1
-        self.num_unencoded_turns += 1
+        self.num_to_encode += CHARS_PER_TURN
 
     def end_role(self) -> None:
         """Closes the turn."""
@@ -212,19 +213,19 @@ class EngineContext:
         else:
             description = tool_description(offered.tools) if offered.tools else ""
             self.tokens.plain_tools(description, has_system=takes_system(template))
-        self.num_unencoded_chars += _num_chars_of_tools(offered)
+        self.add_chars(_num_chars_of_tools(offered))
         self.tools = use
 
-    @property
-    def num_to_encode(self) -> int:
-        """The cost of rendering and encoding the appended text, in characters."""
-        return self.num_unencoded_chars + CHARS_PER_TURN * self.num_unencoded_turns
+    def add_chars(self, num_chars: int) -> None:
+        """Counts text that was appended."""
+        self.num_unencoded_chars += num_chars
+        self.num_to_encode += num_chars
 
     @property
     def num_guessed_tokens(self) -> int:
         """The number of its tokens, with an estimate for text that is not encoded yet."""
         num_text = self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
-        return num_text + sum(map(_num_guessed_of, self.tokens.unread))
+        return num_text + sum(map(_num_guessed_of, self.tokens.unread.values()))
 
     def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
         """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
@@ -249,7 +250,7 @@ class EngineContext:
 
     def mark_encoded(self) -> None:
         """Records that all appended text is encoded."""
-        self.num_unencoded_chars = self.num_unencoded_turns = 0
+        self.num_unencoded_chars = self.num_to_encode = 0
 
     def origin_now(self) -> Origin:
         """Returns the origin of a request made now, with its place in the program, the time left until the
@@ -266,15 +267,28 @@ class EngineContext:
 
     def origin_ahead(self) -> Origin:
         """Returns the origin of a request for tokens that the state's next request will need."""
-        origin = self.origin
-        if self.place is not None:
-            group = group_of_place(self.place) or origin.task_group
-            place = self.place
+        origin, place = self.origin, self.place
+        if place is not None:
+            group = group_of_place(place) or origin.task_group
             origin = origin.at(place.program, group, place.objective, place.tpot_s, place.ttft_s)
         if self.deadline is None:
             return origin
         left_s = max(0.0, self.deadline - time.monotonic())
         return msgspec.structs.replace(origin, deadline_s=left_s)
+
+    def placed(self, place: Place) -> Placed:
+        """Gives the state a place in its program. Returns the message about it for the engine."""
+        self.place = place
+        return Placed(
+            self.origin.state,
+            place.program,
+            group_of_place(place) or self.origin.task_group,
+            place.objective,
+            place.steps,
+            place.returns_s,
+            place.tpot_s,
+            place.ttft_s,
+        )
 
     def fork(self, origin: Origin) -> EngineContext:
         """Returns a context with the same tokens. Appended text must be encoded first."""
@@ -337,7 +351,7 @@ def fill_conversation(
     """
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
-    context.num_unencoded_chars += _num_chars_of_tools(conversation)
+    context.add_chars(_num_chars_of_tools(conversation))
     tools, salt = repr(conversation.tools), context.origin.cache_salt
     start = f"({salt!r}, {tools}, {template.values!r})"
     # The keys of the messages with their calls, which the plain notation writes into contents.
@@ -355,7 +369,7 @@ def fill_conversation(
         has_calls = bool(message.tool_calls) or message.role == "tool"
         if (has_calls and answer is None) or (reasoning and not is_last):
             context.tokens.turn(msgspec.structs.replace(message, reasoning=reasoning))
-            context.num_unencoded_chars += _num_chars_of(message) + len(reasoning or "")
+            context.add_chars(_num_chars_of(message) + len(reasoning or ""))
             continue
         context.begin_role(message.role)
         if message.images:

@@ -46,7 +46,7 @@ from agentflow.engine.generator.prompt_changes import PromptChanges
 from agentflow.engine.generator.select import select_scores, with_ends
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.messages import EngineStats, Finished, Placed, Progress
+from agentflow.engine.messages import EngineStats, Finished, Progress
 from agentflow.engine.request_checks import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
@@ -67,7 +67,6 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.images import Image, Video
-from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
     Decided,
@@ -78,7 +77,6 @@ from agentflow.runtime.generator import (
     Scored,
     StateHint,
 )
-from agentflow.runtime.programs.place import Place
 from agentflow.runtime.turns import Turn
 
 ResultT = TypeVar("ResultT")
@@ -151,6 +149,7 @@ class EngineGenerator:
         self._client = client
         self._adapter = adapter
         self.template = template
+        self._reasoning = reasoning_marks(template.source)
         self.tenant = tenant
         self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)  # of this tenant only
         self.limits = PromptLimits(client.tokenizer, client.info)
@@ -162,6 +161,7 @@ class EngineGenerator:
         self._num_rerendered = 0
         self._own = Usage()
         info = client.info
+        self._generates = not info.embedding_size
         self.capabilities = Capabilities(
             model=name or info.model,
             roles=template.has_template,
@@ -188,7 +188,8 @@ class EngineGenerator:
 
     def check_task(self, *, embeds: bool) -> None:
         """Raises ``BadArgument`` if the model makes embeddings and is to generate text, or the reverse."""
-        check_task(embeds, self._client.info)
+        if embeds == self._generates:
+            check_task(embeds, self._client.info)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -358,12 +359,14 @@ class EngineGenerator:
         those of ``reply``."""
         sampling = params.resolved()
         thinking = await self._thinking(context, sampling, constraint, replies=False)
-        text = AnswerText(thinking)
-        on_progress = _reporting(text, on_text, on_reasoning)
+        text = None if thinking is None else AnswerText(thinking)
+        on_progress = _passing(on_text) if text is None else _reporting(text, on_text, on_reasoning)
         end = await self.complete(context, sampling, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
-        answer = text.finish(end.text, end.answer_at)
-        generated = _generated(end, sampling, self.tokenizer, answer, str(text.reasoning))
+        answer, reasoning = end.text, ""
+        if text is not None:
+            answer, reasoning = text.finish(end.text, end.answer_at), str(text.reasoning)
+        generated = _generated(end, sampling, self.tokenizer, answer, reasoning)
         start = len(end.text) - len(answer)
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated
@@ -373,7 +376,7 @@ class EngineGenerator:
     ) -> Thinking | None:
         """Returns how the output for a program may begin with reasoning. By default a model does not reason
         before a constraint, so that reasoning does not use up the tokens of a short form."""
-        if reasoning_marks(self.template.source) is None:
+        if self._reasoning is None:
             return None
         await self._encode(context)
         default = None if constraint is None else 0
@@ -405,15 +408,17 @@ class EngineGenerator:
             calls: the marks of tool calls, inside which no stop applies.
         """
         self.check_task(embeds=False)
-        self.capabilities.require(constraint)
+        if constraint is not None:
+            self.capabilities.require(constraint)
         if thinking is not None:
             thinking = msgspec.structs.replace(
                 thinking, strips=constraint is None or constraint.has_free_text
             )
         await self._until_ready()
-        with self._admit(context.num_guessed_tokens) as admitted:
+        with self._admit(context) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
-            self.limits.check_length(context.num_unencoded_chars)
+            if context.num_unencoded_chars:
+                self.limits.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
             if context.outline is not None:
                 context.changed = self._prompt_changes.reason(context.outline, context.tokens.text_keys)
@@ -432,7 +437,8 @@ class EngineGenerator:
                 on_progress(progress)
 
             self._client.check_room(self.tenant.name)
-            check_request(len(token_ids), params, self._client.info)
+            if params.logit_bias or len(token_ids) >= self.limits.most_tokens:
+                check_request(len(token_ids), params, self._client.info)
             admitted.prompt_tokens = len(token_ids)
             end = await self._client.generate(
                 token_ids,
@@ -447,23 +453,28 @@ class EngineGenerator:
                 calls=calls,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
-        self._own += _usage(end)
+        self._count(_usage(end))
         context.num_computed = len(token_ids) + len(end.token_ids)
         return end
+
+    def _count(self, usage: Usage) -> None:
+        """Counts a request in the tenant's own figures, for a tenant that does not see the engine's."""
+        if not self.tenant.sees_metrics:
+            self._own += usage
 
     async def score_prompt(self, context: EngineContext, num_top: int) -> Finished:
         """Returns the log-probability of each token of the context except the first, given all tokens before
         it, with the ``num_top`` likeliest tokens at its place. All tokens are computed, and then cached."""
         self.check_task(embeds=False)
         await self._until_ready()
-        with self._admit(context.num_guessed_tokens) as admitted:
+        with self._admit(context) as admitted:
             admitted.prompt_tokens = 0
             token_ids = await self.prompt_ids(context)
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = len(token_ids)
             self._begins(context)
             end = await self._client.score(token_ids, 1, num_top=num_top, origin=context.origin_now())
-        self._own += _usage(end)
+        self._count(_usage(end))
         context.num_computed = len(token_ids) - 1
         return end
 
@@ -472,7 +483,7 @@ class EngineGenerator:
         """The scope of work that counts as a request of the tenant but generates nothing. Raises
         ``RateLimited``."""
         await self._until_ready()
-        with self._admit(0):
+        with self._admit():
             yield
 
     async def _until_ready(self) -> None:
@@ -481,11 +492,15 @@ class EngineGenerator:
             await leasing
 
     @contextmanager
-    def _admit(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
+    def _admit(self, context: EngineContext | None = None, num_chars: int = 0) -> Iterator[AdmittedRequest]:
+        """The scope of a request over the context and ``num_chars`` more characters."""
         if self._gate is None:
-            yield AdmittedRequest(prompt_tokens)
+            yield AdmittedRequest(0)
             return
-        with self._gate.request(self.tenant, prompt_tokens) as admitted:
+        num_tokens = num_chars // CHARS_PER_TOKEN
+        if context is not None:
+            num_tokens += context.num_guessed_tokens
+        with self._gate.request(self.tenant, num_tokens) as admitted:
             yield admitted
 
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
@@ -493,7 +508,7 @@ class EngineGenerator:
         scored ids."""
         self.check_task(embeds=False)
         await self._until_ready()
-        with self._admit(context.num_guessed_tokens) as admitted:
+        with self._admit(context) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             encoded = await self._encode_choices(context, choices)
             self._client.check_room(self.tenant.name)
@@ -507,7 +522,7 @@ class EngineGenerator:
             self._begins(context)
             scores, end = await select_scores(self._client, context, scored, method)
             admitted.cached_tokens = end.cached_tokens
-            self._own += _usage(end)
+            self._count(_usage(end))
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
         context.mark_encoded()
@@ -523,7 +538,7 @@ class EngineGenerator:
         lengths = [len(question_text(question)) for question in questions]
         num_chars = sum(lengths)
         await self._until_ready()
-        with self._admit(context.num_guessed_tokens + num_chars // CHARS_PER_TOKEN) as admitted:
+        with self._admit(context, num_chars) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             await self._encode(context)
             self.limits.check_length(max(lengths))  # each is a separate prompt
@@ -541,7 +556,7 @@ class EngineGenerator:
             probabilities, end = await decided(self._client, asked, context.origin_now())
             admitted.cached_tokens = end.cached_tokens
             usage = Usage(asked.num_tokens, end.cached_tokens)
-            self._own += usage
+            self._count(usage)
         num_own = min(len(asked.prompt), context.tokens.num_settled)  # the rest belongs to the questions
         context.num_computed = max(context.num_computed, num_own)
         return Decided(tuple(probabilities), usage)
@@ -582,7 +597,7 @@ class EngineGenerator:
         prefix = prefix_of(options, self._embedding)
         amount = sum(map(len, inputs)) + len(prefix) * len(inputs)
         await self._until_ready()
-        with self._admit(amount // CHARS_PER_TOKEN) as admitted:
+        with self._admit(num_chars=amount) as admitted:
             admitted.prompt_tokens = 0
             ids = await self.encode_beside(amount, encoded, client, inputs, prefix, self._embedding, param)
             num_tokens = sum(map(len, ids))
@@ -605,7 +620,7 @@ class EngineGenerator:
             )
             vectors, usage = await run_embeddings(client, ids, origin)
             admitted.cached_tokens = usage.cached_tokens
-        self._own += usage
+        self._count(usage)
         return [truncated(vector, options.dimensions) for vector in vectors], usage
 
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
@@ -658,44 +673,28 @@ class EngineGenerator:
         if not self._use_hints:
             return
         context.is_dropped = context.is_dropped or hint.is_dropped
-        origin = context.origin
-        context.origin = msgspec.structs.replace(
-            origin,
-            objective=hint.objective or origin.objective,
-            output_tokens=hint.output_tokens or origin.output_tokens,
-        )
-        if hint.place is not None or (context.place is not None and hint.objective is not None):
-            self._place(context, hint.place, hint.objective)
+        if hint.objective is not None or hint.output_tokens:
+            origin = context.origin
+            context.origin = msgspec.structs.replace(
+                origin,
+                objective=hint.objective or origin.objective,
+                output_tokens=hint.output_tokens or origin.output_tokens,
+            )
+        place = hint.place
+        if hint.objective is not None and (place := place or context.place) is not None:
+            place = msgspec.structs.replace(place, objective=hint.objective)
+        if place is not None and place != context.place:
+            if hint.begins or not context.has_run or not context.origin.state:
+                context.place = place  # the next request tells the engine
+            else:
+                self._client.place(context.placed(place))
         if hint.deadline_s is not None:
             context.deadline = time.monotonic() + hint.deadline_s
-        is_short = context.num_to_encode <= MAX_INLINE_CHARS and not context.tokens.unread
-        if hint.forks is not None and hint.forks > 1 and is_short:
-            context.tokens.cut()
-            self._compute_ahead(context)
-
-    def _place(self, context: EngineContext, place: Place | None, objective: Objective | None) -> None:
-        """Gives the state a place in its program (None: the present one), with another ``objective`` unless
-        that is None. Tells the engine if it may have requests of the state."""
-        place = place or context.place or Place()
-        if objective is not None:
-            place = msgspec.structs.replace(place, objective=objective)
-        if place == context.place:
-            return
-        context.place = place
-        if context.has_run and context.origin.state:
-            origin = context.origin_ahead()
-            self._client.place(
-                Placed(
-                    origin.state,
-                    origin.program,
-                    origin.task_group,
-                    origin.objective,
-                    place.steps,
-                    place.returns_s,
-                    place.tpot_s,
-                    place.ttft_s,
-                )
-            )
+        if hint.forks is not None and hint.forks > 1:
+            is_short = context.num_to_encode <= MAX_INLINE_CHARS and not context.tokens.unread
+            if is_short:
+                context.tokens.cut()
+                self._compute_ahead(context)
 
     async def fill_ahead(self, context: EngineContext) -> None:
         """Computes the tokens that are known, at the lowest priority of the tenant, if enough are missing.
@@ -872,8 +871,9 @@ class EngineGenerator:
 
     async def prompt_ids(self, context: EngineContext) -> list[int]:
         """Returns the current prompt's ids. Raises ``BadArgument`` if there are none."""
-        await self._encode(context)
-        token_ids = context.tokens.ids()
+        await self._read_media(context)
+        token_ids = await self.encode_beside(context.num_to_encode, context.tokens.cut_ids)
+        context.mark_encoded()
         if not token_ids:
             raise BadArgument("gen on an empty state: append some text or a turn first")
         return token_ids
@@ -887,7 +887,7 @@ class EngineGenerator:
 
     async def _read_media(self, context: EngineContext) -> None:
         """Reads the images and videos that were appended. Raises the errors of ``read_media``."""
-        media = context.tokens.unread
+        media = list(context.tokens.unread.values())
         if media:
             for medium in media:
                 if isinstance(medium, Video):
@@ -932,6 +932,16 @@ def _generated(
         reasoning=reasoning or None,
         tokens=tokens,
     )
+
+
+def _passing(on_text: OnText) -> OnProgress:
+    """Returns a callback for the progress of a generation without reasoning, which reports new text."""
+
+    def on_progress(progress: Progress) -> None:
+        if progress.text:
+            on_text(progress.text)
+
+    return on_progress
 
 
 def _reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:

@@ -30,6 +30,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, continues: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._byte_table = tokenizer.byte_table
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._chunks: list[str] = []
         self._spaces_to_strip = 0 if continues else tokenizer.max_leading_spaces
@@ -44,7 +45,8 @@ class Detokenizer:
         """Appends an id. Returns the text that is now complete; often a word, sometimes nothing."""
         self._starts.append(_UNFINISHED if self.is_unfinished else self.num_chars)
         self.ids.append(token_id)
-        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        known = self._byte_table  # a model may have ids that its tokenizer does not know
+        text = self._utf8.decode(known[token_id] if 0 <= token_id < len(known) else b"")
         if self._spaces_to_strip and text:
             text = self._strip(text)
         if text:

@@ -280,14 +280,14 @@ class ReasoningText:
 
 
 class AnswerText:
-    """The answer in one output, without the ``reasoning`` before it. ``thinking``: None if there is none."""
+    """The answer in one output, without the ``reasoning`` before it."""
 
-    def __init__(self, thinking: Thinking | None) -> None:
-        self._output: ReasoningOutput | ChannelOutput | None = None
-        if thinking is not None and thinking.has_channels:
-            self._output = ChannelOutput((), is_open=thinking.is_open)
-        elif thinking is not None:
-            self._output = ReasoningOutput(thinking)
+    def __init__(self, thinking: Thinking) -> None:
+        self._output: ReasoningOutput | ChannelOutput = (
+            ChannelOutput((), is_open=thinking.is_open)
+            if thinking.has_channels
+            else ReasoningOutput(thinking)
+        )
         self.reasoning = ReasoningText()
         self._answer: list[str] = []
         self._num_chars = 0
@@ -295,14 +295,10 @@ class AnswerText:
     def push(self, text: str, answer_at: int | None) -> str:
         """Reads more text. ``answer_at``: from ``Progress``. Returns the new text of the answer."""
         self._num_chars += len(text)
-        if self._output is None:
-            return text
         return self._take(push_output(self._output, text, answer_at))
 
     def finish(self, text: str, answer_at: int | None) -> str:
         """Returns the whole answer. ``text``: the whole output."""
-        if self._output is None:
-            return text
         self._take(finish_output(self._output, text[self._num_chars :], answer_at))
         return "".join(self._answer)
 

@@ -168,10 +168,13 @@ def encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segm
     segments: list[Segment] = []
     num_chars = 0
     last_id: int | None = None
+    is_same = True  # so far
     for number, span in enumerate(spans):
-        continues = tokenizer.continues_after(num_chars, last_id)
-        segment = old[number] if number < len(old) else None
-        if segment is None or segment.span != span or segment.continues != continues:
+        segment = old[number] if is_same and number < len(old) else None
+        if segment is None or segment.span != span:
+            is_same = False
+            # The ids of generated text and media do not depend on the text before them.
+            continues = span.ids is not None or tokenizer.continues_after(num_chars, last_id)
             known = known or {(one.span, one.continues): one for one in old}
             segment = known.get((span, continues)) or _encode(span, tokenizer, continues)
         segments.append(segment)
@@ -397,7 +400,9 @@ class TokenState:
         self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
         self._edges: dict[str, tuple[str, str]] = {}  # of ``_with_edges``
         self._markup: dict[MediumKind, MediumMarkup | None] = {}
-        self._unread: dict[Medium, Medium] = {}  # media that are not prepared, by the same
+        self.unread: dict[Medium, Medium] = {}
+        """The images and videos whose prepared form ``prepared`` must set before ids are needed, by the
+        medium without its bytes."""
         self._layout: Layout | None = None
         self._segments: list[Segment] = []
         self._ids: list[int] = []
@@ -499,13 +504,8 @@ class TokenState:
             self._pending = []
         self._runs_to_take.append(TextRun("", medium=reference))
         if reference not in self._media:
-            self._unread[reference] = medium
+            self.unread[reference] = medium
         self._has_changed()
-
-    @property
-    def unread(self) -> list[Medium]:
-        """The images and videos whose prepared form ``prepared`` must set before ids are needed."""
-        return list(self._unread.values())
 
     def prepared(self, medium: Medium, prepared: PreparedMedium) -> int:
         """Sets the prepared form of an image or a video. Returns how many tokens it has."""
@@ -519,7 +519,7 @@ class TokenState:
         self._media[medium.reference()] = _MediumIds(prepared, tuple(ids))
         if lead or tail:
             self._edges[prepared.identity] = lead, tail
-        self._unread.pop(medium.reference(), None)
+        self.unread.pop(medium.reference(), None)
         self._has_changed()
         return len(ids)
 
@@ -607,6 +607,11 @@ class TokenState:
             self._ids_read = _joined(self._segments_now())
         return list(self._ids_read)
 
+    def cut_ids(self) -> list[int]:
+        """``cut``, and then ``ids``."""
+        self.cut()
+        return self.ids()
+
     def ids_ahead(self) -> list[int]:
         """Returns the ids that the next prompt probably begins with: those of ``ids``, and after an answer of
         the assistant those that the template gives the conversation once another turn follows, the result of
@@ -660,7 +665,7 @@ class TokenState:
         child._pending = list(self._pending)
         child._media = dict(self._media)
         child._edges = dict(self._edges)
-        child._unread = dict(self._unread)
+        child.unread = dict(self.unread)
         child._markup = self._markup
         child.placeholder_tokens = self.placeholder_tokens
         child._now = self._now
@@ -805,8 +810,9 @@ class TokenState:
 
     def _markup_now(self) -> dict[MediumKind, MediumMarkup]:
         """Returns what the template writes for the kinds of media that the state has."""
-        if self.template.has_template:
-            for kind in {kind_of(medium) for medium in (*self._media, *self._unread)} - self._markup.keys():
+        kinds = {kind_of(medium) for medium in (*self._media, *self.unread)} - self._markup.keys()
+        if kinds and self.template.has_template:
+            for kind in kinds:
                 token = self.placeholder_tokens.get(kind, "")
                 self._markup[kind] = self.template.medium_markup(kind, self._tokenizer.closed_places, token)
         return {kind: markup for kind, markup in self._markup.items() if markup is not None}
@@ -832,10 +838,10 @@ class TokenState:
         return self._encoded(self._lay_out())
 
     def _encoded(self, layout: Layout | None) -> list[Segment]:
-        if self._unread:
+        if self.unread:
             raise EngineFailed("an image or a video of this state is not prepared")
-        if self._check is not None:
-            self._check(self._new_texts(layout))
+        if self._check is not None and any(texts := self._new_texts(layout)):
+            self._check(texts)
         spans = self._spans(layout)
         if self._known is not None:
             places = self._known.places(spans, self._known_start)

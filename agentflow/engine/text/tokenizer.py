@@ -407,7 +407,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
         """Returns the text of ``ids``. Invalid UTF-8 becomes U+FFFD as in ``bytes.decode``. ``continues``:
         the ids follow other text, so a space in front is kept."""
-        table = self._bytes if skip_special else self._bytes_with_special
+        table = self.byte_table if skip_special else self._bytes_with_special
         size = len(table)
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
         return text if continues else text[self.leading_spaces(text) :]
@@ -463,7 +463,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token; empty for special tokens and unknown ids."""
-        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+        return self.byte_table[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
         """Returns a token's text after other text, and its bytes. Cached, because the same tokens recur in
@@ -481,7 +481,7 @@ class Tokenizer:
         return {}
 
     @cached_property
-    def _bytes(self) -> list[bytes]:
+    def byte_table(self) -> list[bytes]:
         """The bytes of each id. Computed at first use; concurrent threads may both compute it."""
         written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
         to_bytes, unseen = self._decoder.to_bytes, self.special_ids - self.mark_ids
@@ -489,7 +489,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes_with_special(self) -> list[bytes]:
-        table = list(self._bytes)
+        table = list(self.byte_table)
         for i in self.special_ids:
             table[i] = (self._markup.id_to_token(i) or "").encode()
         return table
@@ -526,7 +526,7 @@ class Tokenizer:
 
     @cached_property
     def _id_of_byte(self) -> dict[int, int]:
-        return {data[0]: i for i, data in enumerate(self._bytes) if len(data) == 1}
+        return {data[0]: i for i, data in enumerate(self.byte_table) if len(data) == 1}
 
 
 def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:

@@ -23,6 +23,7 @@ import agentflow as af
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import PIECE_CHARS, EngineContext, PromptLimits
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.messages import Placed
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import GREEDY, Submit
 from agentflow.engine.tenant import Tenant
@@ -677,6 +678,23 @@ async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
     assert first.task_group != copied.task_group == context.origin.task_group
     assert context.origin_now().task_group == context.origin.task_group
     assert context.origin_now().objective == "throughput"
+
+
+async def test_a_request_that_begins_brings_the_place_of_its_state(monkeypatch):
+    observer = SubmitObserver()
+    placed: list[Placed] = []
+    async with FakeEngine().open_client() as client:
+        monkeypatch.setattr(client, "place", placed.append)
+        generator = EngineGenerator(client, TEMPLATE)
+        generator.observe(observer)
+        context = generator.open("")
+        generator.fill(context, "one two three")
+        await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
+        generator.hint(context, StateHint(place=Place(program=3, steps=None, returns_s=0.5)))
+        generator.hint(context, StateHint(place=Place(program=3, objective="throughput"), begins=True))
+        await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
+    assert [(one.steps, one.returns_s) for one in placed] == [(None, 0.5)]
+    assert [one.origin.objective for one in observer.submits] == ["latency", "throughput"]
 
 
 async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():

@@ -275,7 +275,7 @@ def test_images_outside_turns() -> None:
     tokens.medium(image_of("cat"))
     tokens.text(" after")
     assert tokens.text_view() == f"before {medium_mark(image_of('cat'))} after"
-    assert tokens.unread == [image_of("cat")]
+    assert list(tokens.unread.values()) == [image_of("cat")]
     tokens.prepared(image_of("cat"), medium_of("cat"))
     assert tokens.ids() == ids_of("before <image> after", "cat")
     texts = tokens.token_texts(tokens.ids())
