@@ -12,25 +12,21 @@ determines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
-
-from msgspec import structs
 
 from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
-from agentflow.engine.text.channel_output import read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD
-from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
+from agentflow.engine.text.chat_layout import Layout, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
-from agentflow.engine.text.detokenizer import Detokenizer
+from agentflow.engine.text.laid_out import between_turns, laid_out
+from agentflow.engine.text.parts import Part, PlainTools, TextRun
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
 from agentflow.engine.text.rendered_prefixes import Attached, RenderedPrefixes
 from agentflow.engine.text.spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec
 from agentflow.protocol.images import (
@@ -42,63 +38,7 @@ from agentflow.protocol.images import (
     digest_of,
     kind_of,
     medium_key,
-    placed_in,
 )
-
-# The largest generated run (characters plus ids) whose slices are cached, because the cache outlives the
-# state.
-MAX_REMEMBERED = 8_000
-
-
-@dataclass(frozen=True, slots=True)
-class TextRun:
-    """Text that is encoded as a whole, or generated text; or an image or a video, whose text is empty."""
-
-    text: str
-    ids: tuple[int, ...] | None = None  # of generated text
-    medium: Medium | None = None  # without its bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One turn, or text outside all turns."""
-
-    role: str | None  # None: text outside turns
-    runs: tuple[TextRun, ...] = ()
-    is_open: bool = False
-    given: Message | None = None  # has the fields of the turn's message other than its content
-    called: Message | None = None  # the reply with tool calls that this turn is
-
-    @property
-    def text(self) -> str:
-        return "".join([run.text for run in self.runs])
-
-    @property
-    def is_generated(self) -> bool:
-        return any(run.ids is not None for run in self.runs)
-
-    def message(self, *, writes_calls: bool = False, in_channels: bool = False) -> Message:
-        """Returns the turn for the template. ``writes_calls``: a reply has its tool calls as such, and not as
-        generated text. ``in_channels``: the same applies to the rest of the generated text."""
-        if in_channels and self.is_generated and self.role == "assistant":
-            return read_channels(self.text, self.called)
-        if writes_calls and self.called is not None:
-            return self.called
-        text, images = placed_in([run.medium or run.text for run in self.runs])
-        if self.given is not None:
-            return structs.replace(self.given, content=text, images=images)
-        return Message(self.role or "", text, self.is_generated, images=images)
-
-    def texts(self) -> list[list[TextRun]]:
-        """Returns the runs of each text between media, as the template gets them."""
-        texts: list[list[TextRun]] = [[]]
-        for run in self.runs:
-            if run.medium is not None:
-                texts.append([])
-            else:
-                texts[-1].append(run)
-        filled = [runs for runs in texts if any(run.text for run in runs)]
-        return filled if len(texts) > 1 else texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +93,11 @@ def spans_of(
     if begins_plain and bos and tokenizer.bos_id in tokenizer.prefix_ids and layout.text.startswith(bos):
         at = len(bos)  # the state already begins with bos
     turns = [part for part in parts if part.role is not None and not part.is_open]
-    for part, end in _between_turns(parts, layout, template, now):
-        spans += _laid_out(layout, turns, tokenizer, at, end, show)
+    for part, end in between_turns(parts, layout, template, now):
+        spans += laid_out(layout, turns, tokenizer, at, end, show.span)
         spans += show.part(part)
         at = max(at, end)
-    spans += _laid_out(layout, turns, tokenizer, at, len(layout.text), show)
+    spans += laid_out(layout, turns, tokenizer, at, len(layout.text), show.span)
     return spans + [span for part in parts if part.is_open for span in show.part(part)]
 
 
@@ -188,180 +128,6 @@ def _encode(span: Span, tokenizer: Tokenizer, continues: bool) -> Segment:
         return Segment(span, continues, span.ids)
     encode = tokenizer.encode_markup if span.is_markup else tokenizer.encode
     return Segment(span, continues, tuple(encode(span.text, continues=continues)))
-
-
-def _laid_out(
-    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: ShowMedium
-) -> Iterator[Span]:
-    """Yields the spans of characters ``start`` to ``end`` of the layout, which contain only complete
-    turns."""
-    at = start
-    for shown in layout.shown:
-        if shown.start < start or shown.end > end:
-            continue
-        yield from _markup(layout, tokenizer, at, shown.start, show)
-        runs = turns[shown.turn].texts()[shown.part]
-        for run in _rewritten(runs, layout.text[shown.start : shown.end], tokenizer):
-            yield Span(run.text, is_markup=False, ids=run.ids)
-        at = shown.end
-    yield from _markup(layout, tokenizer, at, end, show)
-
-
-def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int, show: ShowMedium) -> Iterator[Span]:
-    """Yields the spans of markup, with the media in the place of their placeholders."""
-    at = start
-    for (low, high), medium in layout.media:
-        if start <= low and high <= end:
-            yield from _written(layout, tokenizer, at, low)
-            yield show.span(medium)
-            at = high
-    yield from _written(layout, tokenizer, at, end)
-
-
-def _written(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
-    """Yields the spans of markup without media. Special tokens in its untrusted spans become content."""
-    at = start
-    cuts = (
-        closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
-        if layout.untrusted_spans
-        else ()
-    )
-    for low, high in cuts:
-        if at < low:
-            yield Span(layout.text[at:low], is_markup=True)
-        yield Span(layout.text[low:high], is_markup=False)
-        at = high
-    if at < end:
-        yield Span(layout.text[at:end], is_markup=True)
-
-
-def _rewritten(runs: Sequence[TextRun], text: str, tokenizer: Tokenizer) -> list[TextRun]:
-    """Returns the runs of a turn that the template shows as ``text``: completely, in part, or replaced."""
-    whole = "".join([run.text for run in runs])
-    if text == whole:
-        return list(runs)
-    start = 0 if whole.startswith(text) else whole.rfind(text)
-    if start < 0:
-        return [TextRun(text)]
-    kept: list[TextRun] = []
-    at = 0
-    for run in runs:
-        low, high = max(start - at, 0), min(start + len(text) - at, len(run.text))
-        if low < high:
-            kept.append(_slice(tokenizer, run, low, high))
-        at += len(run.text)
-    return kept
-
-
-def _slice(tokenizer: Tokenizer, run: TextRun, low: int, high: int) -> TextRun:
-    """Returns characters ``low`` to ``high`` of a run. Generated tokens that are completely inside are
-    kept."""
-    if run.ids is None or (low, high) == (0, len(run.text)):
-        return TextRun(run.text[low:high], run.ids)
-    if len(run.text) + len(run.ids) > MAX_REMEMBERED:
-        return _decoded_slice(tokenizer, run, low, high)
-    return _remembered_slice(tokenizer, run, low, high)
-
-
-def _decoded_slice(tokenizer: Tokenizer, run: TextRun, low: int, high: int) -> TextRun:
-    assert run.ids is not None
-    detokenizer = Detokenizer(tokenizer)
-    if detokenizer.push_all(run.ids) != run.text:
-        return TextRun(run.text[low:high])
-    return TextRun(run.text[low:high], tuple(detokenizer.ids_of(low, high)))
-
-
-# Each turn of a conversation slices all turns before it.
-_remembered_slice = lru_cache(maxsize=1024)(_decoded_slice)
-
-
-def _between_turns(
-    parts: Sequence[Part], layout: Layout, template: ChatTemplate, now: datetime
-) -> list[tuple[Part, int]]:
-    """Returns each part outside turns, with its place in the layout."""
-    found: list[tuple[Part, int]] = []
-    num_turns = 0
-    for part in parts:
-        if part.role is not None:
-            num_turns += 1
-        elif part.runs:
-            found.append((part, _end_of_turns(num_turns, layout, template, now)))
-    return found
-
-
-def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: datetime) -> int:
-    """Returns the place in the layout where the first ``num_turns`` turns end, closing markup included."""
-    if num_turns == 0:
-        return 0
-    if num_turns == len(layout.messages) and layout.open_role is None:
-        return len(layout.text)
-    alone = lay_out(
-        template, layout.messages[:num_turns], tools=layout.tools, now=now, placeholders=layout.placeholders
-    )
-    contents, alone_contents = layout.contents(), alone.contents()
-    places = [part.end for part in contents if part.turn == num_turns - 1]
-    if places and alone_contents and alone_contents[-1].turn == num_turns - 1:
-        closing = alone.text[alone_contents[-1].end :]
-        end = places[-1] + len(closing)
-        in_order = all(p.end <= end if p.turn < num_turns else p.start >= end for p in contents)
-        if in_order and layout.text.startswith(closing, places[-1]):
-            return end
-    role = layout.messages[num_turns - 1].role
-    raise NotSupported(
-        f"the model's chat template has no place for the text after the {role} turn (turn {num_turns}): "
-        "put that text into a turn"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PlainTools:
-    """The tools for a template without tools; see ``TokenState.plain_tools``."""
-
-    description: str
-    has_system: bool
-
-    def shown(self, parts: Sequence[Part]) -> list[Part]:
-        """Returns the parts with the description, and with results as turns of the user. Consecutive results,
-        and the user's text directly after them, share a turn."""
-        shown: list[Part] = []
-        is_answering = False
-        for part in parts:
-            is_result, runs = part.role == "tool", part.runs
-            if is_result:
-                end = () if part.is_open else (TextRun(RESULT_END),)
-                part = Part("user", _merged((TextRun(RESULT_BEGIN), *runs, *end)), part.is_open)
-            if is_answering and part.role == "user":
-                runs = _merged((*shown[-1].runs, TextRun("\n"), *part.runs))
-                shown[-1] = replace(part, runs=runs)
-            else:
-                shown.append(part)
-            is_answering = is_result
-        if self.description:
-            self._describe(shown)
-        return shown
-
-    def _describe(self, shown: list[Part]) -> None:
-        first = next((number for number, part in enumerate(shown) if part.role is not None), len(shown))
-        part = shown[first] if first < len(shown) else None
-        if part is not None and part.role == "system":
-            said = f"\n\n{self.description}" if part.text else self.description
-            shown[first] = replace(part, runs=_merged((*part.runs, TextRun(said))))
-        elif self.has_system:
-            shown.insert(first, Part("system", (TextRun(self.description),)))
-        elif part is not None:
-            shown[first] = replace(part, runs=_merged((TextRun(f"{self.description}\n\n"), *part.runs)))
-
-
-def _merged(runs: Sequence[TextRun]) -> tuple[TextRun, ...]:
-    """Returns the runs with adjacent text that is not encoded yet joined to one run."""
-    merged: list[TextRun] = []
-    for run in runs:
-        is_text = run.ids is None and run.medium is None
-        if merged and is_text and merged[-1].ids is None and merged[-1].medium is None:
-            merged[-1] = TextRun(merged[-1].text + run.text)
-        else:
-            merged.append(run)
-    return tuple(merged)
 
 
 class TokenState:
