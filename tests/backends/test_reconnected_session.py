@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.session_peer import HANG
-from support.wire_server import Budget, Proxy, ThreadServer, proxied, thread_server
+from support.tcp_proxy import Budget, Proxy, proxied
+from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow.backends.remote import Remote

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.session_peer import count_words, gen, opened
-from support.wire_server import Proxy, ThreadServer, proxied, thread_server
+from support.tcp_proxy import Proxy, proxied
+from support.wire_server import ThreadServer, thread_server
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 

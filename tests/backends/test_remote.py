@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.language.wire_program import check_program
 from support.session_peer import HANG, count_words, gen, opened
-from support.wire_server import Budget, ThreadServer, proxied, thread_server
+from support.tcp_proxy import Budget, proxied
+from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow.backends.cursors import Cursors

@@ -20,7 +20,8 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import KEY, tenants
 from support.server.api_models import served_apis
 from support.session_peer import HANG, count_words
-from support.wire_server import Budget, ThreadServer, proxied
+from support.tcp_proxy import Budget, proxied
+from support.wire_server import ThreadServer
 
 import agentflow as af
 from agentflow.engine.fake_runner import FakeRunner

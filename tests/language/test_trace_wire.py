@@ -6,7 +6,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 from support.language.random_programs import Step, answer, whole
-from support.wire_server import Budget, proxied, thread_server
+from support.tcp_proxy import Budget, proxied
+from support.wire_server import thread_server
 
 import agentflow as af
 from agentflow.backends.local import interpreted

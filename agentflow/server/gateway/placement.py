@@ -119,6 +119,7 @@ class Placement:
         """A request to the target failed. If that opens its circuit, its cache is taken for lost.
         ``is_gone``: nothing listens there, so the first failure opens it."""
         was_closed = target.circuit.status == "closed"
+        target.is_gone = is_gone
         attempt.failed(0.0 if is_gone else None)
         if was_closed and target.circuit.status == "open":
             self.lost(target, why)

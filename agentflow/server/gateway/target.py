@@ -39,6 +39,8 @@ class Target:
     - ``models``: their names; None: unknown, because the server does not show them.
     - ``cache_tokens``: the size of its cache, about.
     - ``is_draining``: requests end, and no new ones come.
+    - ``is_gone``: nothing listens at its address, so its sessions have ended. Otherwise, one that does not
+      answer may be out of reach for a moment, and still have them.
     - ``busy_until_s``: it asked for no requests until then, on the clock ``time.monotonic``.
     """
 
@@ -48,6 +50,7 @@ class Target:
     models: frozenset[str] | None = None
     cache_tokens: int = CACHE_TOKENS
     is_draining: bool = False
+    is_gone: bool = False
     busy_until_s: float = 0.0
     num_running: int = 0
     num_websockets: int = 0
@@ -100,10 +103,12 @@ class Target:
             status, body = await self._fetch(transport, b"/v1/models", api_key)
         except (httpx2.HTTPError, TimeoutError) as error:
             self.why_down = _why(error)
+            self.is_gone = isinstance(error, httpx2.ConnectError)
             attempt.failed(0.0 if isinstance(error, httpx2.ConnectError) else None)
             return
         finally:
             attempt.left()
+        self.is_gone = False
         if status >= 500 and status != 501:
             self.why_down = f"answers with the status {status}"  # it loads a model, or drains
             attempt.failed(0.0)

@@ -5,12 +5,16 @@ among the subprotocols. The gateway knows the target from the answer to the firs
 message of agentflow's own sessions, which has the id; it reads no other. Where that is not known, a target
 without the session may refuse the handshake, and the next one is asked. A websocket with a ticket goes to the
 target that issued it.
+
+A target that is silent, because the network has split or it hangs, keeps its sessions for a while. Their
+websockets are closed with a code at which clients resume, and a handshake for one of them goes to no other
+target: that one would have to refuse the session for good.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from urllib.parse import parse_qs
 
@@ -34,7 +38,10 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_QUEUED = 4
 """Messages that wait while a client does not read."""
 CLOSE_S = 2.0
-TARGET_LOST = 1012  # "service restart": clients connect again
+PING_S = 4.0
+"""A target is asked for a sign of life this often, and has as long to answer. Both together are less than the
+time for which a server keeps a session without a connection."""
+TARGET_LOST = 1013  # "try again later": clients resume their session
 """The close code for a target that is lost."""
 _UNSENDABLE = (1005, 1006, 1015)
 _HANDSHAKE = b"sec-websocket-"
@@ -67,7 +74,11 @@ class WebSocketProxy:
         names = session_names(scope)
         asked, tried = Asked(names=names), list[Target]()
         refusal: Response | None = None
+        owner = self._placement.owner(session_names(scope, (SESSION,)))
         while True:
+            if owner is not None and _is_silent(owner) and owner not in tried:
+                refusal = Response("the server with this session does not answer", 503)
+                break
             try:
                 if refusal is not None and not self._placement.candidates(asked, tried):
                     break
@@ -95,6 +106,8 @@ class WebSocketProxy:
                 is_gone = isinstance(error, ConnectionRefusedError)
                 self._placement.failed(target, attempt, str(error) or type(error).__name__, is_gone=is_gone)
                 refusal = Response("the server does not answer", 502, media_type="text/plain")
+                if target is owner and not is_gone:
+                    break
                 continue
             finally:
                 attempt.left()
@@ -134,17 +147,23 @@ class WebSocketProxy:
             proxy=None,
             open_timeout=CONNECT_TIMEOUT_S,
             close_timeout=CLOSE_S,
+            ping_interval=PING_S,
+            ping_timeout=PING_S,
             max_size=MAX_MESSAGE_BYTES,
             max_queue=MAX_QUEUED,
         )
 
 
-def session_names(scope: Scope) -> tuple[str, ...]:
+def _is_silent(target: Target) -> bool:
+    return not target.circuit.is_ready and not target.is_gone
+
+
+def session_names(scope: Scope, kinds: Collection[str] = (SESSION, "ticket")) -> tuple[str, ...]:
     """The ids of a session or ticket in the address or the subprotocols of a websocket."""
     found = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(SESSION, [])
     for subprotocol in scope.get("subprotocols", []):
         head, _, name = subprotocol.removeprefix("agentflow.").partition(".")
-        if head in (SESSION, "ticket") and name:
+        if head in kinds and name:
             found.append(name)
     return tuple(name[:256] for name in found[:MAX_NAMES])
 

@@ -16,7 +16,7 @@ from support.fake_engine import FakeEngine
 from support.redis_server import RedisServer
 from support.server.gateways import Routed, routed
 from support.server.http_clients import only_asyncio
-from support.wire_server import proxied
+from support.tcp_proxy import proxied
 
 import agentflow as af
 from agentflow.backends.remote import Remote

@@ -157,7 +157,7 @@ async def test_a_lost_server_makes_clients_connect_again() -> None:
         await client.send("go")
         closed = await ended(client)
         assert closed.rcvd is not None
-        assert closed.rcvd.code == 1012
+        assert closed.rcvd.code == 1013
 
 
 @pytest.mark.parametrize(("status", "is_passed"), [(503, False), (429, False), (401, True), (404, True)])
