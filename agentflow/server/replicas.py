@@ -44,6 +44,7 @@ class ReplicaList(msgspec.Struct):
     """All replicas of all models."""
 
     data: list[ReplicaCard]
+    may_drain: bool  # the key may drain them
     object: Literal["list"] = "list"
 
 
@@ -67,13 +68,14 @@ async def list_replicas(call: ApiCall) -> None:
     async with open_task_group() as group:
         for model in models:
             group.start_soon(look, model)
-    await call.reply(ReplicaList([card for cards in found.values() for card in cards]))
+    cards = [card for model_cards in found.values() for card in model_cards]
+    await call.reply(ReplicaList(cards, _may_drain(call)))
 
 
 async def drain_replica(call: ApiCall) -> None:
     """Replaces the process of a replica without losing its requests. Drains run one after the other."""
     query = call.read_query(DrainQuery)
-    if not (call.tenant is ANONYMOUS or call.tenant.manages_adapters):
+    if not _may_drain(call):
         raise ApiError(403, "drain_forbidden", "only tenants with manages_adapters may drain replicas")
     model = call.service.models.find(query.model, call.tenant)
     number = call.path_params["number"]
@@ -82,7 +84,11 @@ async def drain_replica(call: ApiCall) -> None:
         raise BadArgument(f"{model.name} has no replicas: serve it with --replicas", param="model")
     engine.drain(int(number) if number.isdecimal() and len(number) < 7 else -1, query.patience_s)
     assert isinstance(model, EngineModel)
-    await call.reply(ReplicaList(await replica_cards(model)), status=202)
+    await call.reply(ReplicaList(await replica_cards(model), may_drain=True), status=202)
+
+
+def _may_drain(call: ApiCall) -> bool:
+    return call.tenant is ANONYMOUS or call.tenant.manages_adapters
 
 
 async def replica_cards(model: EngineModel) -> list[ReplicaCard]:

@@ -117,6 +117,7 @@ def test_an_operator_sees_the_replicas_and_where_requests_run(world: World, visi
     rows = table.locator("tbody").get_by_role("row")
     expect(rows).to_have_count(2)
     expect(rows.filter(has_text="serving")).to_have_count(2)
+    expect(screen.page.get_by_role("button", name="Drain")).to_have_count(0)  # this key may only look
     with running(world, KEYS["ops"]):
         screen.open("programs")
         nodes = screen.page.get_by_role("listbox").get_by_role("option")
@@ -154,6 +155,36 @@ def test_a_replica_that_is_down_and_its_problem_are_shown(world: World, visit: V
     expect(row.get_by_role("rowheader")).to_have_text("1")
     expect(row.get_by_role("cell").nth(3)).to_have_text("–")  # nothing is known of a process
     expect(screen.view("scheduler")).to_contain_text("replica 1 is down: it died")
+    assert axe_violations(screen) == []
+    assert scrolls_sideways(screen) == []
+
+
+def test_an_operator_drains_a_replica(world: World, visit: Visit) -> None:
+    screen = visit(world.url, viewport={"width": 360, "height": 740})
+    screen.expect_problem("401|503|WebSocket connection to")
+    screen.open("scheduler")
+    screen.give_key(KEYS["boss"])
+    screen.wait_status("open")
+    page = screen.page
+    rows = page.get_by_role("region", name="Replicas of models").locator("tbody").get_by_role("row")
+    expect(rows.filter(has_text="serving")).to_have_count(2)
+    page.get_by_role("button", name="Drain replica 1").click()
+    dialog = page.get_by_role("dialog", name="Drain replica 1")
+    expect(dialog).to_be_visible()
+    assert axe_violations(screen) == []
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+    assert world.replicas.num_started == 2
+    page.get_by_role("button", name="Drain replica 1").click()
+    dialog.get_by_role("button", name="Drain").click()
+    restarts = rows.nth(1).get_by_role("cell").nth(5)
+    expect(restarts).to_have_text("1")
+    expect(rows.filter(has_text="serving")).to_have_count(2)
+    world.lose(1)  # the last one that serves is not drained
+    expect(page.get_by_role("button", name="Drain replica 1")).to_be_disabled()
+    page.get_by_role("button", name="Drain replica 0").click()
+    page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    expect(screen.view("scheduler")).to_contain_text("replica 0 is not drained: ")
     assert axe_violations(screen) == []
     assert scrolls_sideways(screen) == []
 

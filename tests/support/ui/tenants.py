@@ -1,4 +1,5 @@
-"""Tenants with keys: ``ann`` and ``bob`` see their own work only, ``ops`` sees all numbers."""
+"""Tenants with keys: ``ann`` and ``bob`` see their own work only, ``ops`` sees all numbers, and ``boss`` may
+replace replicas, too."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from pathlib import Path
 
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
-KEYS = {"ann": "af-ann-secret", "bob": "af-bob-secret", "ops": "af-ops-secret"}
+KEYS = {"ann": "af-ann-secret", "bob": "af-bob-secret", "ops": "af-ops-secret", "boss": "af-boss-secret"}
+SEES_METRICS = ("ops", "boss")
 
 
 def tenants() -> Tenants:
-    """All three."""
+    """All of them."""
     tables = [
-        f'[tenants.{name}]\nkeys = ["{hashed_key(key)}"]\nsees_metrics = {str(name == "ops").lower()}\n'
+        f'[tenants.{name}]\nkeys = ["{hashed_key(key)}"]\n'
+        f"sees_metrics = {str(name in SEES_METRICS).lower()}\n"
+        f"manages_adapters = {str(name == 'boss').lower()}\n"
         for name, key in KEYS.items()
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,9 @@
-// The replicas of models that have several.
+// The replicas of models that have several, and a button to replace the process of one.
+import { useState } from "preact/hooks";
+import { announce } from "../app/announce";
+import { Dialog } from "../app/Dialog";
 import { count, NONE, percent } from "../charts/numbers";
-import { ofSeveral, useReplicas, type Replica } from "./replicas";
+import { drain, ofSeveral, useReplicas, type Replica } from "./replicas";
 
 const STATES: Readonly<Record<Replica["state"], string>> = {
   loading: "It has no process that runs requests",
@@ -12,9 +15,20 @@ const STATES: Readonly<Record<Replica["state"], string>> = {
 const COLUMNS = ["State", "Device", "Requests", "Running", "Cached", "Restarts"];
 
 export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
-  const shown = ofSeveral(useReplicas(isPaused));
+  const { data, may_drain: mayDrain } = useReplicas(isPaused);
+  const [chosen, choose] = useState<Replica | null>(null);
+  const [refusal, setRefusal] = useState("");
+  const shown = ofSeveral(data);
   if (shown.length === 0) return null;
   const hasModels = new Set(shown.map(({ model }) => model)).size > 1;
+  const nameOf = ({ model, number }: Replica): string =>
+    hasModels ? `replica ${number} of ${model}` : `replica ${number}`;
+  const drainChosen = async (replica: Replica): Promise<void> => {
+    choose(null);
+    const why = await drain(replica);
+    setRefusal(why === null ? "" : `${nameOf(replica)} is not drained: ${why}.`);
+    announce(why === null ? `The drain of ${nameOf(replica)} begins.` : `Not drained: ${why}.`);
+  };
   return (
     <section class="scheduler-part" aria-labelledby="replicas">
       <h2 id="replicas">Replicas</h2>
@@ -28,6 +42,7 @@ export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
                   {name}
                 </th>
               ))}
+              {mayDrain && <th scope="col">Update</th>}
             </tr>
           </thead>
           <tbody>
@@ -56,6 +71,19 @@ export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
                   <Cached replica={replica} />
                 </td>
                 <td>{count(replica.restarts)}</td>
+                {mayDrain && (
+                  <td>
+                    <button
+                      type="button"
+                      class="small"
+                      aria-label={`Drain ${nameOf(replica)}`}
+                      disabled={replica.state !== "serving"}
+                      onClick={() => choose(replica)}
+                    >
+                      Drain
+                    </button>
+                  </td>
+                )}
               </tr>
             ))}
           </tbody>
@@ -68,6 +96,22 @@ export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
             {problem}
           </p>
         ))}
+      {refusal !== "" && <p class="view-note">{refusal}</p>}
+      <Dialog
+        title={chosen === null ? "Drain" : `Drain ${nameOf(chosen)}`}
+        isOpen={chosen !== null}
+        onClose={() => choose(null)}
+      >
+        <p>
+          The replica gets a new process, which loads the model again. No request is lost: new ones go to the other
+          replicas, and those that it has may end within 30 seconds, or continue there.
+        </p>
+        <div class="row end">
+          <button type="button" class="primary" onClick={() => chosen && void drainChosen(chosen)}>
+            Drain
+          </button>
+        </div>
+      </Dialog>
     </section>
   );
 }

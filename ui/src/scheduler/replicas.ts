@@ -20,9 +20,16 @@ export interface Replica {
   readonly problem: string;
 }
 
+/** The replicas of all models, as `GET /v1/replicas` has them. */
+export interface Replicas {
+  readonly data: readonly Replica[];
+  /** The key may replace their processes. */
+  readonly may_drain: boolean;
+}
+
 /** The replicas of all models. */
-export function useReplicas(isPaused: boolean): readonly Replica[] {
-  const [replicas, setReplicas] = useState<readonly Replica[]>([]);
+export function useReplicas(isPaused: boolean): Replicas {
+  const [replicas, setReplicas] = useState<Replicas>({ data: [], may_drain: false });
   usePolling(isPaused, INTERVAL_MS, async (signal) => {
     const found = await look(signal);
     if (found !== null && !signal.aborted) setReplicas(found);
@@ -31,12 +38,25 @@ export function useReplicas(isPaused: boolean): readonly Replica[] {
 }
 
 /** null: the server does not answer now. */
-async function look(signal: AbortSignal): Promise<readonly Replica[] | null> {
+async function look(signal: AbortSignal): Promise<Replicas | null> {
   try {
     const answer = await fetchWithKey("/v1/replicas", { signal });
-    return answer.ok ? ((await answer.json()) as { data: Replica[] }).data : null;
+    return answer.ok ? ((await answer.json()) as Replicas) : null;
   } catch {
     return null;
+  }
+}
+
+/** Asks for a new process of a replica. Returns why that is refused; null: it begins. */
+export async function drain({ model, number }: Replica): Promise<string | null> {
+  try {
+    const query = new URLSearchParams({ model });
+    const answer = await fetchWithKey(`/v1/replicas/${number}/drain?${query}`, { method: "POST" });
+    if (answer.ok) return null;
+    const { error } = (await answer.json()) as { error?: { message?: string } };
+    return error?.message ?? `the server answers with the status ${answer.status}`;
+  } catch {
+    return "the server does not answer";
   }
 }
 
