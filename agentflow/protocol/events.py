@@ -170,6 +170,9 @@ class Usage(Record, msgspec.Struct, frozen=True):
     """Why 256 or more tokens of the prompt were not cached: ``first_seen``, ``evicted``, ``salt``,
     ``adapter``, ``tools_changed``, ``system_changed`` or ``rerendered``. Of a sum: ``several`` for different
     reasons. Empty for fewer tokens, and for models behind an API."""
+    rejected_answers: int = 0
+    """Answers that violated a constraint which the API does not enforce, so that the model was asked again
+    (``on_unsupported="retry"``)."""
 
     @property
     def hit_rate(self) -> float:
@@ -188,6 +191,7 @@ class Usage(Record, msgspec.Struct, frozen=True):
             self.saved_calls + other.saved_calls,
             self.saved_tokens + other.saved_tokens,
             _joint_reason(self.miss_reason, other.miss_reason),
+            self.rejected_answers + other.rejected_answers,
         )
 
     def __sub__(self, part: Usage) -> Usage:

@@ -35,6 +35,7 @@ SHOWN_USAGE = {
     "saved_calls": 0,
     "saved_tokens": 0,
     "miss_reason": "",
+    "rejected_answers": 0,
 }
 SHOWN_CALL = {"name": "weather", "arguments": {"city": "Oslo"}, "id": "call_1"}
 RECORDS = [

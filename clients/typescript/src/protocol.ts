@@ -906,6 +906,8 @@ export type TokenLogprob = [token_id: number, text: string, logprob: number];
 
 /** A model that did not answer, so that the next one was asked. */
 export interface PassedOver {
+  /** Answers that violated a constraint which the API does not enforce, so that the model was asked again. */
+  rejected_answers: number;
   /** As in value. */
   model: string;
   /** Its failure; `overloaded` if its circuit was open. */

@@ -213,6 +213,7 @@ class ApiCalls:
             if found is None:
                 return answer
             fault = found
+            usage += Usage(rejected_answers=1)
             asked = _asked_again(context, text, constraint, fault)
         await self.reject(context, requests)
         error = InvalidValue(

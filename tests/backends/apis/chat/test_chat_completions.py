@@ -586,7 +586,7 @@ async def test_wrong_answers_are_asked_for_again() -> None:
     async with opened(script, on_unsupported="retry") as (flow, server), flow.state() as s:
         s += af.user("How many?") + af.assistant(af.gen("x", regex="[0-9]+"))
         assert [delta async for delta in s["x"]] == ["12"]
-        assert s["x"].usage.prompt_tokens == 18
+        assert (s["x"].usage.prompt_tokens, s["x"].usage.rejected_answers) == (18, 1)
         s += af.user("Go") + af.assistant(af.gen("y"))
         await s
     _, again, last = (request.json["messages"] for request in server.received)
