@@ -25,7 +25,7 @@ class OpenAICompatible(ApiBackend):
             server's models says. With a model and a flavour, the server is asked nothing, also not for the
             length of the model's context.
         embed_model: The model for ``flow.embed``. It may be the only model of the server.
-        images: Whether the model accepts images, which the list of models does not say.
+        images: Whether the model accepts images, if the list of models does not say so.
         videos: Whether it accepts videos, in the form of vLLM and SGLang. The server chooses their frames.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.

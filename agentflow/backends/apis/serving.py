@@ -22,6 +22,7 @@ from agentflow.backends.apis.chat.flavours import (
     flavour_of,
     listed_context,
     listed_fields,
+    listed_media,
     lists_embedder,
     shown_context,
 )
@@ -227,7 +228,8 @@ async def connected(
 ) -> AsyncIterator[Connection]:
     """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
     is None, and the table of models for the ``facts``. ``accepts``: "image" and "video" if the model does,
-    whatever the table says. ``UnknownModel`` if no model was given and the server has none, or several."""
+    whatever the table and the server say. ``UnknownModel`` if no model was given and the server has none, or
+    several."""
     model, embed_model = settings.model, settings.embed_model
     context, found = None, None
     if model is None or flavour is None:
@@ -238,6 +240,7 @@ async def connected(
         context = listed_context(found, model)
         if context is None and flavour.name == "ollama":
             context = await _ollama_context(settings, model)
+    accepts = {*accepts, *listed_media(found, model)}
     known = embedding_facts(flavour.name, model)
     only_embeds = known is not None or model == embed_model or lists_embedder(found, model)
     facts = facts or model_facts(flavour.name, model)

@@ -27,12 +27,14 @@ from agentflow.server.openai.types import ChatMessage, Tool
 class ModelCard(msgspec.Struct):
     """A model. ``created``: when the server loaded it (Unix time). ``max_model_len``: the limit of prompt and
     output tokens together. ``embedding_size``: the dimensions of its embeddings; null: it generates text.
-    ``parent``: the model itself, if this is the model with an adapter."""
+    ``input_modalities``: ``text``, and ``image`` and ``video`` if prompts may have them. ``parent``: the
+    model itself, if this is the model with an adapter."""
 
     id: str
     created: int
     max_model_len: int | None
     embedding_size: int | None = None
+    input_modalities: tuple[str, ...] = ("text",)
     object: str = "model"
     owned_by: str = "agentflow"
     parent: str | None = None
@@ -60,11 +62,13 @@ def card_of(call: ApiCall, model: Model) -> ModelCard:
     """The description of a model that the tenant may use."""
     generator = model.generator(call.tenant)
     size = generator.embedding_size if isinstance(generator, EngineGenerator) else 0
+    accepted = generator.capabilities
     return ModelCard(
         model.name,
         model.created_s,
         call.service.context_length(generator),
         size or None,
+        ("text", *["image"] * accepted.images, *["video"] * accepted.videos),
         parent=getattr(model, "parent", None),
     )
 

@@ -75,6 +75,15 @@ async def test_the_image_is_part_of_the_prompt(api: str) -> None:
         assert runner.num_encoded == 1
 
 
+@pytest.mark.parametrize(("has_vision", "expected"), [(True, ["text", "image", "video"]), (False, ["text"])])
+async def test_the_list_of_models_says_what_prompts_may_contain(
+    has_vision: bool, expected: list[str]
+) -> None:
+    async with served(has_vision=has_vision) as (client, _):
+        [row] = (await client.get("/v1/models")).json()["data"]
+        assert row["input_modalities"] == expected
+
+
 async def test_a_picture_counts_as_tokens_and_is_cached_with_them() -> None:
     async with served() as (client, _):
         body = {"model": "fake", "max_tokens": 4} | CHAT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -15,6 +15,7 @@ from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.images import MediumKind
 from agentflow.protocol.sampling import is_whole
 
 FlavourName = Literal["generic", "vllm", "sglang", "llamacpp", "ollama"]
@@ -189,6 +190,21 @@ def lists_embedder(found: Any, model: str) -> bool:
     """Whether a server's answer to ``GET /models`` says that a model makes embeddings and generates no text,
     as our own servers do."""
     return is_whole(_row(found, model).get("embedding_size"), 1, MAX_CONTEXT)
+
+
+def listed_media(found: Any, model: str) -> list[MediumKind]:
+    """The media that a model accepts by a server's answer to ``GET /models``: in ``input_modalities``, as our
+    own servers say it, or in ``architecture``, as OpenRouter does.
+
+    >>> listed_media({"data": [{"id": "m", "input_modalities": ["text", "image"]}]}, "m")
+    ['image']
+    """
+    row = _row(found, model)
+    inner = row.get("architecture")
+    for place in (row, inner if isinstance(inner, dict) else {}):
+        if isinstance(named := place.get("input_modalities"), list):
+            return [kind for kind in get_args(MediumKind) if kind in named]
+    return []
 
 
 def listed_context(found: Any, model: str) -> int | None:

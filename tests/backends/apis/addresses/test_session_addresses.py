@@ -120,6 +120,26 @@ async def test_the_context_of_a_model_is_asked_for(
         assert expected is None or f"{expected:,} tokens" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "images", "videos"),
+    [
+        ({}, False, False),
+        ({"input_modalities": ["text", "image"]}, True, False),
+        ({"architecture": {"input_modalities": ["text", "video", "image"]}}, True, True),
+        ({"input_modalities": "image", "architecture": ["image"]}, False, False),
+        ({"input_modalities": [{"image": True}, 3]}, False, False),
+    ],
+)
+async def test_a_server_may_list_the_media_that_its_model_accepts(
+    fields: dict[str, Any], images: bool, videos: bool
+) -> None:
+    def answer(request: Received) -> AnyAnswer:
+        return Answer(json.dumps({"data": [{"id": "m", "owned_by": "vllm", **fields}]}).encode())
+
+    async with fake_server(answer) as server, af.session(f"{server.url}/v1") as flow:
+        assert (flow.capabilities.images, flow.capabilities.videos) == (images, videos)
+
+
 async def test_the_key_is_sent_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "of the vendor")
     async with fake_server(server_of("vllm", "m")) as server:
