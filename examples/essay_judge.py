@@ -141,12 +141,14 @@ def show_stats(
         "prompt tokens": f"{prompt:,}",
         "of which cached": f"{cached:,}",
         "hit rate": f"{cached / max(1, prompt):.1%}",
-        "forward steps": f"{(after.steps or 0) - (before.steps or 0):,}",
         "generated tokens": f"{generated:,}",
         "tokens per second": f"{generated / elapsed_s:.1f}",
         "first answer after": f"{first_text_s:.2f} s",
     }
-    if after.peak_resident_bytes is not None:  # a model behind an API reports none
+    # A model behind an API reports neither steps nor memory.
+    if after.steps is not None and before.steps is not None:
+        rows["forward steps"] = f"{after.steps - before.steps:,}"
+    if after.peak_resident_bytes is not None:
         rows["peak memory"] = f"{after.peak_resident_bytes / 1e9:.2f} GB"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows.items():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import io
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import essay_judge
 import pytest
 from rich.console import Console
 from support.api_server import ApiServer, api_server
@@ -23,6 +25,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "agent_with_tools": {},
     "cascade": {},
     "chat": {},
+    "describe_image": {},
     "evaluation": {},
     "extraction": {},
     "fastapi_stream": {},
@@ -30,6 +33,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "generative_agents": {},
     "long_document": {"text": "A fox found a key. The key opened a door.\n\n" * 5},
     "react": {},
+    "retrieval": {},
     "self_consistency": {},
     "skeleton_of_thought": {},
     "tree_of_thought": {},
@@ -49,5 +53,13 @@ async def test_an_example_runs(server: ApiServer, name: str) -> None:
     printed = io.StringIO()
     async with af.session(f"{server.url}/v1", seed=1) as flow:
         await importlib.import_module(name).main(flow, Console(file=printed, width=160), **EXAMPLES[name])
-        assert (await flow.stats()).prompt_tokens
+        assert (await flow.stats()).prompt_tokens or name == "describe_image"  # the model has no vision
     assert printed.getvalue()
+
+
+async def test_the_judge_runs(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["essay_judge.py", "--url", f"{server.url}/v1"])
+    assert await essay_judge.main() == 0
+    assert "hit rate" in capsys.readouterr().out
