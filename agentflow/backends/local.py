@@ -26,6 +26,7 @@ class InterpretedConnection(Generic[ContextT]):
     ops. ``generator``: of the default model."""
 
     is_connected = True
+    has_room = True
 
     def __init__(self, interpreter: Interpreter[ContextT], generator: Generator[ContextT]) -> None:
         self.interpreter = interpreter

@@ -32,6 +32,7 @@ class OpQueue:
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
         self._num_acked = 0
+        self.num_waiting_bytes = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sent)
@@ -67,6 +68,7 @@ class OpQueue:
     def add(self, data: bytes) -> int:
         """Adds an encoded op, and returns its number."""
         self._waiting.append(data)
+        self.num_waiting_bytes += len(data)
         return self._num_acked + len(self)
 
     def next_frame(self) -> bytes | None:
@@ -79,6 +81,7 @@ class OpQueue:
         while self._waiting and (room >= len(self._waiting[0]) or not taken):
             data = self._waiting.popleft()
             room -= len(data) + 1  # JSON puts a comma between
+            self.num_waiting_bytes -= len(data)
             taken.append(msgspec.Raw(data))
             self._sent.append(data)
         return encode(Ops(first, cast("tuple[ops.Op, ...]", tuple(taken))), binary=self._binary)
@@ -96,6 +99,7 @@ class OpQueue:
         """Continues on a new connection: the ops after ``ack`` wait again."""
         self.acknowledge(ack)
         self._waiting.extendleft(reversed(self._sent))
+        self.num_waiting_bytes += sum(map(len, self._sent))
         self._sent.clear()
 
     def is_acknowledged(self, number: int) -> bool:

@@ -25,7 +25,7 @@ from websockets.exceptions import InvalidURI
 from websockets.uri import WebSocketURI, parse_uri
 
 from agentflow.backends.cursors import Cursors
-from agentflow.backends.op_queue import OpQueue
+from agentflow.backends.op_queue import USUAL_FRAME_BYTES, OpQueue
 from agentflow.backends.websocket import WebSocket, WebSocketEnded, open_websocket, shown_url
 from agentflow.errors import (
     AgentflowError,
@@ -294,6 +294,11 @@ class RemoteConnection:
     def is_connected(self) -> bool:
         """Whether a websocket is open, or was until a moment ago."""
         return self._websocket is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the websocket takes ops as they come."""
+        return self.is_connected and self._queue.num_waiting_bytes < USUAL_FRAME_BYTES
 
     def send(self, sent: Sequence[ops.Op]) -> None:
         """Queues the ops for the next frame."""

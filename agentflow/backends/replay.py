@@ -128,6 +128,7 @@ class _ReplayConnection:
     """A ``Connection`` that finds each op in the recording and schedules its events."""
 
     is_connected = True
+    has_room = True
 
     def __init__(
         self,

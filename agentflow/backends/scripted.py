@@ -517,6 +517,7 @@ class _ScriptedConnection:
     """A connection that tells the generator which gens the program appends, before they run."""
 
     is_connected = True
+    has_room = True
 
     def __init__(self, connection: Connection, generator: ScriptedGenerator) -> None:
         self.models = connection.models

@@ -3,8 +3,8 @@
 Each backend is a *place* with a separate interpreter. ``SeveralConnection`` sends each op to the place of its
 state, under the numbers of the session. Three things cross places:
 
-- A variable that a state of another place refers to. There the state gets an *import*: a variable that the
-  client provides: the session sends its value when it is complete. Imports have negative numbers.
+- A variable that a state of another place refers to. There the state gets an *import*, a variable that the
+  client provides: the session sends its text in parts while it grows. Imports have negative numbers.
 - A fork onto another model. The branches are roots in their place, which first wait for an import of the
   parent's progress, so that they begin and fail as branches do.
 - Cancellations, limits and task groups of such forks, which no place sees as a whole.
@@ -27,7 +27,7 @@ from agentflow.language.uploads import parts_of_upload
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
-from agentflow.protocol.chat import read_reply
+from agentflow.protocol.chat import ReplySoFar, read_reply
 from agentflow.protocol.events import (
     Capabilities,
     Delta,
@@ -150,26 +150,58 @@ class _State:
             state = state.parent
 
 
+PART_CHARS = 256
+"""The least characters of a growing text that are sent. States compute them in larger steps."""
+
+
+@dataclass(eq=False)
+class _Import:
+    """The import of a variable in a state of another place. ``num_sent``: the characters that were sent."""
+
+    state: _State
+    number: int
+    num_sent: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether parts of the text may be sent. If not, a later part or the end contains them, so that
+        nothing waits twice for a slow connection."""
+        place = self.state.place
+        return self.state.lost is None and place.error is None and place.connection.has_room
+
+
 @dataclass(eq=False)
 class _Variable:
-    """A variable of an open state. ``text``: of a reply its notation. ``imports``: waiting imports of its
-    value, with their places."""
+    """A variable of an open state. ``reply``: reads the text, if that is the notation of a reply.
+    ``imports``: the imports that wait for more of it."""
 
     state: _State
     name: str
-    is_reply: bool = False
+    reply: ReplySoFar | None = None
     text: str = ""
     has_value: bool = False
     error: ErrorInfo | None = None
-    imports: list[tuple[_Place, int]] = field(default_factory=list)
+    imports: list[_Import] = field(default_factory=list)
 
-    def provided(self, number: int) -> ops.Provide | None:
-        """The op that ends an import, or None before the variable's end."""
+    def extend(self, event: Delta | Value) -> None:
+        """Appends the text of an event."""
+        self.text += event.text[max(len(self.text) - event.at, 0) :]
+        self.has_value = isinstance(event, Value)
+
+    def provided(self, one: _Import) -> ops.Provide | None:
+        """The op with the text that the import does not have yet, or with the error. None if there is too
+        little of it, or no room."""
         if self.error is not None:
-            return ops.Provide(number, error=self.error)
-        if not self.has_value:
+            return ops.Provide(one.number, error=self.error)
+        if not self.has_value and not one.has_room:
             return None
-        return ops.Provide(number, read_reply(self.text).text if self.is_reply else self.text)
+        text = self.text
+        if self.reply is not None:
+            text = read_reply(text).text if self.has_value else self.reply.follow(text).text
+        if not self.has_value and len(text) - one.num_sent < PART_CHARS:
+            return None
+        rest, one.num_sent = text[one.num_sent :], len(text)
+        return ops.Provide(one.number, rest, more=not self.has_value)
 
 
 @dataclass(eq=False)
@@ -216,6 +248,10 @@ class SeveralConnection:
     @property
     def is_connected(self) -> bool:
         return all(place.error is None and place.connection.is_connected for place in self._places.values())
+
+    @property
+    def has_room(self) -> bool:
+        return all(place.error is None and place.connection.has_room for place in self._places.values())
 
     def end(self, error: BaseException | None) -> None:
         for place in self._places.values():
@@ -342,7 +378,8 @@ class SeveralConnection:
 
     def _declare(self, state: _State, op: ops.Op) -> None:
         for number, name in declared(op):
-            self._variables[number] = _Variable(state, name, isinstance(op, ops.Gen) and op.reply)
+            is_reply = isinstance(op, ops.Gen) and op.reply
+            self._variables[number] = _Variable(state, name, ReplySoFar() if is_reply else None)
             state.variables.append(number)
 
     def _in_stream(self, state: _State, op: ops.Op) -> Iterator[tuple[_Place, ops.Op]]:
@@ -370,12 +407,12 @@ class SeveralConnection:
 
     def _import(self, state: _State, source: int, number: int) -> Iterator[tuple[_Place, ops.Op]]:
         """Declares an import of variable ``source`` in the state."""
-        variable = self._variables[source]
+        variable, made = self._variables[source], _Import(state, number)
         yield state.place, ops.Expect(state.number, number, variable.name)
-        if (provide := variable.provided(number)) is not None:
+        if (provide := variable.provided(made)) is not None:
             yield state.place, provide
-        else:
-            variable.imports.append((state.place, number))
+        if provide is None or provide.more:
+            variable.imports.append(made)
 
     def _fork_onto(
         self, place: _Place, parent: _State, children: Sequence[int]
@@ -456,7 +493,7 @@ class SeveralConnection:
     # From events of the places to events of the session.
 
     def receive(self, place: _Place, events: Iterable[Event]) -> None:
-        """Delivers the events of a place, and provides the imports of variables that have ended."""
+        """Delivers the events of a place, and provides the imports of its variables."""
         delivered: list[Event] = []
         outgoing: list[tuple[_Place, ops.Op]] = []
         for event in events:
@@ -504,14 +541,12 @@ class SeveralConnection:
         if isinstance(event, VarFailed):
             variable.error = event.error
         else:
-            before = variable.text if event.at == len(variable.text) else variable.text[: event.at]
-            variable.text = before + event.text
+            variable.extend(event)
             if isinstance(event, Value):
-                variable.has_value = True
                 yield from self._spend(variable.state, event.usage.output_tokens)
-        for place, number in variable.imports:
-            if (provide := variable.provided(number)) is not None:
-                yield place, provide
+        for one in variable.imports:
+            if (provide := variable.provided(one)) is not None:
+                yield one.state.place, provide
         if variable.has_value or variable.error is not None:
             variable.imports.clear()
             if variable.state.is_closed:

@@ -32,6 +32,10 @@ class Connection(Protocol):
     def is_connected(self) -> bool:
         """Whether the backend can be reached now; False while it connects again."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether ops are sent soon. False while many wait because the connection is slow or broken."""
+
     def send(self, ops: Sequence[Op], /) -> None:
         """Submits all of the ops, or none: raises if one of them cannot be accepted."""
 

@@ -257,7 +257,7 @@ class Done(_Op, frozen=True):
 
 
 class Expect(_Op, frozen=True):
-    """Declares variable ``var``, whose value the client will send in a ``Provide``."""
+    """Declares variable ``var``, whose text the client will send in one or more ``Provide``."""
 
     state: int
     var: int
@@ -265,11 +265,14 @@ class Expect(_Op, frozen=True):
 
 
 class Provide(_Op, frozen=True):
-    """The value of an expected variable, or the error that prevented it. Takes effect immediately."""
+    """Text of an expected variable, which follows that of earlier ops with ``more``, or the error that
+    prevented the rest. The variable ends with an error, and unless there is ``more``. Takes effect
+    immediately."""
 
     var: int
     text: str = ""
     error: ErrorInfo | None = None
+    more: bool = False
 
 
 class Want(_Op, frozen=True):

@@ -190,6 +190,10 @@ class _RecordedConnection:
     def is_connected(self) -> bool:
         return self._connection.is_connected
 
+    @property
+    def has_room(self) -> bool:
+        return self._connection.has_room
+
     def send(self, ops: Sequence[Op]) -> None:
         at_s = self._writer.now_s()
         try:  # first, so that an op that cannot be written does not run

@@ -38,6 +38,7 @@ from agentflow.errors import (
     Cancelled,
     EngineFailed,
     Overloaded,
+    PromptTooLong,
     ProtocolError,
     StateClosed,
     UnknownModel,
@@ -99,7 +100,7 @@ from agentflow.runtime.state_tree import (
 )
 from agentflow.runtime.task_group import first_of
 from agentflow.runtime.turns import Turn, end_turn
-from agentflow.runtime.wired_text import WiredTexts, check_length
+from agentflow.runtime.wired_text import MAX_OP_CHARS, Ahead, WiredTexts, check_length
 
 logger = logging.getLogger(__name__)
 
@@ -611,14 +612,21 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"variable {op.var} is not one that the client provides")
         if variable is None or variable.has_ended:
             return  # its state has failed or was closed meanwhile
+        error = None if op.error is None else op.error.to_exception()
+        if error is None:
+            try:
+                is_in_parts = op.more or variable.num_chars > 0
+                if is_in_parts and variable.num_chars + len(op.text) > MAX_OP_CHARS:
+                    raise PromptTooLong(f"{variable.name!r} has more than {MAX_OP_CHARS:,} characters")
+                if op.more:
+                    variable.provide(op.text)
+                    return
+                _complete(variable, variable.text + op.text, "provided")
+            except AgentflowError as failure:
+                error = failure
         self._graph.provide(op.var)
         self._report_places_later()
-        if op.error is not None:
-            variable.fail(op.error.to_exception())
-            return
-        try:
-            _complete(variable, op.text, "provided")
-        except Overloaded as error:
+        if error is not None:
             variable.fail(error)
 
     async def _forget(self, state: StateRecord[ContextT]) -> None:
@@ -741,7 +749,7 @@ class _OpExecution(Generic[ContextT]):
                     held.add(sys.getsizeof(text))
                     texts.append(text)
 
-                await self._texts.resolve(op.parts, pending.sources, hold, _nothing)
+                await self._texts.resolve(op.parts, pending.sources, hold)
                 del held, hold
                 _complete(variable, "".join(texts), "set")
             case ops.Embed():
@@ -777,8 +785,7 @@ class _OpExecution(Generic[ContextT]):
                     state.reserve_text(text)
                     generator.fill(context, text)
 
-                on_wait = partial(_fill_ahead, generator, context)
-                await self._texts.resolve(op.parts, pending.sources, fill, on_wait)
+                await self._texts.resolve(op.parts, pending.sources, fill, _ahead(state, generator, context))
             case ops.Converse():
                 conversation = op.conversation
                 if pending.images:
@@ -792,8 +799,9 @@ class _OpExecution(Generic[ContextT]):
                 generator.begin_role(context, op.role, op.tool_call_id, op.name)
             case ops.End():
                 generator.end_role(context)
-                if not state.pending:
-                    await _fill_ahead(generator, context)
+                ahead = None if state.pending else _ahead(state, generator, context)
+                if ahead is not None:
+                    await ahead.fill()
             case ops.Gen():
                 await self._generate(state, generator, context, op)
             case ops.Select():
@@ -956,15 +964,9 @@ class _OpExecution(Generic[ContextT]):
         variable.complete(value)
 
 
-async def _fill_ahead(generator: Generator[ContextT], context: ContextT) -> None:
-    """Lets a generator that can compute the context while its state waits."""
+def _ahead(state: StateRecord[ContextT], generator: Generator[ContextT], context: ContextT) -> Ahead | None:
     fill_ahead = getattr(generator, "fill_ahead", None)
-    if fill_ahead is not None:
-        await fill_ahead(context)
-
-
-async def _nothing() -> None:
-    """A state without a context has nothing to compute."""
+    return None if fill_ahead is None else Ahead(partial(fill_ahead, context), state)
 
 
 def _num_chars_of(tools: Sequence[ToolSpec]) -> int:

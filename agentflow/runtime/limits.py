@@ -27,6 +27,8 @@ _VARIABLE_BYTES = 1_800
 """A variable without its text, with its node in the graph."""
 READER_BYTES = 500
 """A reader of a variable, in addition to the reader of the session's events."""
+GROWING_CHAR_BYTES = 5
+"""A character of a variable's text while the client provides it in parts."""
 _CHAR_BYTES = 16
 """A character in a context, in addition to its text: its tokens in all their forms."""
 OWN_CHAR_BYTES = 1 + _CHAR_BYTES

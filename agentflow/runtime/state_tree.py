@@ -14,6 +14,10 @@ of the failed state and to their parent. A cancellation spreads down, to all for
 
 from __future__ import annotations
 
+import heapq
+import io
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Generator as Steps
@@ -54,6 +58,7 @@ from agentflow.protocol.ops import MAX_BRANCHES, check_number
 from agentflow.runtime.generator import ContextT, Generator, StateHint
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
+    GROWING_CHAR_BYTES,
     OWN_CHAR_BYTES,
     READER_BYTES,
     STATE_BYTES,
@@ -135,7 +140,7 @@ class EventCursor:
 MAX_DRAINED_RECORDS = 250
 MAX_DRAINED_CHARS = 4_000_000
 MAX_WOKEN = 50
-"""The ops that wait for a variable and continue in one turn of the event loop after its end."""
+"""The ops that wait for a variable and continue in one turn of the event loop."""
 
 
 Reports = Literal["all", "end", "nothing"]
@@ -178,6 +183,9 @@ class VariableReader:
         return self._variable.events_after(self._position)
 
 
+_wait_numbers = itertools.count()
+
+
 class VariableRecord:
     """One variable: its text so far, its end, and the position of the reader of the session's events.
     ``reports``: the events that the reader receives.
@@ -188,7 +196,7 @@ class VariableRecord:
         events: The session's events.
         reservation: Its memory; None: nothing counts it.
         later: Calls a function in another turn of the event loop.
-        is_expected: The client provides the value.
+        is_expected: The client provides the text, and receives only the end.
         is_reply: The text is the notation of a reply.
     """
 
@@ -207,19 +215,36 @@ class VariableRecord:
         self.name = name
         self.is_expected = is_expected
         self._is_reply = is_reply
-        self.text = ""
+        self._text = ""
+        self._growing: io.StringIO | None = None  # the text while it grows
+        self.num_chars = 0
+        self._num_held_bytes = 0  # of provided text while it grows
         self.reasoning = ""
         self.value: Value | None = None
         self.error: AgentflowError | None = None
         self.has_ended = False
-        self._waiting: deque[anyio.Event] = deque()  # one event for each waiting op
+        # For each waiting op the number of characters for which it waits, and its event; a heap.
+        self._waiting: list[tuple[float, int, anyio.Event]] = []
+        self._is_waking = False  # in a later turn of the event loop
         self._later = later
         self._content: str | None = None
         self._events = events
         self._reservation = reservation
-        self.reports: Reports = "all"
+        self.reports: Reports = "end" if is_expected else "all"
         self._position = VariablePosition()
         self._readers: dict[VariableReader, None] = {}  # other than the session's
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._text if self._growing is None else self._growing.getvalue()
+
+    def text_from(self, at: int) -> str:
+        """The text so far from character ``at`` on, which may be its end. Costs what it returns."""
+        if self._growing is None:
+            return self._text[at:]
+        self._growing.seek(at)
+        return self._growing.read()  # up to the end, where more is written
 
     @property
     def content(self) -> str:
@@ -229,9 +254,24 @@ class VariableRecord:
         return self._content
 
     def extend(self, delta: str) -> None:
-        """Appends text."""
-        self.text += delta
+        """Appends text. Has no effect after the end."""
+        if self.has_ended:
+            return
+        if self._growing is None:
+            self._growing = io.StringIO()
+        self._growing.write(delta)
+        self.num_chars += len(delta)
+        if self._waiting and self._waiting[0][0] <= self.num_chars and not self._is_waking:
+            self._wake()
         self._mark()
+
+    def provide(self, part: str) -> None:
+        """Appends text that the client provides, which counts as memory. ``Overloaded``."""
+        if self._reservation is not None:
+            num_bytes = GROWING_CHAR_BYTES * len(part)
+            self._reservation.add(num_bytes)
+            self._num_held_bytes += num_bytes
+        self.extend(part)
 
     def extend_reasoning(self, delta: str) -> None:
         """Appends reasoning, which the value will have too."""
@@ -240,41 +280,58 @@ class VariableRecord:
 
     def complete(self, value: Value) -> None:
         """Completes the variable; ``value`` has all of its text. ``Overloaded``."""
+        self._release_growing()
         if self._reservation is not None:
             self._reservation.add(value_bytes(value))
-        self.text, self.value = value.text, value
+        self._text, self._growing, self.num_chars = value.text, None, len(value.text)
+        self.value = value
         self._end()
 
     def fail(self, error: AgentflowError) -> None:
         """Ends the variable without a value. Has no effect after its end."""
         if not self.has_ended:
+            self._text, self._growing = self.text, None
+            self._release_growing()
             if self._reservation is not None:
-                self._reservation.count(error_bytes(error, self.text))
+                self._reservation.count(error_bytes(error, self._text))
             self.error = error
             self._end()
 
-    async def wait(self) -> None:
-        """Waits for the end."""
-        if not self.has_ended:
-            ended = anyio.Event()
-            self._waiting.append(ended)
-            await ended.wait()
+    def _release_growing(self) -> None:
+        if self._reservation is not None:
+            self._reservation.count(-self._num_held_bytes)
+            self._num_held_bytes = 0
+
+    async def wait(self, num_chars: float = math.inf) -> None:
+        """Waits for the end, or until the text has ``num_chars`` characters."""
+        if not self.has_ended and self.num_chars < num_chars:
+            reached = anyio.Event()
+            heapq.heappush(self._waiting, (num_chars, next(_wait_numbers), reached))
+            await reached.wait()
 
     def _end(self) -> None:
         self.has_ended = True
-        self._wake()
+        if not self._is_waking:
+            self._wake()
         self._mark(is_end=True)
 
     def _mark(self, *, is_end: bool = False) -> None:
-        if self.reports == "all" or (is_end and self.reports == "end"):
-            self._events.mark(self)
+        self._mark_own(is_end=is_end)
         for reader in self._readers:
             reader.mark(is_end=is_end)
 
+    def _mark_own(self, *, is_end: bool) -> None:
+        if self.reports == "all" or (is_end and self.reports == "end"):
+            self._events.mark(self)
+
     def _wake(self) -> None:
-        for _ in range(min(MAX_WOKEN, len(self._waiting))):
-            self._waiting.popleft().set()
-        if self._waiting:
+        reached = math.inf if self.has_ended else self.num_chars
+        for _ in range(MAX_WOKEN):
+            if not self._waiting or self._waiting[0][0] > reached:
+                break
+            heapq.heappop(self._waiting)[2].set()
+        self._is_waking = bool(self._waiting) and self._waiting[0][0] <= reached
+        if self._is_waking:
             self._later(self._wake)
 
     @contextmanager
@@ -298,7 +355,7 @@ class VariableRecord:
         """The reader of the session's events has received ``num_chars`` characters, and not the end.
         Reasoning is sent again."""
         self._position.rewind(num_chars)
-        self._events.mark(self)
+        self._mark_own(is_end=self.has_ended)
 
     def take_events(self) -> list[Event]:
         return self.events_after(self._position)
@@ -307,8 +364,8 @@ class VariableRecord:
         """The events since ``position``, which moves forward."""
         if position.has_end:
             return []
-        at, position.num_chars = min(position.num_chars, len(self.text)), len(self.text)
-        rest = self.text[at:]
+        at, position.num_chars = min(position.num_chars, self.num_chars), self.num_chars
+        rest = self.text_from(at)
         reasoning_at, position.num_reasoning_chars = position.num_reasoning_chars, len(self.reasoning)
         reasoning = self.reasoning[reasoning_at:]
         deltas: list[Event] = []

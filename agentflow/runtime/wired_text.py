@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -11,11 +14,27 @@ from agentflow.errors import AgentflowError, PromptTooLong, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.transform import apply_in_turn
 from agentflow.runtime.limits import MemoryBudget, Reservation
-from agentflow.runtime.state_tree import VariableRecord, drop_tracebacks, root_cause
+from agentflow.runtime.state_tree import StateRecord, VariableRecord, drop_tracebacks, root_cause
 from agentflow.runtime.turns import Turn
 
 # A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024
+MIN_GROWN_CHARS = 512
+"""The least characters by which a provided text grows before a waiting state computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """``fill`` lets the generator compute the context of a state that waits."""
+
+    fill: Callable[[], Awaitable[None]]
+    state: StateRecord[Any]
+
+    @property
+    def num_more_chars(self) -> int:
+        """The characters by which a provided text grows before the next ``fill``, which may encode the whole
+        text of the context again."""
+        return max(MIN_GROWN_CHARS, self.state.num_chars // 8)
 
 
 class WiredTexts:
@@ -35,11 +54,12 @@ class WiredTexts:
         parts: ops.Parts,
         sources: Sequence[VariableRecord],
         append: Callable[[str], None],
-        on_wait: Callable[[], Awaitable[None]],
+        ahead: Ahead | None = None,
     ) -> None:
         """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
-        text that is known by then, and then ``on_wait``. ``sources``: the variables that the parts refer to,
-        in their order. An error is raised when all of them have ended."""
+        text that is known by then. ``sources``: the variables that the parts refer to, in their order. An
+        error is raised when all of them have ended. ``ahead``: computes the known text in the waits. Then
+        ``append`` also gets the text of a provided variable in pieces, while it grows."""
         pieces: list[str] = []
         piece, num_chars = "", 0
         variables = iter(sources)
@@ -52,13 +72,24 @@ class WiredTexts:
                     piece = part
                 else:
                     variable = next(variables)
-                    if pieces and not variable.has_ended:
-                        reservation = Reservation(self._memory, 0)
-                        append(_taken(pieces))
-                    if not variable.has_ended:
-                        await on_wait()
+                    num_appended = 0  # characters of the variable
+                    growing = ahead if variable.is_expected and not part.transforms else None
+                    while not variable.has_ended:
+                        if growing is not None and (piece := variable.text_from(num_appended)):
+                            num_appended += len(piece)
+                            num_chars += len(piece)
+                            check_length(num_chars)
+                            pieces.append(piece)
+                        if pieces:
+                            reservation, piece = Reservation(self._memory, 0), ""
+                            append(_taken(pieces))
+                        if ahead is not None:
+                            await ahead.fill()
+                        next_fill = math.inf if growing is None else num_appended + growing.num_more_chars
+                        await variable.wait(next_fill)
                     await _wait_for_value(variable)
                     piece = await apply_in_turn(variable.content, part.transforms, self._searching)
+                    piece = piece[num_appended:]
                     reservation.add(sys.getsizeof(piece))
                 num_chars += len(piece)
                 check_length(num_chars)

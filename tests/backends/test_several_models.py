@@ -476,6 +476,7 @@ class Follower:
     began."""
 
     is_connected = True
+    has_room = True
 
     def __init__(self, connection: Connection) -> None:
         self.models = connection.models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -32,11 +32,25 @@ from agentflow.protocol.events import (
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime import interpreter as interpreter_module
-from agentflow.runtime import state_tree
+from agentflow.runtime import state_tree, wired_text
 from agentflow.runtime.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wired_text, "MIN_GROWN_CHARS", 2)
+        yield
+
+
+class AheadGenerator(ScriptedGenerator):
+    """Receives provided text in parts, because it could compute them ahead."""
+
+    async def fill_ahead(self, context: ScriptedContext) -> None:
+        await anyio.lowlevel.checkpoint()
 
 
 class Bench:
@@ -128,9 +142,9 @@ def check(program: OpProgram, listener: Listener) -> None:
                 assert listener.reached[state.id] == tickets[-1]
 
 
-@given(program=op_programs())
-async def test_any_program_gives_what_its_variables_give_alone(program):
-    async with bench(ScriptedGenerator(answer)) as at:
+@given(program=op_programs(), is_ahead=st.booleans())
+async def test_any_program_gives_what_its_variables_give_alone(program, is_ahead):
+    async with bench(AheadGenerator(answer) if is_ahead else ScriptedGenerator(answer)) as at:
         await at.play(program)
         await at.listen_until_all_ended(list(program.variables))
         await at.until_idle()
@@ -140,7 +154,7 @@ async def test_any_program_gives_what_its_variables_give_alone(program):
 
 @given(program=op_programs(), num_turns=st.integers(0, 30))
 async def test_the_end_of_a_session_frees_everything(program, num_turns):
-    generator = ScriptedGenerator(answer)
+    generator = AheadGenerator(answer)
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(generator, group)
         at = Bench(generator, interpreter)

@@ -51,6 +51,7 @@ class Observed:
 
 class _ObservedConnection:
     is_connected = True
+    has_room = True
 
     def __init__(self, connection: Connection, observed: list[ops.Op]) -> None:
         self.models = connection.models

@@ -614,7 +614,10 @@ export interface DoneOp {
   name: string;
 }
 
-/** Declares a variable whose value the client sends with `provide`. Does not wait. */
+/**
+ * Declares a variable whose text the client sends with `provide`. Does not wait. The client receives its
+ * `value` or `varfailed`, and no `delta` before the end.
+ */
 export interface ExpectOp {
   op: "expect";
   state: number;
@@ -625,15 +628,19 @@ export interface ExpectOp {
 }
 
 /**
- * The value of an expected variable, or the error in its place. Takes effect immediately; ignored if the
- * variable or its state has ended. `protocol_error` for a variable that no `expect` declared.
+ * The text of an expected variable, whole or in parts, or the error in its place. Takes effect
+ * immediately; ignored if the variable or its state has ended. `protocol_error` for a variable that no
+ * `expect` declared.
  */
 export interface ProvideOp {
   op: "provide";
   var: number;
-  /** By default `""`. */
+  /** Follows the text of earlier parts; by default `""`. */
   text?: string;
+  /** Ends the variable without a value. */
   error?: ErrorInfo | null;
+  /** More parts follow; by default `false`. */
+  more?: boolean;
 }
 
 export interface ErrorInfo {
@@ -899,6 +906,8 @@ export interface Usage {
    * models behind an API.
    */
   miss_reason: string;
+  /** Answers that violated a constraint which the API does not enforce, so that the model was asked again. */
+  rejected_answers: number;
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */
@@ -906,8 +915,6 @@ export type TokenLogprob = [token_id: number, text: string, logprob: number];
 
 /** A model that did not answer, so that the next one was asked. */
 export interface PassedOver {
-  /** Answers that violated a constraint which the API does not enforce, so that the model was asked again. */
-  rejected_answers: number;
   /** As in value. */
   model: string;
   /** Its failure; `overloaded` if its circuit was open. */

@@ -75,6 +75,7 @@ class OpProgram:
         self.groups: list[tuple[PlannedState, list[PlannedState]]] = []
         self.provided: dict[int, str | Failure] = {}  # what the client gives, or will give at the end
         self._to_provide: list[int] = []
+        self._num_provided: dict[int, int] = {}  # characters that were given in parts
         self._known: dict[tuple[int, int], str | Failure] = {}
         self._next_id = 1
         self._next_ticket = 1
@@ -108,6 +109,8 @@ class OpProgram:
             self.script.append(ops.Limit(state.id, deadline_s=1e6, output_tokens=1_000_000))
         elif kind == "provide" and self._to_provide:
             self.provide(self._to_provide.pop(b % len(self._to_provide)))
+        elif kind == "part" and self._to_provide:
+            self._provide_part(self._to_provide[b % len(self._to_provide)], a)
         elif state.is_open or (state.is_sealed and kind in ("set", "read", "done")):
             self._append(kind, state, b)
 
@@ -115,7 +118,15 @@ class OpProgram:
         """The client gives the value of an expected variable, or its failure."""
         given = self.provided[var]
         error = ErrorInfo(EngineFailed.code, given.origin) if isinstance(given, Failure) else None
-        self.script.append(ops.Provide(var, "" if isinstance(given, Failure) else given, error))
+        rest = "" if isinstance(given, Failure) else given[self._num_provided.get(var, 0) :]
+        self.script.append(ops.Provide(var, rest, error))
+
+    def _provide_part(self, var: int, num_chars: int) -> None:
+        """The client gives more of the text."""
+        given, at = self.provided[var], self._num_provided.get(var, 0)
+        text = "in vain" if isinstance(given, Failure) else given
+        self.script.append(ops.Provide(var, text[at : at + num_chars], more=True))
+        self._num_provided[var] = at + num_chars
 
     def provide_all(self) -> None:
         """What is still expected."""
@@ -299,7 +310,19 @@ CERTAIN = [
     *["open", "text", "text", "reference", "reference", "gen", "gen", "select", "fork", "await", "pause"],
     *["set", "read", "turn", "image", "hint"],
 ]
-ALL = [*CERTAIN, "done", "seal", "cancel", "couple", "limit", "deadline", "expect", "expect", "provide"]
+ALL = [
+    *CERTAIN,
+    "done",
+    "seal",
+    "cancel",
+    "couple",
+    "limit",
+    "deadline",
+    "expect",
+    "expect",
+    "part",
+    "provide",
+]
 
 
 @st.composite

@@ -65,7 +65,9 @@ async def check_program(
     await anyio.lowlevel.checkpoint()
     connection.send(recorded[4:])
     await listener.wait_for(lambda received: hung in received.texts)
-    connection.send([ops.Cancel(idle), ops.Provide(mine, "given")])
+    connection.send([ops.Cancel(idle), ops.Provide(mine, "gi", more=True)])
+    await anyio.lowlevel.checkpoint()
+    connection.send([ops.Provide(mine, "ve", more=True), ops.Provide(mine, "n")])
     await listener.wait_for(
         lambda received: (
             {answer, wired, choice, failed, hung, note, seen, mine, made} <= received.ends.keys()

@@ -231,9 +231,9 @@ class OpsWriter:
                 return ops.TaskGroup(self._state(), (self._state(), self._state()))
             case ops.Provide:
                 var = self._random.choice(self._expected) if self._expected else self._new()
-                return (
-                    ops.Provide(var, error=LONG_ERROR) if self._is_wrong() else ops.Provide(var, self._text())
-                )
+                if self._is_wrong():
+                    return ops.Provide(var, error=LONG_ERROR)
+                return ops.Provide(var, self._text(), more=self._random.random() < 0.3)
             case ops.SubmitGraph:
                 return self._submit()
             case ops.Await:
