@@ -122,7 +122,7 @@ def run(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None)
                 torch.cuda.empty_cache()
     report.show(console)
     console.print(f"written to {file}")
-    faults = ("differing", "differing_choices", "wrong_8_bit_floats")
+    faults = ("differing", "differing_choices", "wrong_8_bit_floats", "wrong_grouped_products")
     return 1 if failed or any(report.extra.get(fault) for fault in faults) else 0
 
 
@@ -142,18 +142,22 @@ def _check_tokens(check: Check) -> None:
     }
 
 
-def differing_tokens(device: Any, num_tokens: int = 48) -> list[str]:
+def differing_tokens(
+    device: Any, num_tokens: int = 48, config: Any = None, cpu_kernels: str = ""
+) -> list[str]:
     """Returns the differences between greedy token ids on ``device`` and on the CPU, for a random model in
-    float32: prompts of several lengths in one batch, one of them after a prefix that another computed."""
+    float32: prompts of several lengths in one batch, one of them after a prefix that another computed.
+    ``config``: of the model; None: ``TINY``. ``cpu_kernels``: the CPU's, instead of those that it chooses."""
     import torch
 
     from benchmarks.step.random_llama import TINY, RandomRunner
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    ids = [
-        _greedy_ids(RandomRunner(TINY, 4_000, torch.float32, each), num_tokens)
-        for each in (torch.device("cpu"), device)
-    ]
+    ids = []
+    for each, name in ((torch.device("cpu"), cpu_kernels), (device, "")):
+        with _forced_kernels(name):
+            runner = RandomRunner(config or TINY, 4_000, torch.float32, each)
+        ids.append(_greedy_ids(runner, num_tokens))
     return [
         f"request {request}, token {token}: {ours} instead of {theirs}"
         for request, (cpu, other) in enumerate(zip(*ids, strict=True))
@@ -495,6 +499,26 @@ def _measure_workloads(check: Check) -> None:
     )
 
 
+def _check_grouped(check: Check) -> None:
+    """Compares mixtures and adapters with the CPU and float64, then with the limits."""
+    import torch
+
+    from agentflow.kernels.platforms import kernels_for
+    from benchmarks.step import gpu_grouped
+    from benchmarks.step.random_llama import TINY_MIXTURE
+
+    if kernels_for(check.device).linear.adapter_table(1, torch.float32, check.device) is None:
+        check.say("grouped products were not checked: the kernels of this device have none")
+        return
+    # torch's kernels need not be compiled first.
+    wrong = differing_tokens(check.device, 24, TINY_MIXTURE, cpu_kernels="torch")
+    wrong += gpu_grouped.wrong_products(check.device, is_small=check.is_small)
+    check.say("grouped products are " + ("right" if not wrong else f"wrong: {', '.join(wrong)}"))
+    check.report.extra |= {"wrong_grouped_products": wrong}
+    check.write()
+    gpu_grouped.measure(check.report, check.device, check.limits, check.write, is_small=check.is_small)
+
+
 def _compare_flashinfer(check: Check) -> None:
     if check.device.type != "cuda":
         check.say("FlashInfer was not compared: it needs a GPU")
@@ -600,10 +624,12 @@ SECTIONS: dict[str, Callable[[Check], object]] = {
     "choice": measure_choice,
     "sharing": _measure_sharing,
     "quantised": measure_quantised,
+    "grouped": _check_grouped,
     "workloads": _measure_workloads,
     "flashinfer": _compare_flashinfer,
 }
-"""The sections in their order. ``tokens`` compares with the CPU; the others measure."""
+"""The sections in their order. ``tokens`` compares with the CPU, ``grouped`` compares and measures, and the
+others measure."""
 
 
 if __name__ == "__main__":

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import NO_CHANGES, Batch, IntArray, SlotChanges
-from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.config import DecoderConfig, ExpertsShape
 from agentflow.engine.models.device_steps import DeviceStep, DeviceSteps
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
 from agentflow.engine.models.torch_runner import forward_input_of
-from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights, Mlp, Norm, Rope
+from agentflow.kernels.decoder_weights import (
+    DecoderWeights,
+    Experts,
+    LayerWeights,
+    Mlp,
+    Norm,
+    Rope,
+    Routing,
+)
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
 from agentflow.kernels.platforms import Kernels, kernels_for
@@ -52,6 +60,8 @@ def llama_config(
 
 
 TINY = llama_config(256, 704, 4, 8, 2, 1_000)
+TINY_MIXTURE = replace(TINY, experts=ExpertsShape(8, 2, 192))
+"""Its MLPs are mixtures of experts, like Mixtral's."""
 LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
 
 
@@ -67,7 +77,7 @@ def random_llama(
     device.
 
     Args:
-        config: the shape.
+        config: the shape. With experts, each MLP is a mixture of them.
         kernels: the implementation that packs the weights.
         dtype: of the weights.
         device: where the model is.
@@ -92,8 +102,17 @@ def random_llama(
         assert packed is not None
         return packed
 
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, experts = config.hidden_size, config.experts
+    inner = config.intermediate_size if experts is None else experts.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def mlp() -> Mlp:
+        return Mlp(linear(2 * inner, hidden, gated=True), linear(hidden, inner))
+
+    def mixture(shape: ExpertsShape) -> Experts:
+        router = linear(shape.num_experts, hidden)
+        return Experts(router, Routing(shape.num_used), [mlp() for _ in range(shape.num_experts)])
+
     norm = Norm(torch.ones(hidden, dtype=dtype, device=device), None, config.norm_eps)
     layers = [
         LayerWeights(
@@ -101,7 +120,7 @@ def random_llama(
             qkv=linear(queries + 2 * keys, hidden),
             output=linear(hidden, queries),
             mlp_norm=norm,
-            mlp=Mlp(linear(2 * inner, hidden, gated=True), linear(hidden, inner)),
+            mlp=mlp() if experts is None else mixture(experts),
         )
         for _ in range(config.num_layers)
     ]

@@ -1,5 +1,6 @@
 """Weights in their formats, and the products with them.
 
-Reading order: ``method`` (the interface), ``reference_linear`` (written for clarity), ``torch_linear`` (any
-device). Platforms add their formats: panels on CPUs, and blocks or 8-bit floats on GPUs.
+Reading order: ``routing`` (the experts of a row), ``grouped`` and ``method`` (the interfaces),
+``reference_linear`` (written for clarity), ``torch_linear`` (any device). Platforms add their formats: panels
+on CPUs, and blocks or 8-bit floats on GPUs.
 """

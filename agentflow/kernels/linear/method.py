@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.activations import Activation
+from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight, LowRank
+from agentflow.kernels.linear.grouped import AdapterTable, GroupedAdapters, Mixture
 
 
 class LinearMethod(ABC):
@@ -93,3 +95,27 @@ class LinearMethod(ABC):
         """Returns the sum that low-rank changes add to the product of x with a weight of ``num_out`` outputs:
         [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded.
         ``changes``: each with the numbers of its rows, int64 on the device of x."""
+
+    def adapter_table(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> AdapterTable | None:
+        """Returns an empty table for the adapters of a model, for ``multiply_adapted``. None: there is none,
+        and ``low_rank`` computes the changes."""
+        return None
+
+    def multiply_adapted(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        adapters: GroupedAdapters,
+        layer: int,
+        place: str,
+        *,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """Returns ``multiply`` with the changes by the rows' adapters, which are those of ``low_rank``. Only
+        where there is an ``adapter_table``. ``place``: a field of ``LayerAdapter``."""
+        raise NotImplementedError
+
+    def group_experts(self, experts: Experts, activation: Activation) -> Mixture | None:
+        """Returns the experts of a layer as a ``Mixture``. None: it cannot, and the caller computes them one
+        after the other. ``activation``: of the experts, which have a gate."""
+        return None

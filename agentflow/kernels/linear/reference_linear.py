@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.activations import Activation, activated
+from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import LinearWeight, LowRank
+from agentflow.kernels.linear.grouped import Mixture
+from agentflow.kernels.linear.routing import routed
 from agentflow.kernels.linear.torch_linear import TorchLinear
 
 
@@ -55,3 +58,20 @@ class ReferenceLinear(TorchLinear):
                     added[row, part.first_output : end] = self.multiply(inner[:, :rank], part.up)[0]
                     inner = inner[:, rank:]
         return added
+
+    def group_experts(self, experts: Experts, activation: Activation) -> Mixture:
+        def mixture(
+            x: Tensor, scores: Tensor, added: Tensor | None = None, slots: Tensor | None = None
+        ) -> Tensor:
+            weights, chosen = routed(scores, experts.routing)
+            total = torch.zeros(x.shape) if added is None else added.to(torch.float32, copy=True)
+            for row in range(len(x)):
+                if slots is not None and slots[row] < 0:
+                    continue
+                for weight, number in zip(weights[row].tolist(), chosen[row].tolist(), strict=True):
+                    expert = experts.experts[number]
+                    inner = self.multiply(x[row : row + 1], expert.gate_up, activation=activation)
+                    total[row] += weight * self.multiply(inner, expert.down)[0].float()
+            return total.to(x.dtype)
+
+        return mixture

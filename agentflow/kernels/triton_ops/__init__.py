@@ -6,5 +6,7 @@ launch before the kernel in front has ended); ``units`` (the attention of a batc
 work), ``device_plan`` (units on the device), ``paged_attention`` (their computation), ``triton_attention``;
 ``triton_rows`` (norms, rotary embeddings and the gated activation); ``one_row`` (products of one row with a
 dense weight), ``split_products`` (the parts that the next two share), ``fp8`` (weights in 8-bit floats),
-``quantised`` (weights in blocks), ``triton_linear``; ``triton_sampler``.
+``quantised`` (weights in blocks); ``row_blocks`` (rows sorted by the matrix that multiplies them),
+``grouped_products`` and ``mixture`` (experts), ``low_rank`` (adapters); ``triton_linear``;
+``triton_sampler``.
 """

@@ -46,7 +46,7 @@ class _Format(NamedTuple):
     second: str = ""  # the second word of a step: "minimums", "halves" or none
 
 
-_FORMATS = {
+FORMATS = {
     "int4": _Format(4, "minimums"),
     "int8": _Format(8),
     "int8_min": _Format(8, "minimums"),
@@ -84,7 +84,7 @@ def _packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPane
     if parts[0].type == "F8_E4M3":
         return fp8.packed(parts, device)
     name, num_in = _FORMAT_OF_TYPE[parts[0].type], parts[0].shape[1]
-    layout, num_steps = _FORMATS[name], -(-num_in // _STEP)
+    layout, num_steps = FORMATS[name], -(-num_in // _STEP)
     num_out = sum(part.shape[0] for part in parts)
     num_columns = -(-num_out // COLUMN_STEP) * COLUMN_STEP
     codes = torch.zeros((num_steps * (layout.bits // 4), num_columns, 32), dtype=torch.int8, device=device)
@@ -187,7 +187,7 @@ def _half(words, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _dequantised(
+def dequantised(
     codes, first_words, second_words, NUMBER: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr
 ):
     """Returns the weights of group ``NUMBER`` of a step as float32. ``codes`` [columns, 32], words [columns,
@@ -240,7 +240,7 @@ def _multiply(
             else:
                 values = tl.load(tile + (2 * at + number * wide) * 32)
             inputs = step * 64 + number * 32 + inner
-            weights = _dequantised(values, first_words, second_words, number, BITS, SECOND)
+            weights = dequantised(values, first_words, second_words, number, BITS, SECOND)
             columns_of_x = tl.load(
                 x + rows.to(tl.int64)[None, :] * row_stride + inputs[:, None],
                 mask=is_row[None, :] & (inputs < num_in)[:, None], other=0.0,
@@ -278,7 +278,7 @@ def _dequantise(
         else:
             place = codes + (at + (step + number) * num_columns) * 32 + inner[None, :]
             values = tl.load(place, mask=is_row[:, None], other=0)
-        weights = _dequantised(values, first_words, second_words, number, BITS, SECOND)
+        weights = dequantised(values, first_words, second_words, number, BITS, SECOND)
         inputs = step * 64 + number * 32 + inner
         tl.store(
             out + rows[:, None].to(tl.int64) * num_in + inputs[None, :],
@@ -292,7 +292,7 @@ def dequantised_rows(
     """Returns some rows of W, [rows, num_in]. ``numbers``: the rows, as int64 or a range with a step of 1."""
     if part.format == "fp8":
         return fp8.dequantised_rows(part, numbers, dtype)
-    layout, codes = _FORMATS[part.format], part.panels
+    layout, codes = FORMATS[part.format], part.panels
     assert part.scales is not None
     words, first = part.scales, 0
     if isinstance(numbers, range):
@@ -353,7 +353,7 @@ def _multiply_fused(
 ) -> None:
     assert part.scales is not None
     assert part.counters is not None
-    num_rows, layout = len(x), _FORMATS[part.format]
+    num_rows, layout = len(x), FORMATS[part.format]
     num_steps, num_columns = part.scales.shape[1:]
     block_rows, block_columns, at_once = (16, 128, 4) if num_rows <= 16 else (64, 128, 2)
     row_blocks, column_blocks = -(-num_rows // block_rows), -(-part.num_panels // block_columns)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.activations import Activation, activated
+from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
+from agentflow.kernels.linear.grouped import GroupedAdapters, Mixture
 from agentflow.kernels.linear.torch_linear import TorchLinear
-from agentflow.kernels.triton_ops import fp8
+from agentflow.kernels.triton_ops import fp8, low_rank, mixture
 from agentflow.kernels.triton_ops.one_row import is_one_row, multiply_row
 from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES, dequantised_rows, multiply, pack_blocks
 from agentflow.kernels.triton_ops.triton_rows import silu_and_multiply
@@ -49,18 +51,16 @@ class TritonLinear(TorchLinear):
         *,
         activation: Activation | None = None,
     ) -> Tensor:
-        has_silu_gate = weight.is_gated and activation == "silu"
+        if weight.is_gated and activation == "silu" and is_one_row(x, weight):
+            return multiply_row(x, weight, x.dtype, added, is_gated=True)
+        return _activated(self._product(x, weight, added), weight, activation)
+
+    def _product(self, x: Tensor, weight: LinearWeight, added: Tensor | None) -> Tensor:
         if is_one_row(x, weight):
-            product = multiply_row(x, weight, x.dtype, added, is_gated=has_silu_gate)
-            if has_silu_gate:
-                return product
-        elif weight.transposed is None:
-            product = multiply(x, weight, x.dtype, added)
-        else:
-            product = super().multiply(x, weight, added)
-        if has_silu_gate:
-            return silu_and_multiply(product)
-        return product if activation is None else activated(product, activation, is_gated=weight.is_gated)
+            return multiply_row(x, weight, x.dtype, added)
+        if weight.transposed is None:
+            return multiply(x, weight, x.dtype, added)
+        return super().multiply(x, weight, added)
 
     def multiply_exactly(self, x: Tensor, weight: LinearWeight) -> Tensor:
         if weight.transposed is None:
@@ -68,3 +68,34 @@ class TritonLinear(TorchLinear):
         if is_one_row(x, weight):
             return multiply_row(x, weight, torch.float32)
         return super().multiply_exactly(x, weight)
+
+    def adapter_table(
+        self, num_layers: int, dtype: torch.dtype, device: torch.device
+    ) -> low_rank.AdapterTable:
+        return low_rank.AdapterTable(num_layers, dtype, device)
+
+    def multiply_adapted(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        adapters: GroupedAdapters,
+        layer: int,
+        place: str,
+        *,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        assert isinstance(adapters, low_rank.GroupedAdapters)
+        product = self._product(x, weight, None)
+        adapters.add(product, x, layer, place)
+        return _activated(product, weight, activation)
+
+    def group_experts(self, experts: Experts, activation: Activation) -> Mixture | None:
+        return mixture.group_experts(experts, activation)
+
+
+def _activated(product: Tensor, weight: LinearWeight, activation: Activation | None) -> Tensor:
+    if activation is None:
+        return product
+    if weight.is_gated and activation == "silu":
+        return silu_and_multiply(product)
+    return activated(product, activation, is_gated=weight.is_gated)

@@ -19,7 +19,15 @@ from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.forward import decoder
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
-from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from agentflow.kernels.inputs import (
+    Adapter,
+    AdapterRows,
+    AttentionBatch,
+    ForwardInput,
+    LayerAdapter,
+    LowRank,
+    LowRankPart,
+)
 from agentflow.kernels.platforms import TORCH, Kernels, triton_kernels
 from benchmarks.step.random_llama import llama_config, random_llama
 
@@ -54,13 +62,17 @@ class ReplayedGraphs(DecodeGraphs):
     num_captured = 0
     has_memory = True
 
-    def _capture(self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any) -> tuple[Any, Tensor]:
+    def _capture(
+        self, form: Any, grouped: Any, kv_layers: tuple[Tensor, ...], plan: Any
+    ) -> tuple[Any, Tensor]:
         if not self.has_memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.num_captured += 1
         num = form.num_rows
         plan = self._plans.capture_with(form, plan)
-        inputs = DeviceInput(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ())
+        inputs = DeviceInput(
+            *(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ()), grouped=grouped
+        )
         hidden = self._forward(inputs).clone()
         return Replayed(self._forward, inputs, hidden), hidden
 
@@ -82,7 +94,12 @@ class Requests:
 
     @torch.inference_mode()
     def step(
-        self, requests: Sequence[int], counts: Sequence[int], tokens: Any, sampled: Any = None
+        self,
+        requests: Sequence[int],
+        counts: Sequence[int],
+        tokens: Any,
+        sampled: Any = None,
+        adapters: Sequence[AdapterRows] = (),
     ) -> Tensor:
         table = TABLE.numpy()
         rows, lens = np.array(requests), np.array(counts)
@@ -92,7 +109,8 @@ class Requests:
         batch = AttentionBatch(table, rows, lens, self.cached[rows], None, device_table=TABLE)
         plan = self.kernels.attention.plan(batch, torch.float32, CPU)
         ends = np.cumsum(lens) - 1 if sampled is None else np.array(sampled)
-        return self.model.forward(ForwardInput(tokens, positions, slots, self.pool, plan, ends)).clone()
+        given = ForwardInput(tokens, positions, slots, self.pool, plan, ends, adapters)
+        return self.model.forward(given).clone()
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values
@@ -151,13 +169,16 @@ def test_steps_run_without_graphs(
         ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("phi3_partial", {"num_hidden_layers": 2}),
         ("gpt2", {"n_layer": 2}),
+        ("mixtral", {"num_hidden_layers": 2}),
+        ("gpt_oss", {"num_hidden_layers": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_graphs_of_other_families(
     name: str, two_layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With windows that texts outgrow between replays, parts of heads that rotate, and learned positions."""
+    """With windows that texts outgrow between replays, parts of heads that rotate, learned positions, and
+    experts of which each step chooses others."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     saved_model(name, tmp_path, **two_layers)
     config = read_config(tmp_path)
@@ -188,3 +209,56 @@ def test_graphs_of_other_families(
         torch.stack(graphed.pool), torch.stack(alone.pool), rtol=2e-4, atol=2e-4, equal_nan=True
     )
     assert graphed.model._graphs.num_captured == 2  # for 4 and 2 rows
+
+
+def random_adapter(rank: int) -> Adapter:
+    """An adapter of a model of ``CONFIG``, which changes queries and values, and the MLP."""
+
+    def change(num_in: int, *parts: tuple[int, int]) -> LowRank:
+        down = TORCH.linear.pack(torch.randn(rank * len(parts), num_in) * 0.3, None)
+        ups = [
+            LowRankPart(TORCH.linear.pack(torch.randn(num, rank) * 0.3, None), first) for first, num in parts
+        ]
+        return LowRank(down, tuple(ups))
+
+    changed = LayerAdapter(
+        qkv=change(32, (0, 32), (48, 16)), gate_up=change(32, (0, 48)), down=change(48, (0, 32))
+    )
+    return Adapter((changed, LayerAdapter(output=change(32, (0, 32)))))
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values
+def test_f42r_graphs_of_steps_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other rows, and of more adapters, than when a graph was captured; and steps without adapters between
+    them."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    torch.manual_seed(0)
+    adapters = [random_adapter(rank) for rank in (4, 9, 40)]
+    alone, graphed = Requests.on(TORCH), Requests.on(TRITON)
+    monkeypatch.setattr(decoder, "DecodeGraphs", ReplayedGraphs)
+    graphs = graphed.model._graphs = graphed.model.graphs()
+    rng = np.random.default_rng(0)
+    # The adapter of each row, -1: none.
+    steps = [
+        ([0, 1, 2], [3, 1, 6], [0, 0, 0, 1, -1, -1, -1, -1, -1, -1], None),
+        ([0, 1, 2], [1] * 3, [0, 1, -1], None),
+        ([2, 1, 0], [1] * 3, [-1, 1, 0], [0, 2]),
+        ([0, 1, 2], [1] * 3, [-1, -1, -1], None),
+        ([0, 1], [1] * 2, [0, 2], None),
+        ([0, 1, 2], [1] * 3, [0, 2, 1], None),
+        ([0, 1, 2, 3], [1] * 4, [1, 0, 2, 2], None),
+        ([0, 1, 2], [2, 1, 1], [0, 0, 2, 1], [1, 3]),
+    ]
+    for requests, counts, owners, sampled in steps:
+        tokens, owner_of = rng.integers(0, 100, sum(counts)), np.array(owners)
+        ends = np.cumsum(counts) - 1 if sampled is None else np.array(sampled)
+        rows = [
+            AdapterRows(adapter, found, np.flatnonzero(owner_of[ends] == number))
+            for number, adapter in enumerate(adapters)
+            if len(found := np.flatnonzero(owner_of == number))
+        ]
+        expected = alone.step(requests, counts, tokens, ends, rows)
+        result = graphed.step(requests, counts, tokens, ends, rows)
+        torch.testing.assert_close(result, expected, rtol=2e-4, atol=2e-4)
+    # For 4 rows with two adapters, and with none; for 2 rows; and for 4 rows with more and larger adapters.
+    assert graphs.num_captured == 4

@@ -202,7 +202,7 @@ def test_greedy_tokens_equal_transformers(
 def test_greedy_tokens_of_the_kernels_for_gpus(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With windows, a cap, and sinks."""
+    """With windows, a cap, sinks, and experts with biases."""
     pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
     assert_equal_to_transformers(saved_model(name, tmp_path), tmp_path, num_tokens=3, lengths=(3, 18, 5))

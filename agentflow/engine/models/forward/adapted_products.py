@@ -1,5 +1,6 @@
-"""The products of one forward pass, changed by the adapters that its rows use. Without adapters, the kernels
-compute them directly."""
+"""The products of one forward pass, changed by the adapters that its rows use: by all adapters together,
+where the kernels have a table of them, else by one after the other. Without adapters, the kernels compute the
+products directly."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from agentflow.kernels.activations import Activation
 from agentflow.kernels.inputs import Adapter, AdapterRows, LinearWeight
+from agentflow.kernels.linear.grouped import GroupedAdapters
 from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.uploads import upload
 
@@ -25,22 +27,34 @@ class Products:
         linear: computes the products.
         adapters: as in ``ForwardInput``.
         device: where the products are computed.
+        grouped: the rows with their adapters, if ``linear`` computes all changes together.
     """
 
-    def __init__(self, linear: LinearMethod, adapters: Sequence[AdapterRows], device: torch.device) -> None:
+    def __init__(
+        self,
+        linear: LinearMethod,
+        adapters: Sequence[AdapterRows],
+        device: torch.device,
+        grouped: GroupedAdapters | None = None,
+    ) -> None:
         self._linear = linear
+        # Sorted again in each pass, which may be captured in a graph.
+        self._grouped = None if grouped is None else grouped.at(grouped.slots)
         self._rows: list[tuple[Adapter, Tensor]] = []
         self._sampled: list[tuple[Adapter, Tensor]] = []
-        if adapters:
+        if adapters and grouped is None:
             rows = upload([rows for one in adapters for rows in (one.rows, one.sampled)], device)
             for number, one in enumerate(adapters):
                 self._rows.append((one.adapter, rows[2 * number]))
                 if len(one.sampled):
                     self._sampled.append((one.adapter, rows[2 * number + 1]))
 
-    def keep_sampled(self) -> None:
-        """Prepares for products of ``ForwardInput.rows`` only, in this and all later calls."""
+    def keep_sampled(self, rows: Tensor) -> None:
+        """Prepares for products of ``ForwardInput.rows`` only, in this and all later calls. ``rows``: these
+        rows, on the device."""
         self._rows = self._sampled
+        if self._grouped is not None:
+            self._grouped = self._grouped.at(self._grouped.slots.index_select(0, rows))
 
     def multiply(
         self,
@@ -51,6 +65,10 @@ class Products:
         activation: Activation | None = None,
     ) -> Tensor:
         """``LinearMethod.multiply`` at one place of a layer."""
+        if self._grouped is not None:
+            return self._linear.multiply_adapted(
+                x, weight, self._grouped, layer, place, activation=activation
+            )
         added = self._added(x, weight, layer, place) if self._rows else None
         return self._linear.multiply(x, weight, added, activation=activation)
 

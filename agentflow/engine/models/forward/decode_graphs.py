@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: all kernels of a forward pass are launched by one call.
 
 A graph is captured for each form of a decode batch (its number of rows rounded up, and the launches of its
-attention). Before a replay, the batch's arrays are written into the tensors that the graph reads. Padding
-rows have no slot, and their results are dropped.
+attention and of the changes by adapters). Before a replay, the batch's arrays are written into the tensors
+that the graph reads. Padding rows have no slot, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentflow.kernels.attention.backend import AttentionBackend
 from agentflow.kernels.inputs import MAX_HEAD_DIM, AdapterRows, AttentionBatch, ForwardInput
+from agentflow.kernels.linear.grouped import GroupedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class DeviceInput:
     plan: Any
     adapters: Sequence[AdapterRows]
     given: DeviceRows | None = None
+    grouped: GroupedAdapters | None = None  # the rows with their adapters, if the kernels group them
 
     @property
     def token_ids(self) -> Tensor:
@@ -121,7 +123,7 @@ class DecodeGraphs:
         self._plans: Any = None
         self._kv_layers: tuple[Tensor, ...] = ()
         self._table: Tensor | None = None
-        # By form; None: the GPU has no memory for the graph.
+        # By form, and the form of adapters; None: the GPU has no memory for the graph.
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._num_rows = 0  # the columns of ``_arrays`` from here on are padding
 
@@ -136,7 +138,7 @@ class DecodeGraphs:
         plan = self._attention.plan(batch, kv_layers[0].dtype, kv_layers[0].device)
         began = time.perf_counter()
         for form in self._plans.forms():
-            if time.perf_counter() - began > CAPTURE_S or not self._keep(form, kv_layers, plan):
+            if time.perf_counter() - began > CAPTURE_S or not self._keep(form, None, kv_layers, plan):
                 break
         num = sum(captured is not None for captured in self._captured.values())
         logger.info("captured %d graphs in %.1f s", num, time.perf_counter() - began)
@@ -144,10 +146,10 @@ class DecodeGraphs:
     def run(self, given: DeviceInput) -> Tensor | None:
         """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
         graph; then the caller launches the kernels. The result is overwritten by the next call."""
-        num = given.arrays.shape[1]
+        num, grouped = given.arrays.shape[1], given.grouped
         table = given.plan.device_table
         if (
-            given.adapters
+            (given.adapters and grouped is None)
             or given.given is not None
             or table is None
             or not num
@@ -163,9 +165,13 @@ class DecodeGraphs:
         if num < self._num_rows:
             self._arrays[:, num : self._num_rows].copy_(self._padding[:, num : self._num_rows])
         self._num_rows = num
-        if form not in self._captured:
-            self._keep(form, given.kv_layers, given.plan)
-        captured = self._captured[form]
+        if grouped is not None:
+            self._adapter_slots[:num].copy_(grouped.slots)
+            self._adapter_slots[num:].fill_(-1)
+        key = form, None if grouped is None else grouped.form
+        if key not in self._captured:
+            self._keep(form, grouped, given.kv_layers, given.plan)
+        captured = self._captured[key]
         if captured is None:
             return None
         graph, hidden = captured
@@ -186,6 +192,7 @@ class DecodeGraphs:
         self._padding = padding.contiguous().to(device)
         self._arrays = self._padding.clone()
         self._num_rows = 0
+        self._adapter_slots = torch.full((NUM_ROWS[-1],), -1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(NUM_ROWS[-1], device=device)
         self._pool = torch.cuda.graph_pool_handle()
         # One for all captures: the libraries keep memory for each stream that they have used.
@@ -194,23 +201,30 @@ class DecodeGraphs:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._plans = plans
 
-    def _keep(self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any) -> bool:
+    def _keep(
+        self, form: Any, grouped: GroupedAdapters | None, kv_layers: tuple[Tensor, ...], plan: Any
+    ) -> bool:
         """Captures the graph of a form, and keeps it. Returns whether there was enough memory."""
-        self._captured[form] = None
+        key = form, None if grouped is None else grouped.form
+        self._captured[key] = None
+        if grouped is not None:
+            grouped = grouped.at(self._adapter_slots[: form.num_rows])
         try:
-            self._captured[form] = self._capture(form, kv_layers, plan)
+            self._captured[key] = self._capture(form, grouped, kv_layers, plan)
         except torch.OutOfMemoryError as error:
             logger.warning(
                 "no memory for the graph of %d rows, which run more slowly: %s", form.num_rows, error
             )
-        return self._captured[form] is not None
+        return self._captured[key] is not None
 
     def _capture(
-        self, form: Any, kv_layers: tuple[Tensor, ...], plan: Any
+        self, form: Any, grouped: GroupedAdapters | None, kv_layers: tuple[Tensor, ...], plan: Any
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         num = form.num_rows
         plan = self._plans.capture_with(form, plan)
-        inputs = DeviceInput(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ())
+        inputs = DeviceInput(
+            *(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ()), grouped=grouped
+        )
         # Compiles kernels and creates handles. This computes the batch, which the replay then computes again.
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())

@@ -3,11 +3,14 @@ composed of norms, attention, and a dense or sparse MLP. Both read the same ``De
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from agentflow.engine.models.forward.adapted_products import Products
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, arrays_of, on_device
+from agentflow.engine.models.forward.experts_in_turn import experts_in_turn
 from agentflow.engine.models.forward.latent_attention import project, values_of
 from agentflow.engine.models.rope import rope_angles
 from agentflow.kernels.attention.backend import AttentionRule
@@ -19,7 +22,6 @@ from agentflow.kernels.decoder_weights import (
     Mlp,
     Norm,
     Rope,
-    Routing,
 )
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import ForwardInput, LinearWeight
@@ -38,7 +40,7 @@ class _Batch:
         self._longest = max(
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
-        self.products = Products(kernels.linear, given.adapters, self.rows.device)
+        self.products = Products(kernels.linear, given.adapters, self.rows.device, given.grouped)
 
     def positions_of(self, rope: Rope) -> Tensor:
         """Returns the positions of the rows, [T], or [T, frequencies] if the rope has axes that differ."""
@@ -87,13 +89,20 @@ class Decoder:
         self.whole_forward = None if make is None else make(weights, head)
         layers = weights.layers
         self._part = weights.part
+        linear, dtype = kernels.linear, weights.final_norm.weight.dtype
+        self._mixtures = [
+            linear.group_experts(layer.mlp, weights.activation) if isinstance(layer.mlp, Experts) else None
+            for layer in layers
+        ]
+        self._adapter_table = linear.adapter_table(len(layers), dtype, self._device)
         has_rules = any(layer.window or layer.sinks is not None for layer in layers) or weights.attention_cap
         # Sums over ranks are not captured in graphs.
         self._is_queued = (
             weights.part is None
             and (kernels.queues_work or not has_rules)
             and not any(
-                isinstance(layer.qkv, LatentWeights) or isinstance(layer.mlp, Experts) for layer in layers
+                isinstance(layer.qkv, LatentWeights) or (isinstance(layer.mlp, Experts) and mixture is None)
+                for layer, mixture in zip(layers, self._mixtures, strict=True)
             )
         )
         self._graphs: DecodeGraphs | None = None
@@ -121,7 +130,7 @@ class Decoder:
     @property
     def queues_work(self) -> bool:
         """Whether ``launch`` never waits for the device, if the kernels queue their work. It waits for
-        experts, to divide the rows among them."""
+        experts that are computed one after the other, to divide the rows among them."""
         return self._is_queued
 
     @property
@@ -155,6 +164,9 @@ class Decoder:
     def launch(self, given: DeviceInput) -> Tensor:
         """The same kernel by kernel, with the arrays on the device: launches kernels and does not wait for
         them, if ``queues_work``. The result is overwritten by the next call."""
+        if given.adapters and self._adapter_table is not None:
+            num_rows = given.arrays.shape[1]
+            given = replace(given, grouped=self._adapter_table.grouped(given.adapters, num_rows))
         hidden = None if self._graphs is None else self._graphs.run(given)
         return self._forward(_Batch(given, self._kernels)) if hidden is None else hidden
 
@@ -188,13 +200,13 @@ class Decoder:
                     attended.index_select(0, batch.rows),
                     residual.index_select(0, batch.rows),
                 )
-                products.keep_sampled()
+                products.keep_sampled(batch.rows)
             if isinstance(layer.qkv, LatentWeights):
                 attended = values_of(layer.qkv, attended)
             attended = self._summed(products.multiply(attended, layer.output, i, "output"))
             attended = self._normed(attended, layer.attention_norm)
             normed, residual = self._added(attended, residual, layer.mlp_norm)
-            out = self._normed(self._summed(self._mlp(layer.mlp, normed, products, i)), layer.output_norm)
+            out = self._normed(self._summed(self._mlp(layer.mlp, normed, batch, i)), layer.output_norm)
             next_norm = weights.final_norm if i == last else layers[i + 1].input_norm
             if given is not None and given.is_deep(i):
                 residual = given.add_deep(residual + out, i)
@@ -270,39 +282,20 @@ class Decoder:
         rule = AttentionRule(weights.attention_scale, batch.window(layer), weights.attention_cap)
         return attention.attend(queries, kv_layer, batch.given.plan, rule, layer.sinks)
 
-    def _mlp(self, mlp: Mlp | Experts, x: Tensor, products: Products, layer: int) -> Tensor:
+    def _mlp(self, mlp: Mlp | Experts, x: Tensor, batch: _Batch, layer: int) -> Tensor:
         if isinstance(mlp, Mlp):
-            return self._dense(mlp, x, products, layer)
-        weights, chosen = _routed(self._kernels.linear.multiply(x, mlp.router), mlp.routing)
-        unchanged = Products(self._kernels.linear, (), x.device)
-        out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x, unchanged, layer)
-        # The rows of each expert become adjacent: one product for all of them.
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(mlp.experts)).tolist()
-        places = torch.split(order, counts)
-        for expert, place in zip(mlp.experts, places, strict=True):
-            if len(place):
-                rows = place // chosen.shape[1]
-                part = self._dense(expert, x.index_select(0, rows), unchanged, layer)
-                part = part * weights.flatten().index_select(0, place).unsqueeze(1).to(part.dtype)
-                out.index_add_(0, rows, part.to(out.dtype))
-        return out
+            return self._dense(mlp, x, batch.products, layer)
+        linear, mixture = self._kernels.linear, self._mixtures[layer]
+        unchanged = Products(linear, (), x.device)
+        scores = linear.multiply(x, mlp.router)
+        shared = None if mlp.shared is None else self._dense(mlp.shared, x, unchanged, layer)
+        if mixture is None:
+            return experts_in_turn(
+                x, scores, mlp, shared, lambda expert, rows: self._dense(expert, rows, unchanged, layer)
+            )
+        is_whole = len(x) == len(batch.write_slots)
+        return mixture(x, scores, shared, batch.write_slots if is_whole else None)
 
     def _dense(self, mlp: Mlp, x: Tensor, products: Products, layer: int) -> Tensor:
         inner = products.multiply(x, mlp.gate_up, layer, "gate_up", self.weights.activation)
         return products.multiply(inner, mlp.down, layer, "down")
-
-
-def _routed(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Returns the weights and the numbers of each row's experts: [T, used] each."""
-    if routing.normalises:  # the softmax of the chosen scores equals the normalised softmax of all scores
-        best = scores.topk(routing.num_used, dim=-1)
-        return best.values.float().softmax(dim=-1), best.indices
-    likely = scores.float().softmax(dim=-1)
-    if routing.num_groups > 1:
-        groups = likely.view(len(likely), routing.num_groups, -1)
-        used = groups.amax(dim=-1).topk(routing.num_used_groups, dim=-1).indices
-        is_used = torch.zeros_like(groups[..., 0]).scatter_(1, used, 1.0)
-        likely = (groups * is_used.unsqueeze(-1)).flatten(1)
-    best = likely.topk(routing.num_used, dim=-1)
-    return best.values * routing.scale, best.indices
