@@ -7,10 +7,12 @@ that the graph reads. Padding rows have no slot, and their results are dropped.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,9 +235,26 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may allocate memory meanwhile.
-        with _capturing, torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+        with (
+            _capturing,
+            _without_collection(),
+            torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"),
+        ):
             hidden = self._forward(inputs)
         return graph, hidden
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Suspends Python's garbage collection. It may find the graphs of a model that was closed, and a capture
+    fails if its thread destroys a graph meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _PADDING = np.array([[0], [0], [-1]])
