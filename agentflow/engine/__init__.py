@@ -10,9 +10,9 @@ stand-in without a model), ``cache`` from ``cache/radix_cache`` on, ``scheduling
 Below this core: ``child_process`` and ``child_limits`` (processes that may fail), ``machine`` (processors and
 free memory), ``store`` (model files), ``media`` (decodes images and prepares them for a model),
 ``grammar`` (constraints and their automata), ``text`` (tokenizer, chat templates, tools), ``models`` (forward
-passes on torch), and ``tenant`` (whose states and cache a snapshot shows). Around it: ``request_checks``,
-``adapters`` and ``constrained`` are parts of the engine, and ``watching`` shows what it does. ``client`` and
-``generator`` are the event loop's side (``known_media`` finds the images in prompts), ``process`` runs an
-engine in a separate process, ``options`` are its settings, and ``local_engine`` starts one. ``simulator``
-schedules without a model.
+passes on torch), and ``tenant`` (whose states and cache a snapshot shows). Around it: ``adapters`` and
+``constrained`` are parts of the engine, and ``watching`` shows what it does. ``client`` and ``generator`` are
+the event loop's side (``known_media`` finds the images in prompts), ``process`` runs an engine in a separate
+process, ``options`` are its settings, and ``local_engine`` starts one. ``simulator`` schedules without a
+model.
 """

@@ -4,7 +4,7 @@ An ``Engine`` runs in a separate thread, away from the event loop, or in a separ
 only in the messages of ``messages``: ``send`` queues one, and each step delivers a list of them. With
 nothing to run, the engine blocks on its inbox.
 
-``request_checks`` turns a ``Submit`` into a ``Request``, ``constrained`` keeps a request under its grammar
+``make_request`` turns a ``Submit`` into a ``Request``, ``constrained`` keeps a request under its grammar
 and the budget of its reasoning, and ``engine_stats`` reads the counters.
 """
 
@@ -17,6 +17,7 @@ import resource
 import secrets
 import sys
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -61,12 +62,10 @@ from agentflow.engine.messages import (
     UnloadAdapter,
 )
 from agentflow.engine.models.memory_need import FEATURE_BYTES
-from agentflow.engine.request import Request, Status
-from agentflow.engine.request_checks import make_request
+from agentflow.engine.request import Request, Row, Status, make_request
 from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory
 from agentflow.engine.scheduling.charges import Charged
 from agentflow.engine.scheduling.media_work import MediaWork
-from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
 from agentflow.engine.submit import Submit, TopTokens
 from agentflow.engine.text.detokenizer import TextEnd
@@ -77,6 +76,7 @@ from agentflow.errors import (
     Cancelled,
     EngineFailed,
 )
+from agentflow.protocol.events import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,9 @@ class StepTimes:
 
     def count(self, phase: int, took_s: float) -> None:
         """Adds one phase of one step."""
-        self.phases[phase].count(STEP_BOUNDS_S, took_s)
+        counted = self.phases[phase]
+        counted.counts[bisect_left(STEP_BOUNDS_S, took_s)] += 1
+        counted.total += took_s
 
 
 @dataclass(slots=True)
@@ -217,22 +219,25 @@ class Engine:
 
     def _launch(self) -> bool:
         """Schedules and launches a batch, if there is one to run."""
+        if not self.scheduler.running and not self.scheduler.waiting.num_waiting:
+            return False
         if self._in_flight and self.scheduler.wants_media:
             return False
         began = time.perf_counter()
         batch = self.scheduler.schedule()
-        is_encoding = self._media is not None and self._media.has_work
+        is_encoding = self._media is not None and bool(self._media.wanted) and self._media.has_work
         if is_encoding:
             self._encode()
             began = time.perf_counter()
         if batch is None:
             return is_encoding
         launched = _InFlight(
-            len(batch.token_ids), self.scheduler.num_decode_tokens, len(self.scheduler.waiting)
+            len(batch.token_ids), self.scheduler.num_decode_tokens, self.scheduler.waiting.num_waiting
         )
         self._in_flight.append(launched)
         self._announce(batch)
-        if not self._num_ahead:  # no other processor would compute the forward pass meanwhile
+        # With launches ahead, another processor computes the forward pass meanwhile.
+        if batch.sampled.masks is not None and not self._num_ahead:
             batch.sampled.fill_masks()
         launched.began = time.perf_counter()
         self.times.count(_SCHEDULE, launched.began - began)
@@ -298,8 +303,26 @@ class Engine:
                 self._fail(row.request.id, error)
             except Exception:
                 self._fail(row.request.id, _logged("cannot process the request's output"))
-        self._watch.stepped(launched.num_tokens, launched.num_decode, launched.num_waiting, took_s)
+        self._record(launched, took_s)
         self.times.count(_COMPLETE, time.perf_counter() - has_run)
+
+    def _record(self, launched: _InFlight, took_s: float) -> None:
+        """Records a step that has run, for those that watch the engine."""
+        memory, num_prompt = self.scheduler.memory, launched.num_tokens - launched.num_decode
+        num_running, took_ms = len(self.scheduler.running), round(1000 * took_s, 3)
+        self._watch.steps.append(
+            StepRecord(
+                memory.num_steps,
+                num_prompt,
+                launched.num_decode,
+                num_running,
+                launched.num_waiting,
+                memory.num_in_use,
+                took_ms,
+            )
+        )
+        if self._collected >= self._watch.notes_use_at:
+            self._watch.note_use(self._collected)
 
     def _drain(self) -> None:
         """Collects the batches behind one that failed. Their outputs follow from it and do not count."""
@@ -316,9 +339,10 @@ class Engine:
     def take_messages(self) -> None:
         """Handles all queued messages. If there is nothing to run, waits for one first, or until a paused
         program is resumed."""
-        timeout_s = self.scheduler.resumes_in_s if len(self.scheduler.waiting) else math.inf
-        has_work = self.scheduler.running or len(self.scheduler.waiting) or self._in_flight
-        is_idle = not (self._outbox or self._blocks.has_changes) and (
+        num_waiting = self.scheduler.waiting.num_waiting
+        timeout_s = self.scheduler.resumes_in_s if num_waiting else math.inf
+        has_work = self.scheduler.running or num_waiting or self._in_flight
+        is_idle = not (self._outbox or self._blocks.changes) and (
             not has_work or (self._is_stuck and timeout_s < math.inf)
         )
         while True:
@@ -390,10 +414,11 @@ class Engine:
     def _add_reports(self) -> None:
         """Adds the reports for a router, if they were asked for. First, because ``StepBegins`` is last. One
         report of blocks at most, so that they leave in the order of their numbers."""
+        report: BlocksReport | None = None
         if self._wants_all_blocks:
-            report: BlocksReport | None = self._blocks.snapshot(self.scheduler.memory.cache.stored_blocks())
+            report = self._blocks.snapshot(self.scheduler.memory.cache.stored_blocks())
             self._wants_all_blocks = False
-        else:
+        elif self._blocks.changes:
             report = self._blocks.flush()
         if report is not None:
             self._outbox.insert(0, BlocksUpdate.of(report))
@@ -474,7 +499,7 @@ class Engine:
             self.scheduler.add(request)
             if text is not None:
                 self._texts[request.id] = text
-                if request.num_generated or request.next_mask is not None:
+                if message.generated_ids or request.is_steered:
                     self._finish_if_complete(request, text)
         except Exception as error:
             self._fail(request.id, _as_failure(error, "cannot accept the request"))
@@ -589,7 +614,7 @@ class Engine:
 
     def _finish_when_scored(self, request: Request, reason: str) -> None:
         """Ends the request, once the log-probabilities of its forced tokens are computed."""
-        if request.first_unscored < request.num_tokens:
+        if request.wants_scores and request.first_unscored < request.num_tokens:
             request.is_complete = True
             self._finish_reasons[request.id] = reason
         else:
@@ -654,7 +679,8 @@ class Engine:
                 del self._unready[key]
                 self._builder.cancel(key)
         if request is not None:
-            self.scheduler.release(request)
+            if request.status is not Status.FINISHED:
+                self.scheduler.release(request)
             request.next_mask = None  # it refers to the request
             if request.adapter:
                 self._adapters.leave(request.adapter)
@@ -720,7 +746,7 @@ def engine_stats(
         in_use_slots=memory.num_in_use,
         total_slots=memory.slots.total,
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + num_unready,
+        waiting=scheduler.waiting.num_waiting + num_unready,
         peak_resident_bytes=peak_resident_bytes(),
         step_times=deepcopy(times.phases),  # another thread reads it while this one counts
     )

@@ -1,9 +1,15 @@
-"""One request inside the engine: its tokens, its progress, and the memory that it uses."""
+"""One request inside the engine: its tokens, its progress, its memory, and its record in a batch.
+
+``make_request`` makes one from a ``Submit``, which it checks. ``check_task`` and ``check_request`` are for
+clients that must know before they submit. A ``Row`` is made when a batch is scheduled, and read when it
+completes.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,9 +19,10 @@ import numpy as np
 from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.media_run import MediaRun, Positions, lead_tokens, pseudo_tokens, rope_positions
+from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import GREEDY, Origin, Submit, TopTokens
 from agentflow.engine.token_tree import TokenTree, token_tree
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
@@ -66,6 +73,8 @@ class Request:
     params: SamplingParams
     origin: Origin  # the program's hints
     extra_key: CacheIdentity
+    tenant: str = field(init=False)  # of ``extra_key``
+    adapter: str = field(init=False)
     seed: int = 0
     score_from: int = 0  # > 0: it is a scoring of the tokens from this index on, and generates nothing
     tree: TokenTree | None = None  # of a select: its choices, below its tokens
@@ -119,6 +128,9 @@ class Request:
     top_logprobs: list[TopTokens] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.tenant, self.adapter = self.extra_key.tenant, self.extra_key.adapter
+
     @classmethod
     def of(
         cls,
@@ -168,14 +180,6 @@ class Request:
             leads=lead_tokens(tokens[: len(prompt)], media) if media else {},
             rope=rope_positions(len(prompt), media) if media else None,
         )
-
-    @property
-    def tenant(self) -> str:
-        return self.extra_key.tenant
-
-    @property
-    def adapter(self) -> str:
-        return self.extra_key.adapter
 
     def rope_between(self, start: int, end: int) -> Positions:
         """The rotary positions [A, end - start] of a request with ``media``."""
@@ -250,3 +254,183 @@ class Request:
     def cached_id(self, index: int) -> int:
         """The id of a token, as the cache has it."""
         return self.leads.get(index) or int(self.tokens[index])
+
+
+def check_task(embeds: bool, info: RunnerInfo) -> None:
+    """``BadArgument`` if a model that generates is asked for an embedding, or the reverse."""
+    if embeds and not info.embedding_size:
+        raise BadArgument(
+            "this model generates text: serve it, or an embedding model, with --task embed for embeddings",
+            param="model",
+        )
+    if info.embedding_size and not embeds:
+        raise BadArgument(
+            "this model makes embeddings only (--task embed): take another one to generate text",
+            param="model",
+        )
+
+
+def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:
+    """Raises what the engine would reject a generation with: ``BadArgument`` for a bias outside the
+    vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
+    _end_ids(params, info)
+    limit = min(info.max_context, info.num_slots)
+    if num_prompt >= limit:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt:,} tokens; with at least one of output it must fit into "
+            f"{limit:,} (the smaller of the model's context and the KV pool): shorten it",
+            param="prompt",
+        )
+
+
+def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Request:
+    """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
+    it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
+    ``BadArgument`` for a parameter out of range."""
+    params = message.params or GREEDY
+    check_task(message.embeds, info)
+    if not message.token_ids:
+        raise EngineFailed("a request needs at least one token")
+    token_ids = np.array(message.token_ids, dtype=np.int32)
+    media = [MediaRun.of(run) for run in message.media]
+    if np.count_nonzero(token_ids < 0) != sum([run.num_tokens for run in media]):
+        raise EngineFailed("a prompt has other tokens below 0 than those of its images")
+    if (last := int(token_ids.max())) >= info.vocab_size:
+        raise BadArgument(
+            f"the prompt has the token {last}, which the tokenizer knows and the model does not: its ids are "
+            f"0 to {info.vocab_size - 1}",
+            param="prompt",
+        )
+    request = Request.of(
+        message,
+        token_ids,
+        _output_limit(message, max_total_tokens),
+        end_ids=_end_ids(params, info),
+        media=media,
+    )
+    request.deadline = _time_in(message.origin.deadline_s)
+    request.patience_end = _time_in(message.origin.patience_s)
+    request.received_s = time.perf_counter()
+    end = request.num_prompt + len(message.generated_ids)
+    request.tokens[request.num_prompt : end] = message.generated_ids
+    request.num_tokens = end
+    request.num_redrawn = message.num_redrawn
+    request.logprobs += message.generated_logprobs
+    request.num_scored = len(request.logprobs)
+    request.top_logprobs += message.generated_top_logprobs
+    return request
+
+
+def _output_limit(message: Submit, max_total_tokens: int) -> int:
+    if message.params is None or message.score_from:
+        return 0
+    return min(message.params.max_tokens, max(1, max_total_tokens - len(message.token_ids)))
+
+
+def _time_in(seconds: float | None) -> float:
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
+def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
+    """Tokens of the vocabulary that end a generation. ``BadArgument`` for a bias outside the vocabulary."""
+    for token_id, _ in params.logit_bias:
+        if token_id >= info.vocab_size:
+            raise BadArgument(
+                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}",
+                param="logit_bias",
+            )
+    own = () if params.ignore_eos else info.end_token_ids
+    return tuple({token_id for token_id in (*own, *params.stop_token_ids) if token_id < info.vocab_size})
+
+
+Work = tuple[Request, int]
+"""A request, and how many of its tokens and nodes a step computes, from the first uncomputed one on."""
+Targets = Sequence[tuple[int, int]]
+"""The tokens of a row whose logits are needed, in order: index in the row, and target (-1: sample)."""
+
+SAMPLED_ONCE: Targets = ((0, -1),)
+"""The targets of a decode step."""
+
+
+class Row:
+    """One request in one batch."""
+
+    # Class attributes are the defaults: most rows set few of these, and a step makes a row for each request.
+    first_node: int = 0  # of a select's tree: the first node that the row computes
+    num_nodes: int = 0  # nodes that it computes
+    # Set when the batch has run:
+    token_ids: Sequence[int] = ()  # the sampled tokens
+    logprobs: Sequence[float] = ()  # of scored and sampled tokens, in order; empty if none is wanted
+    tops: Sequence[TopTokens] = ()  # for each of these, as many of the likeliest tokens as were asked for
+    ranks: Sequence[int] = ()  # of scored tokens
+    embedding: bytes = b""  # float32
+    error: Exception | None = None  # the fault of this row, which affects no other row
+    # Not None if the request left the batch while it was in flight. The row's results do not count then, and
+    # these slots become free when the batch completes.
+    withdrawn_slots: SlotArray | None = None
+
+    def __init__(self, request: Request, start: int, num_tokens: int, targets: Targets) -> None:
+        self.request = request
+        self.start = start  # index of the first token that the row computes
+        self.num_tokens = num_tokens  # tokens that it computes
+        self.targets = targets  # where its tokens need logits
+        self.end = start + num_tokens  # index of the first token after the row's tokens
+        self.num_sampled = 1 if targets is SAMPLED_ONCE else sum([target < 0 for _, target in targets])
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing of the request is left to compute after this row."""
+        return self.request.num_left_after(self.end, self.first_node + self.num_nodes) == 0
+
+
+def make_rows(work: Sequence[Work]) -> list[Row]:
+    """Makes the records of the requests' next tokens and nodes. Rows with one token come first, then rows
+    with more, then rows with nodes only."""
+    singles: list[Row] = []
+    chunks: list[Row] = []
+    nodes: list[Row] = []
+    for request, count in work:
+        start = request.num_computed
+        num_left = request.num_tokens + request.num_pending - start
+        if num_left == 1 and count == 1 and _is_plain(request):
+            singles.append(Row(request, start, 1, SAMPLED_ONCE))
+            continue
+        num_tokens = count if count < num_left else num_left
+        if num_tokens:
+            row = Row(request, start, num_tokens, _targets(request, num_tokens))
+            (singles if num_tokens == 1 else chunks).append(row)
+        else:
+            row = Row(request, start, 0, ())
+            nodes.append(row)
+        if num_tokens < count:
+            row.first_node, row.num_nodes = request.num_nodes_computed, count - num_tokens
+    return singles + chunks + nodes
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether its last token has no other target than the next one, which is sampled."""
+    if request.wants_scores or request.embeds or request.tree is not None:
+        return False
+    return request.max_new_tokens > 0
+
+
+def _targets(request: Request, num_tokens: int) -> Targets:
+    """The targets of the request's next ``num_tokens`` tokens. If several targets of a select follow one
+    token, the first of them. An embedding has the target 0 after its last token."""
+    start, end = request.num_computed, request.num_computed + num_tokens
+    if request.embeds:
+        return ((num_tokens - 1, 0),) if end == request.num_tokens else ()
+    if request.tree is not None and end == request.num_tokens:
+        has_target = request.tree.first_targets[1] > 0  # not if all choices follow heads
+        return ((num_tokens - 1, int(request.tree.targets[0])),) if has_target else ()
+    first_unscored = request.first_unscored
+    if first_unscored == request.num_tokens:  # as in most steps
+        if not request.max_new_tokens or end < request.num_tokens + request.num_pending:
+            return ()
+        return SAMPLED_ONCE if num_tokens == 1 else ((num_tokens - 1, -1),)
+    scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
+    targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
+    is_last = end == request.num_tokens + request.num_pending
+    if request.max_new_tokens and not request.is_complete and is_last:
+        targets.append((num_tokens - 1, -1))
+    return targets

@@ -94,8 +94,8 @@ class WholePromptCache(RadixCache):
         """Records the computed tokens of a request that ended."""
         self._entries.setdefault(extra_key, set()).add(run)
 
-    def match(self, extra_key: Hashable, run: TokenRun) -> PrefixMatch:
-        return super().match(extra_key, self._whole(extra_key, run))
+    def match(self, extra_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
+        return super().match(extra_key, self._whole(extra_key, run), lock=lock)
 
     def peek(self, extra_key: Hashable, run: TokenRun) -> int:
         return super().peek(extra_key, self._whole(extra_key, run))

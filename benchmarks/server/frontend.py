@@ -68,7 +68,7 @@ class Counted:
                 self._has_sent = self._has_sent or any(not isinstance(op, ops.Close) for op in sent)
                 send(sent)
 
-            connection.send = counted  # type: ignore[method-assign, assignment]
+            connection.send = counted  # type: ignore[method-assign]
             yield connection
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:

@@ -16,11 +16,11 @@ from support.examples import examples
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 from support.plain_model import runner as plain_runner
 
+from agentflow.engine import request as request_module
 from agentflow.engine.client import EngineClient
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling import batch_builder
-from agentflow.engine.scheduling import row as row_module
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.sampling_table import SamplingTable
@@ -66,8 +66,8 @@ class Fault(Exception):
 
 # Of each place that works on one request: its owner, its name, and the request in its arguments.
 PLACES: list[tuple[object, str, Callable[..., Request]]] = [
-    (row_module, "_targets", lambda request, num_tokens: request),
-    (Scheduler, "_fits", lambda self, request, promised: request),
+    (request_module, "_targets", lambda request, num_tokens: request),
+    (Scheduler, "_fits", lambda self, request, *rest: request),
     (Scheduler, "_chunk_size", lambda self, request, *rest: request),
     (Scheduler, "_charge", lambda self, request, *rest: request),
     (SamplingTable, "attach", lambda self, request: request),

@@ -9,7 +9,7 @@ import pytest
 from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request_checks import check_request, make_request
+from agentflow.engine.request import check_request, make_request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument, PromptTooLong

@@ -26,11 +26,10 @@ from agentflow.cluster.routing.router import Policy
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.radix_cache import TokenArray, token_run
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.request import CacheIdentity, Request, Row
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.decode_run import DecodeRun, decoding
 from agentflow.engine.scheduling.in_flight import Counters
-from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.program_graphs import PlacedState

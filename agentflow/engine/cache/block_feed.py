@@ -23,41 +23,36 @@ class BlocksReport(NamedTuple):
 
 
 class BlockFeed:
-    """Collects blocks. ``on_blocks`` is the cache's (``RadixCache``). ``max_blocks``: of one report; None:
-    any number."""
+    """Collects blocks. ``on_blocks`` is the cache's (``RadixCache``). ``changes``: those that no report has
+    had. ``max_blocks``: of one report; None: any number."""
 
     def __init__(self, max_blocks: int | None = None) -> None:
         self._max_blocks = max_blocks
         self._number = 0
-        self._changes: deque[BlocksStored | BlocksRemoved] = deque()
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether ``flush`` has something to report."""
-        return bool(self._changes)
+        self.changes: deque[BlocksStored | BlocksRemoved] = deque()
 
     def on_blocks(self, change: BlocksStored | BlocksRemoved) -> None:
         """Blocks enter or leave the cache."""
-        self._changes.append(change)
+        self.changes.append(change)
 
     def flush(self) -> BlocksReport | None:
         """Returns the next report, or None if nothing has changed."""
-        if not self._changes:
+        if not self.changes:
             return None
         self._number += 1
         return BlocksReport(self._number, self._take(), False)
 
     def snapshot(self, stored: Iterable[BlocksStored]) -> BlocksReport:
         """Returns the first report of all blocks that are cached now. ``flush`` returns the others."""
-        self._changes = deque(stored)
+        self.changes = deque(stored)
         return BlocksReport(self._number, self._take(), True)
 
     def _take(self) -> list[BlocksStored | BlocksRemoved]:
         taken: list[BlocksStored | BlocksRemoved] = []
         num_blocks = 0
-        while self._changes:
-            num_blocks += len(self._changes[0].digests)
+        while self.changes:
+            num_blocks += len(self.changes[0].digests)
             if taken and self._max_blocks is not None and num_blocks > self._max_blocks:
                 break
-            taken.append(self._changes.popleft())
+            taken.append(self.changes.popleft())
         return taken

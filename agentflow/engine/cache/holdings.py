@@ -46,7 +46,7 @@ class Holding:
     @property
     def level(self) -> float:
         """Cached tokens for its weight."""
-        return self.num_cached / self.current_weight
+        return self.num_cached / (self.current_weight if self.is_idle else self.weight)
 
 
 class Holdings:
@@ -85,9 +85,10 @@ class Holdings:
 
     def update(self, holding: Holding) -> None:
         """Queues the holding if its level rose. A level that fell is corrected when it is the highest."""
-        if holding.level > holding.queued_level:
-            holding.queued_level = holding.level
-            heapq.heappush(self._by_level, (-holding.level, next(self._ties), holding))
+        level = holding.level
+        if level > holding.queued_level:
+            holding.queued_level = level
+            heapq.heappush(self._by_level, (-level, next(self._ties), holding))
             if len(self._by_level) > self._max_entries:
                 live = {entry[2]: entry for entry in self._by_level if entry[2].queued_level == -entry[0]}
                 self._by_level = list(live.values())
@@ -130,9 +131,9 @@ class Holdings:
             key, _, holding = self._by_level[0]
             if holding.queued_level != -key:
                 heapq.heappop(self._by_level)
-            elif holding.level < holding.queued_level:
-                holding.queued_level = holding.level
-                heapq.heapreplace(self._by_level, (-holding.level, next(self._ties), holding))
+            elif (level := holding.level) < holding.queued_level:
+                holding.queued_level = level
+                heapq.heapreplace(self._by_level, (-level, next(self._ties), holding))
             else:
                 return holding
         return None

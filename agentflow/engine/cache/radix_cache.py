@@ -186,10 +186,13 @@ class RadixCache:
         """Tokens that ``evict`` could free now."""
         return self.num_cached - self.num_locked
 
-    def match(self, extra_key: Hashable, run: TokenRun) -> PrefixMatch:
-        """The longest cached prefix of ``run``. Marks it as used now."""
+    def match(self, extra_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
+        """The longest cached prefix of ``run``. Marks it as used now. ``lock``: locks it, too."""
         self.clock += 1
-        return self._walk(PrefixMatch(self._root(extra_key), 0), run)
+        found = self._walk(PrefixMatch(self._root(extra_key), 0), run)
+        if lock:
+            self.move_lock(_NOTHING, found)
+        return found
 
     def peek(self, extra_key: Hashable, run: TokenRun) -> int:
         """Length of the longest cached prefix of ``run``. Changes nothing, not even when it was last used."""
@@ -384,15 +387,13 @@ class RadixCache:
                 if node.keeps and make_room is not None and make_room(node):
                     account.leaves.push(node)
                     continue
-                num_kept = prefix_end(node.run, max(0, len(node.slots) - amount))
-                amount -= len(node.slots) - num_kept
-                freed.append(node.slots[num_kept:])
+                size = len(node.slots)
+                num_kept = prefix_end(node.run, size - amount) if size > amount else 0
+                amount -= size - num_kept
+                freed.append(node.slots[num_kept:] if num_kept else node.slots)
                 if on_evict is not None:
                     self._report(node, num_kept, on_evict)
-                if (
-                    next_end(node.start + num_kept) <= node.start + len(node.slots)
-                    and node.parent is not None
-                ):
+                if next_end(node.start + num_kept) <= node.start + size and node.parent is not None:
                     self._evicted.add(_prefix_hash(node.parent), node.start, node.run, num_kept)
                 if node.digests and self._on_blocks is not None:
                     self._remove_blocks(node, num_kept, self._on_blocks)
@@ -507,7 +508,8 @@ class RadixCache:
         self.recent.pop(node, None)
         self._left(account, len(node.slots))
         account.leaves.num_leaves -= 1
-        _keep(parent, node.keeps, node.returns)  # an open state still needs what is left
+        if node.keeps:
+            _keep(parent, node.keeps, node.returns)  # an open state still needs what is left
         if parent.parent is not None:
             parent.marked_until = max(parent.marked_until, node.marked_until)
         node.parent, node.moved_to = None, parent
@@ -750,9 +752,8 @@ def _present(node: Node) -> Node:
 
 def _keep(node: Node, num_states: int, returns: float) -> None:
     """More open states end at the node, and continue at ``returns`` or later."""
-    if num_states:
-        node.returns = min(node.returns, returns) if node.keeps else returns
-        node.keeps += num_states
+    node.returns = min(node.returns, returns) if node.keeps else returns
+    node.keeps += num_states
 
 
 # The match of an empty prefix.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.request_checks import check_task
+from agentflow.engine.request import check_task
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.submit import Origin
 from agentflow.errors import BadArgument, PromptTooLong

@@ -47,7 +47,7 @@ from agentflow.engine.generator.select import select_scores, with_ends
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.messages import EngineStats, Finished, Progress
-from agentflow.engine.request_checks import check_request, check_task
+from agentflow.engine.request import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.submit import MAX_PRIORITY, Origin, TopTokens

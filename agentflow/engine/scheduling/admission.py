@@ -31,7 +31,7 @@ the beginning.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
@@ -256,7 +256,9 @@ class OutputLengths:
         """The request ended by itself. At its limit it might have gone on, as others of its kind might."""
         is_cut = request.num_generated >= request.max_new_tokens
         for kind in _kinds(request):
-            ring = self._rings.setdefault(kind, _Ring())
+            ring = self._rings.get(kind)
+            if ring is None:
+                ring = self._rings[kind] = _Ring()
             ring.add(UNBOUNDED if is_cut else request.num_generated)
             self._rings.move_to_end(kind)
         while len(self._rings) > MAX_KINDS:
@@ -271,7 +273,7 @@ class OutputLengths:
         for kind in _kinds(request):
             ring = self._rings.get(kind)
             if ring is not None:
-                lengths = ring.lengths
+                lengths = ring.lengths()
                 first = bisect_right(lengths, generated)
                 if len(lengths) - first >= MIN_LENGTHS:
                     index = first + int(quantile * (len(lengths) - first))
@@ -281,17 +283,23 @@ class OutputLengths:
 
 
 class _Ring:
-    """The latest lengths of one kind. ``lengths``: in ascending order."""
+    """The latest lengths of one kind. They are read seldom and added to often."""
+
+    __slots__ = ("_latest", "_sorted")
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self._in_order: deque[int] = deque()
+        self._latest: deque[int] = deque(maxlen=RING)
+        self._sorted: list[int] = []
 
     def add(self, length: int) -> None:
-        self._in_order.append(length)
-        insort(self.lengths, length)
-        if len(self._in_order) > RING:
-            del self.lengths[bisect_right(self.lengths, self._in_order.popleft()) - 1]
+        self._latest.append(length)
+        self._sorted = []
+
+    def lengths(self) -> list[int]:
+        """In ascending order."""
+        if not self._sorted:
+            self._sorted = sorted(self._latest)
+        return self._sorted
 
 
 def _kinds(request: Request) -> tuple[Hashable, Hashable, Hashable]:

@@ -20,10 +20,10 @@ from agentflow.engine.batch import (
     TreeAttention,
 )
 from agentflow.engine.cache.prefix_readers import SharedPrefix
-from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row
+from agentflow.engine.request import SAMPLED_ONCE, Row
+from agentflow.engine.scheduling.kv_memory import SlotTable
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.select import add_nodes, scored_nodes, scored_tokens
-from agentflow.engine.scheduling.slot_table import SlotTable
 
 
 def build_batch(
@@ -77,12 +77,17 @@ def build_batch(
         num_decode=num_single,
         sampled=sampled,
         trees=tree_attention,
-        adapters=_find_adapters(work, trees) if sampling.any_adapted(rows) else None,
-        media=_find_media(work, trees, positions) if sampling.any_with_media(rows) else None,
+        adapters=_find_adapters(work, trees) if _are_among(sampling.adapted, rows) else None,
+        media=_find_media(work, trees, positions) if _are_among(sampling.with_media, rows) else None,
         pending=_pending_tokens(work[:num_single], before) if before else None,
         shared=shared,
         changes=changes,
     )
+
+
+def _are_among(req_rows: set[int], rows: Sequence[Row]) -> bool:
+    """Whether a request in one of these rows of the table is in the batch."""
+    return bool(req_rows) and any(row.request.req_row in req_rows for row in rows)
 
 
 def _pending_tokens(singles: Sequence[Row], before: Sequence[Row]) -> PendingTokens | None:

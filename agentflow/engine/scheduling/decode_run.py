@@ -65,7 +65,8 @@ class DecodeRun:
         to be preempted first."""
         scheduler, memory = self._scheduler, self._scheduler.memory
         num_rows = len(self._requests)
-        scheduler.pauses.resume()
+        if scheduler.pauses.is_used:
+            scheduler.pauses.resume()
         if memory.num_available < num_rows:
             return None
         slots = memory.allocate(num_rows)

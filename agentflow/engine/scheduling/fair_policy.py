@@ -101,8 +101,8 @@ import itertools
 import math
 import time
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,7 +148,6 @@ class FairLongestPrefix(Policy):
         self._peek = peek
         self._token_budget = token_budget
         self._tenants: dict[str, TenantQueue] = {}
-        self._num_waiting = 0
         self._num_made = 0
         self._by_charge: list[_Charged] = []  # a heap with old entries
         self._passed: list[TenantQueue] = []  # not in the heap, as they cannot use a chunk of this step
@@ -156,14 +155,11 @@ class FairLongestPrefix(Policy):
         # By tenant and number, the one with the latest request last.
         self._programs: OrderedDict[tuple[str, int], Program] = OrderedDict()
         self._paused: set[tuple[str, int]] = set()  # programs, by tenant and number
-        self._absent = Absent(clock)  # tenants without requests here, if other engines report charges
-
-    def __len__(self) -> int:
-        return self._num_waiting
+        self._absent: Absent | None = None  # tenants without requests here, if there are other engines
 
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
-            yield from tenant.preempted
+            yield from tenant.preempted.values()
             yield from tenant.aside.values()
             for waiting in tenant.arrivals.waiting.values():
                 yield waiting.request
@@ -269,7 +265,8 @@ class FairLongestPrefix(Policy):
         if queue is not None:
             queue.used += used
         else:
-            self._absent.set(tenant, max(self._absent.pop(tenant), self._least_used()) + used)
+            absent = self._absent = self._absent or Absent(self._clock)
+            absent.set(tenant, max(absent.pop(tenant), self._least_used()) + used)
 
     def program_elsewhere(self, tenant: str, program: int, num_tokens: int) -> None:
         known = self._programs.get((tenant, program))
@@ -280,14 +277,15 @@ class FairLongestPrefix(Policy):
         tenant = self._tenants[request.tenant]
         tenant.remove(request)
         tenant.num_waiting -= 1
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         self._forget_idle(request.tenant)
 
     def admit(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.num_admitted += 1
         tenant.open_group(request)
-        program = self._programs.get((request.tenant, request.origin.program))
+        number = request.origin.program
+        program = self._programs.get((request.tenant, number)) if number else None
         if program is not None:
             program.has_begun = True
         self.remove(request)
@@ -298,17 +296,28 @@ class FairLongestPrefix(Policy):
         self._forget_idle(request.tenant)
 
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
-        for tree in self._trees(identity):
-            tree.tokens_cached(identity, run)
+        tenant = self._tenants.get(identity.tenant)
+        if tenant is not None:
+            if tenant.lone is not None:
+                tenant.plant_lone(identity)
+            for tree in tenant.trees:
+                if tree.roots:
+                    tree.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
-        for tree in self._trees(identity):
-            tree.tokens_evicted(identity, run, kept)
+        tenant = self._tenants.get(identity.tenant)
+        if tenant is not None:
+            if tenant.lone is not None:
+                tenant.plant_lone(identity)
+            for tree in tenant.trees:
+                if tree.roots:
+                    tree.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            used = max(self._absent.pop(request.tenant), self._least_used())
+            used = 0.0 if self._absent is None else self._absent.pop(request.tenant)
+            used = max(used, self._least_used())
             self._num_made += 1
             tenant = TenantQueue(request.tenant, self._num_made, self._token_budget, self._clock, used)
             self._tenants[tenant.name] = tenant
@@ -317,7 +326,7 @@ class FairLongestPrefix(Policy):
             self._catch_up(tenant)
         tenant.num_waiting += 1
         tenant.weight = request.origin.weight
-        self._num_waiting += 1
+        self.num_waiting += 1
         return tenant
 
     def _catch_up(self, tenant: TenantQueue) -> None:
@@ -343,7 +352,9 @@ class FairLongestPrefix(Policy):
         """The lowest charge of the tenants that have requests here or on another engine; 0 if none has."""
         self._restore_passed()
         lowest = self._lowest()
-        least = min(self._absent.least(), math.inf if lowest is None else lowest.used)
+        least = math.inf if lowest is None else lowest.used
+        if self._absent is not None:
+            least = min(self._absent.least(), least)
         return 0.0 if least == math.inf else least
 
     def _lowest(self) -> TenantQueue | None:
@@ -376,11 +387,8 @@ class FairLongestPrefix(Policy):
         if not tenant.num_waiting and not tenant.num_admitted:
             del self._tenants[name]
             if self.charged is not None:
+                self._absent = self._absent or Absent(self._clock)
                 self._absent.set(name, tenant.used)
-
-    def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
-        tenant = self._tenants.get(identity.tenant)
-        return () if tenant is None else (tenant.short, tenant.long)
 
 
 @dataclass(slots=True, eq=False)
@@ -403,7 +411,8 @@ class TenantQueue:
     - ``may_begin``: whether some waiting request may not be blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
-    - ``short``, ``long``: requests that were short, or not, when they arrived.
+    - ``trees``: of the requests that were short when they arrived, and of the others. Empty before two have
+      waited together. ``lone``: a request that waits alone, and is in neither.
     """
 
     def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:
@@ -423,8 +432,9 @@ class TenantQueue:
         self.preempted = Preempted()
         self.aside: dict[int, Request] = {}
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
-        self.short, self.long = WaitingTree(), WaitingTree()
-        self._num_at: dict[int, int] = {}  # requests in the trees, by priority
+        self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
+        self.lone: _Lone | None = None
+        self._num_at: dict[int, int] = {}  # requests in line, by priority
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_Place] = []  # requests that continue their programs, in order
         self._places: dict[int, _Place] = {}  # of requests that have a program, by id
@@ -435,8 +445,10 @@ class TenantQueue:
     def add(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
         """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
         self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        self._deadlines.add(request.deadline, request)
-        self._patience_ends.add(request.patience_end, request)
+        if request.deadline < math.inf:
+            self._deadlines.add(request.deadline, request)
+        if request.patience_end < math.inf:
+            self._patience_ends.add(request.patience_end, request)
         self.put_in(request, run, match, program)
 
     def lose_patience(self, request: Request, patience_end: float) -> None:
@@ -447,9 +459,13 @@ class TenantQueue:
     def put_in(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
         The arguments are those of ``add``."""
-        tree = self.short if self._is_short(request, match) else self.long
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
-        tree.add(request, run, match, rank)
+        if self._num_at:
+            if self.lone is not None:
+                self.plant_lone()
+            self._plant(request, run, match, rank)
+        else:
+            self.lone = _Lone(request, run, match, rank)
         if program is not None:
             place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
             self._of_program.setdefault(request.origin.program, {})[request.id] = request
@@ -463,16 +479,20 @@ class TenantQueue:
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
-        if self.preempted.discard(request) or self.aside.pop(request.id, None) is not None:
+        if self.preempted.pop(request.id, None) is not None or self.aside.pop(request.id, None) is not None:
             return
         self.arrivals.remove(request)
-        self._deadlines.gone(request)
-        self._patience_ends.gone(request)
+        for times in (self._deadlines, self._patience_ends):
+            if times.heaps:
+                times.gone(request)
         self.take_out(request)
 
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``."""
-        self._tree_of(request).remove(request)
+        if self.lone is not None:
+            self.lone = None
+        else:
+            self._tree_of(request).remove(request)
         place = self._places.pop(request.id, None)
         if place is not None:
             siblings = self._of_program[request.origin.program]
@@ -496,13 +516,15 @@ class TenantQueue:
     def open_group(self, request: Request) -> None:
         """A request is admitted: the others of its task group come next."""
         group = _group_of(request)
+        if group is None:
+            return
         self.open_groups.pop(group, None)
         self.open_groups[group] = None
         if len(self.open_groups) > MAX_PASSED_BY:
             del self.open_groups[next(iter(self.open_groups))]
 
     def __contains__(self, request: Request) -> bool:
-        waits_in_line = request.id in self.arrivals.waiting or request in self.preempted
+        waits_in_line = request.id in self.arrivals.waiting or request.id in self.preempted
         return waits_in_line or request.id in self.aside
 
     @property
@@ -512,13 +534,29 @@ class TenantQueue:
 
     def put_aside(self, program: int) -> None:
         """The requests of a program wait aside."""
-        preempted = [request for request in self.preempted if request.origin.program == program]
+        preempted = [one for one in self.preempted.values() if one.origin.program == program]
         for request in [*preempted, *self._of_program.get(program, {}).values()]:
             self.remove(request)
             self.aside[request.id] = request
 
+    def plant_lone(self, identity: CacheIdentity | None = None) -> None:
+        """Puts a request that waits alone into its tree, because another one waits, or tokens under its
+        identity enter or leave the cache."""
+        lone = self.lone
+        if lone is not None and (identity is None or identity == lone.request.extra_key):
+            self.lone = None
+            self._plant(*lone)
+
+    def _plant(self, request: Request, run: TokenRun, match: int, rank: tuple[int, int, int]) -> None:
+        if not self.trees:
+            self.trees = WaitingTree(), WaitingTree()
+        short, long = self.trees
+        (short if self._is_short(request, match) else long).add(request, run, match, rank)
+
     def match_of(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""
+        if self.lone is not None:
+            return self.lone.match
         return self._tree_of(request).match_of(request)
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
@@ -552,10 +590,12 @@ class TenantQueue:
         """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
         self.may_begin = True
+        for tree in self.trees:
+            tree.start_step()
 
     def _first_due(self, is_blocked: IsBlocked) -> Request | None:
         """A preempted request, or the oldest if it must not be overtaken further."""
-        preempted = self.preempted.first(is_blocked)
+        preempted = self.preempted.first(is_blocked) if self.preempted else None
         if preempted is not None:
             return preempted
         overdue = self.arrivals.overdue()
@@ -585,8 +625,10 @@ class TenantQueue:
         """Of the requests with this priority: the first deadline, then the first whose patience has ended,
         then a sibling in an open task group, or a request of an earlier program than the sibling's. Siblings
         whose consumer counts by its throughput do not pass requests with a better objective."""
-        for times, by in ((self._deadlines, math.inf), (self._patience_ends, self._clock())):
-            urgent = times.first(priority, by)
+        for times in (self._deadlines, self._patience_ends):
+            if not times.heaps:
+                continue
+            urgent = times.first(priority, math.inf if times is self._deadlines else self._clock())
             if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
                 return urgent
         for group in reversed(self.open_groups):
@@ -629,12 +671,19 @@ class TenantQueue:
     def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
         """The first request by rank, then short before long, then by match. A long request that the cache has
         made short since it arrived is short."""
-        short, long = self.short.first(is_blocked), self.long.first(is_blocked)
+        if self.lone is not None:
+            request, match = self.lone.request, self.lone.match
+            return None if is_blocked(request, match) else request
+        if not self.trees:
+            return None
+        short_tree, long_tree = self.trees
+        short = short_tree.first(is_blocked) if short_tree.nodes else None
+        long = long_tree.first(is_blocked) if long_tree.nodes else None
         if short is None or long is None:
             found = short or long
         else:
             is_short = self._is_short(*long)
-            ranks = self.long.node_of(long[0]).rank, self.short.node_of(short[0]).rank
+            ranks = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
             long_is_first = (ranks[0], not is_short, -long[1]) < (ranks[1], False, -short[1])
             found = long if long_is_first else short
         return None if found is None else found[0]
@@ -654,7 +703,9 @@ class TenantQueue:
         return request.num_tokens + request.num_nodes - match <= self._short_tokens
 
     def _tree_of(self, request: Request) -> WaitingTree:
-        return self.short if request in self.short else self.long
+        assert self.trees
+        short, long = self.trees
+        return short if request.id in short.nodes else long
 
 
 _Charged = tuple[float, int, TenantQueue]  # charge, tie-break, tenant
@@ -670,6 +721,15 @@ def _objective_rank(request: Request) -> tuple[int, int]:
     if origin.is_ahead:
         return -origin.priority, 2
     return -origin.priority, int(origin.objective != "latency" and not origin.gates_latency)
+
+
+class _Lone(NamedTuple):
+    """A request that waits alone, and the other arguments of ``WaitingTree.add``."""
+
+    request: Request
+    run: TokenRun
+    match: int
+    rank: tuple[int, int, int]
 
 
 class _Place(NamedTuple):
@@ -778,36 +838,37 @@ def _tokens_and_id(request: Request) -> tuple[TokenRun, int]:
 
 
 class TimeHeaps:
-    """Waiting requests by a time, the earliest first, for each priority. ``waiting``: the ids of the requests
-    that still wait."""
+    """Waiting requests by a time, the earliest first. ``heaps``: one for each priority, with old entries.
+    ``waiting``: the ids of the requests that still wait."""
 
     def __init__(self, waiting: Container[int]) -> None:
-        self._heaps: dict[int, list[tuple[float, int, Request]]] = {}  # with old entries
-        self._num_gone: Counter[int] = Counter()  # requests since old entries were dropped
+        self.heaps: dict[int, list[tuple[float, int, Request]]] = {}
+        self._num_gone: dict[int, int] = {}  # requests since old entries were dropped
         self._waiting = waiting
 
     def add(self, at: float, request: Request) -> None:
         """Adds a request; ignored for an infinite time."""
         if at < math.inf:
-            heap = self._heaps.setdefault(request.origin.priority, [])
+            heap = self.heaps.setdefault(request.origin.priority, [])
             heapq.heappush(heap, (at, request.id, request))
 
     def gone(self, request: Request) -> None:
         """The request, with a time or without, no longer waits. Drops old entries once they may be the
         most."""
         priority = request.origin.priority
-        heap = self._heaps.get(priority)
+        heap = self.heaps.get(priority)
         if heap is None:
             return
-        self._num_gone[priority] += 1
-        if self._num_gone[priority] > MIN_GONE and 2 * self._num_gone[priority] > len(heap):
-            self._heaps[priority] = [entry for entry in heap if entry[1] in self._waiting]
-            heapq.heapify(self._heaps[priority])
-            self._num_gone[priority] = 0
+        num_gone = self._num_gone.get(priority, 0) + 1
+        if num_gone > MIN_GONE and 2 * num_gone > len(heap):
+            self.heaps[priority] = [entry for entry in heap if entry[1] in self._waiting]
+            heapq.heapify(self.heaps[priority])
+            num_gone = 0
+        self._num_gone[priority] = num_gone
 
     def first(self, priority: int, by: float) -> Request | None:
         """The earliest request, if its time is not after ``by``."""
-        heap = self._heaps.get(priority)
+        heap = self.heaps.get(priority)
         while heap and heap[0][1] not in self._waiting:
             heapq.heappop(heap)
         return heap[0][2] if heap and heap[0][0] <= by else None

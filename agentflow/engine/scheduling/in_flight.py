@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.request import SAMPLED_ONCE, CacheIdentity, Request, Row, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
-from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row, Work
 from agentflow.engine.scheduling.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
@@ -44,7 +43,7 @@ class Counters:
 
 
 @dataclass(slots=True)
-class _Launched:
+class Launched:
     """A batch that was scheduled and has not completed."""
 
     rows: list[Row]
@@ -58,27 +57,15 @@ class InFlight:
 
     A request counts the tokens of its rows as computed, and their sampled tokens as pending, from the launch
     on. ``complete`` makes them real; ``discard`` and ``withdraw`` take them back.
+
+    ``launched``: the batches. Other modules read it.
     """
 
     def __init__(self, memory: KVMemory, prefills: InProgressPrefixes, counters: Counters) -> None:
-        self._launched: deque[_Launched] = deque()
+        self.launched: deque[Launched] = deque()
         self._memory = memory
         self._prefills = prefills
         self._counters = counters
-
-    def __bool__(self) -> bool:
-        """Whether any batch is in flight."""
-        return bool(self._launched)
-
-    @property
-    def newest_rows(self) -> Sequence[Row]:
-        """The rows of the batch that was launched last; empty if none is in flight."""
-        return self._launched[-1].rows if self._launched else ()
-
-    @property
-    def features(self) -> Features:
-        """Of the oldest batch."""
-        return self._launched[0].features
 
     def launch(self, rows: list[Row], batch: Batch, features: Features) -> None:
         """The batch of these rows is launched, after the batches in flight."""
@@ -93,7 +80,7 @@ class InFlight:
             request.num_pending += row.num_sampled
             if request.wants_scores:
                 request.num_scored += len(row.targets)
-        self._launched.append(_Launched(rows, scored, features))
+        self.launched.append(Launched(rows, scored, features))
 
     def complete(self, output: BatchOutput) -> list[Row]:
         """The oldest batch has run: appends new tokens to their requests. Returns its rows with their
@@ -102,11 +89,11 @@ class InFlight:
         token_ids = output.token_ids.tolist()
         has_faults = min(token_ids, default=0) < 0
         logprobs = None if output.logprobs is None else output.logprobs.tolist()
-        launched = self._launched[0]
+        launched = self.launched[0]
         if launched.scored:
             store_scores(launched.scored, output)
-        self._launched.popleft()
-        has_prefills = len(self._prefills) > 0
+        self.launched.popleft()
+        has_prefills = bool(self._prefills.requests)
         has_tokens_only = logprobs is None and output.embeddings is None and output.ranks is None
         rows: list[Row] = []
         next_output = num_computed = num_generated = 0
@@ -207,8 +194,8 @@ class InFlight:
         """Discards all batches in flight: the oldest failed, and the later ones continue it. Their requests
         are as before the launches. Returns the requests of the oldest batch."""
         failed = [request for request, _ in self.oldest_work()]
-        while self._launched:
-            for row in self._launched.pop().rows:
+        while self.launched:
+            for row in self.launched.pop().rows:
                 if row.withdrawn_slots is None:
                     self._take_back(row)
                 assert row.withdrawn_slots is not None
@@ -217,7 +204,7 @@ class InFlight:
 
     def withdraw(self, request: Request) -> None:
         """The request leaves all batches in flight. Its slots there become free when these complete."""
-        for launched in reversed(self._launched):
+        for launched in reversed(self.launched):
             for row in launched.rows:
                 if row.request is request and row.withdrawn_slots is None:
                     self._take_back(row)
@@ -231,9 +218,9 @@ class InFlight:
 
     def oldest_work(self) -> list[Work]:
         """The requests of the oldest batch, with the number of their tokens and nodes in it."""
-        if not self._launched:
+        if not self.launched:
             return []
-        rows = [row for row in self._launched[0].rows if row.withdrawn_slots is None]
+        rows = [row for row in self.launched[0].rows if row.withdrawn_slots is None]
         return [(row.request, row.num_tokens + row.num_nodes) for row in rows]
 
 
@@ -247,25 +234,14 @@ class InProgressPrefixes:
     Waiting requests need not compute the prefixes of these requests too. A prefix in progress is found by its
     next token that is not cached. A waiting request that needs the same token next has the same prefix
     cached, because running requests commit their prompts to the cache step by step.
+
+    ``requests``: the requests by id. Other modules read it.
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[Request, _Place | None]] = {}
+        self.requests: dict[int, Request] = {}
+        self._places: dict[int, _Place] = {}  # of requests that others wait for
         self._at: dict[_Place, list[Request]] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter([request for request, _ in self._requests.values()])
-
-    def __contains__(self, request: Request) -> bool:
-        return request.id in self._requests
-
-    @property
-    def ids(self) -> KeysView[int]:
-        """The ids of the requests."""
-        return self._requests.keys()
 
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether a running request is about to compute the first token that ``request``, of which ``match``
@@ -285,10 +261,10 @@ class InProgressPrefixes:
         assert request.committed is not None
         next_index = request.committed.num_tokens
         if request.num_tokens - next_index <= 1 and request.tree is not None:
-            self._requests[request.id] = request, None  # one token or nodes: not worth waiting for
+            self.requests[request.id] = request  # one token or nodes: not worth waiting for
             return
         place = (request.extra_key, next_index, request.cached_id(next_index))
-        self._requests[request.id] = request, place
+        self.requests[request.id], self._places[request.id] = request, place
         here = self._at.get(place)
         if here is None:
             self._at[place] = [request]
@@ -298,21 +274,21 @@ class InProgressPrefixes:
     def advanced(self, request: Request, num_tokens: int, num_nodes: int) -> None:
         """The request has computed its first ``num_tokens`` tokens and ``num_nodes`` nodes. Removes it if at
         most one token is left (for a select: none). Unknown requests are ignored."""
-        known = self._requests.get(request.id)
-        if known is not None:
-            self._leave(*known)
-            if request.num_left_after(num_tokens, num_nodes) > (1 if request.tree is None else 0):
-                self.add(request)  # keeps its place in the order
-            else:
-                del self._requests[request.id]
+        if request.id not in self.requests:
+            return
+        self._leave(request)
+        if request.num_left_after(num_tokens, num_nodes) > (1 if request.tree is None else 0):
+            self.add(request)  # keeps its place in the order
+        else:
+            del self.requests[request.id]
 
     def discard(self, request: Request) -> None:
         """The request no longer runs. Unknown requests are ignored."""
-        known = self._requests.pop(request.id, None)
-        if known is not None:
-            self._leave(*known)
+        if self.requests.pop(request.id, None) is not None:
+            self._leave(request)
 
-    def _leave(self, request: Request, place: _Place | None) -> None:
+    def _leave(self, request: Request) -> None:
+        place = self._places.pop(request.id, None)
         if place is None:
             return
         here = self._at[place]

@@ -16,11 +16,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.engine.batch import NO_CHANGES, IntArray, SlotChanges
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
 from agentflow.engine.cache.prefix_marks import PrefixMarks
@@ -36,7 +37,6 @@ from agentflow.engine.cache.radix_cache import (
     prefix_end,
 )
 from agentflow.engine.request import CacheIdentity, Request
-from agentflow.engine.scheduling.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,10 @@ IDLE_AFTER_POOLS = 4
 """A tenant that does not use the cache while this many times the pool enters it loses its claim to a part."""
 
 
+_numbers: Final = itertools.count()
+"""Numbers of changes, unique among all tables: a copy of one table must not take the changes of another."""
+
+
 def _tenant_of(identity: CacheIdentity) -> Hashable:
     return identity.tenant
 
@@ -79,8 +83,6 @@ class KVMemory:
         max_context: The longest sequence in tokens.
         max_running: Rows of ``req_to_token``, which is ``table``.
         use_cache: Whether requests find and leave cached tokens.
-        on_cached: Called for every token run that enters the cache.
-        on_evict: Called for every token run that leaves it.
         model: The model's identity, which the digests of blocks contain.
         on_blocks: As of ``RadixCache``.
         clock: Seconds.
@@ -94,8 +96,6 @@ class KVMemory:
         max_context: int,
         max_running: int,
         use_cache: bool,
-        on_cached: OnCached,
-        on_evict: OnEvict,
         model: str = "",
         on_blocks: OnBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -112,10 +112,11 @@ class KVMemory:
         self.num_evicted = 0
         self.num_steps = 0
         self.make_room: MakeRoom | None = None  # as in ``RadixCache.evict``
+        self.on_cached: OnCached | None = None  # called for every token run that enters the cache
+        self.on_evict: OnEvict | None = None  # called for every token run that leaves it
         self._use_cache = use_cache
-        self._on_cached = on_cached
-        self._on_evict = on_evict
         self._free_rows = list(range(max_running - 1, -1, -1))
+        self._alone: Request | None = None  # runs and shares nothing: ``readers`` does not know it
 
     @property
     def num_in_use(self) -> int:
@@ -125,7 +126,7 @@ class KVMemory:
     @property
     def num_available(self) -> int:
         """Slots that ``allocate`` could provide now, by eviction if needed."""
-        return self.slots.num_free + self.cache.num_evictable
+        return self.slots.num_free + self.cache.num_cached - self.cache.num_locked
 
     @property
     def num_expected(self) -> int:
@@ -136,11 +137,6 @@ class KVMemory:
         """Slots that are free or that the tenant gets before its open states lose tokens."""
         return self.slots.num_free + self.cache.room_for(tenant)
 
-    @property
-    def has_free_row(self) -> bool:
-        """Whether ``req_to_token`` has a row for one more running request."""
-        return bool(self._free_rows)
-
     def peek(self, identity: CacheIdentity, run: TokenRun) -> int:
         """How many tokens of the run are cached."""
         return self.cache.peek(identity, run) if self._use_cache else 0
@@ -148,9 +144,7 @@ class KVMemory:
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of the request, locked. ``attach`` it or ``cache.unlock`` it."""
         run = request.reusable_run() if self._use_cache else b""
-        match = self.cache.match(request.extra_key, run)
-        self.cache.lock(match)
-        return match
+        return self.cache.match(request.extra_key, run, lock=True)
 
     def why_missed(self, request: Request, match: PrefixMatch) -> str:
         """Returns why the prompt's tokens after ``match`` are not cached, by the first block of
@@ -173,11 +167,27 @@ class KVMemory:
         return request.origin.changed or "first_seen"
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
-        """The request starts to run after its match, whose tokens count as computed."""
+        """The request starts to run after its match, whose tokens count as computed. If it never ran before,
+        learns why the others of its prompt are not cached."""
         row = request.req_row = self._free_rows.pop()
         self.cache.write_slots(match, self.table.row_to_write(row, 0, match.num_tokens))
         request.committed = match
-        self.readers.enter(row, match)
+        self._read(request, match)
+        if not request.was_admitted:
+            request.num_cached = min(match.num_tokens, request.num_prompt)
+            request.miss_reason = self.why_missed(request, match)
+
+    def _read(self, request: Request, match: PrefixMatch) -> None:
+        """The request reads a prefix from now on. While it runs alone, nothing is shared."""
+        alone = self._alone
+        if len(self._free_rows) + 1 == len(self.table.slots):
+            self._alone = request
+            return
+        if alone is not None:
+            assert alone.committed is not None
+            self.readers.enter(alone.req_row, alone.committed)
+            self._alone = None
+        self.readers.enter(request.req_row, match)
 
     def allocate(self, num_tokens: int) -> SlotArray:
         """Slots for all tokens of a batch; evicts cached tokens if needed. ``num_available`` must suffice."""
@@ -185,7 +195,7 @@ class KVMemory:
         if missing > 0:
             self.liveness.expire(self.num_computed)
             self.marks.expire(self._clock())
-            evicted = self.cache.evict(missing, self._on_evict, self.make_room)
+            evicted = self.cache.evict(missing, self.on_evict, self.make_room)
             self.num_evicted += len(evicted)
             self.slots.release(evicted)
         return self.slots.allocate(num_tokens)
@@ -225,10 +235,13 @@ class KVMemory:
             row = self.table.row_to_write(request.req_row, known.num_tokens, existing)
             self.cache.write_slots(match, row)
         self.cache.move_lock(known, match)
-        self.readers.move(request.req_row, known, match)
+        if self._alone is not request:
+            self.readers.move(request.req_row, known, match)
         request.committed = match
-        self.cache.weigh(request.tenant, request.origin.weight)
-        self._on_cached(request.extra_key, run)
+        if match.node.account.weight != request.origin.weight:
+            self.cache.weigh(request.tenant, request.origin.weight)
+        if self.on_cached is not None:
+            self.on_cached(request.extra_key, run)
 
     def roll_back(self, request: Request, count: int) -> None:
         """Keeps only the first ``count`` computed tokens of a running request. The slots of the others become
@@ -240,12 +253,12 @@ class KVMemory:
         if first_uncached < request.num_computed:
             self.slots.release(row[first_uncached : request.num_computed])
         if count < known.num_tokens:
-            match = self.cache.match(request.extra_key, request.run(count))
+            match = self.cache.match(request.extra_key, request.run(count), lock=True)
             assert match.num_tokens == count
-            self.cache.lock(match)
             self.cache.unlock(known)
-            self.readers.leave(request.req_row, known)
-            self.readers.enter(request.req_row, match)
+            if self._alone is not request:
+                self.readers.leave(request.req_row, known)
+                self.readers.enter(request.req_row, match)
             request.committed = match
         request.num_computed = count
 
@@ -256,7 +269,8 @@ class KVMemory:
             self.commit(request, request.num_computed)
         except Exception:  # a request must be able to leave; its tokens are then computed again
             logger.exception("cannot cache the tokens of request %d", request.id)
-        self.release_nodes(request)
+        if request.tree is not None:
+            self.release_nodes(request)
         assert request.committed is not None
         if request.origin.kept_prefixes and self._use_cache:
             self._mark_prefixes(request)
@@ -268,9 +282,13 @@ class KVMemory:
                 step=self.num_steps,
                 is_ahead=request.origin.is_ahead,
                 program=program_key(request),
+                priority=request.origin.priority,
             )
         self.cache.unlock(request.committed)
-        self.readers.leave(request.req_row, request.committed)
+        if self._alone is request:
+            self._alone = None
+        else:
+            self.readers.leave(request.req_row, request.committed)
         first_uncached = request.committed.num_tokens
         if first_uncached < request.num_computed:
             row = self.table.slots[request.req_row]
@@ -347,6 +365,46 @@ class KVSlots:
         free = self._stack[: self.num_free]
         assert self._is_free[free].all()
         assert np.count_nonzero(self._is_free) == self.num_free, "a slot is in the free list twice"
+
+
+class SlotTable:
+    """The slots of running requests by position, ``req_to_token``, and what changed since the last batch.
+    Copies of the table, such as the one on a GPU, get the changes with each batch.
+
+    Args:
+        num_rows: The most running requests.
+        num_columns: The most tokens of a request.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.slots: SlotArray = np.zeros((num_rows, num_columns), dtype=np.int32)
+        """[num_rows, num_columns]. Other modules read it."""
+        self._written: dict[int, tuple[int, int]] = {}  # columns of rows, beside the tokens of batches
+        self._number = NO_CHANGES  # of the last changes
+
+    def row_to_write(self, row: int, first: int, end: int) -> SlotArray:
+        """Returns a row, of which the caller writes the columns ``first`` to ``end`` (exclusive) before the
+        next batch."""
+        if first < end:
+            known_first, known_end = self._written.get(row, (first, end))
+            self._written[row] = min(first, known_first), max(end, known_end)
+        columns: SlotArray = self.slots[row]
+        return columns
+
+    def write_tokens(self, rows: IntArray, columns: IntArray, slots: SlotArray) -> SlotChanges:
+        """Writes the slots of a batch's tokens. Returns all changes since the last call; if they do not
+        arrive, copies notice it by the numbers."""
+        self.slots[rows, columns] = slots
+        if self._written:
+            # The columns between two changes are as they were, and their slots are sent again.
+            spans = [(row, *span) for row, span in self._written.items()]
+            self._written.clear()
+            lens = [end - first for _, first, end in spans]
+            rows = np.concatenate((np.repeat([row for row, _, _ in spans], lens), rows))
+            columns = np.concatenate((*(np.arange(first, end) for _, first, end in spans), columns))
+            slots = np.concatenate((*(self.slots[row, first:end] for row, first, end in spans), slots))
+        before, self._number = self._number, next(_numbers)
+        return SlotChanges(self._number, before, rows, columns, slots)
 
 
 class _End(NamedTuple):
@@ -432,23 +490,25 @@ class Liveness:
         step: int,
         is_ahead: bool = False,
         program: ProgramKey | None = None,
+        priority: int = 0,
     ) -> None:
-        """A request of the state ended here. ``num_computed``, ``step``: the engine's totals so far.
-        ``is_ahead``: it computed ahead, and the state is expected when it was before."""
+        """A request of the state ended here, of the ``program`` and with the ``priority`` given.
+        ``num_computed``, ``step``: the engine's totals so far. ``is_ahead``: it computed ahead, and the state
+        is expected when it was before."""
         known = self._ends.get(state)
         self._drop(state)
         if known is not None and known.program != program:
             self._leave(state, known.program)
         if is_ahead and known is not None:
             moved = known._replace(match=end, num_computed=num_computed, step=step, program=program)
-            self._put(state, moved)
+            self._put(state, moved, priority)
             return
         now = self._clock()
         arrived = None if is_ahead else self._arrivals.pop(state, None)
         if arrived is not None:
             self._request_s += (now - arrived - self._request_s) / MEAN_OF
         new = _End(end, num_computed, step, now, is_ahead=is_ahead, program=program)
-        self._put(state, self._expected(new, self._gap_s(state)))
+        self._put(state, self._expected(new, self._gap_s(state)), priority)
         if known is not None and arrived is not None and known.ended <= arrived:  # not at the same time
             self._cache.supersede(known.match)
         if len(self._ends) > self._max_states:
@@ -554,11 +614,16 @@ class Liveness:
             if is_dropped:
                 self._cache.supersede(known.match)
 
-    def _put(self, state: Hashable, end: _End) -> None:
+    def _put(self, state: Hashable, end: _End, priority: int | None = None) -> None:
         program = None if end.program is None else self._join(state, end.program)
+        if program is not None and priority is not None:
+            program.priority = priority
         end = end._replace(is_kept=program is None or not program.is_paused)
         if end.is_kept:
             self._cache.keep(end.match, end.returns)
+        self._set(state, end)
+
+    def _set(self, state: Hashable, end: _End) -> None:
         self._ends[state] = end
         if end.due < math.inf:
             heapq.heappush(self._due, (end.due, next(self._ties), state))
@@ -568,6 +633,10 @@ class Liveness:
 
     def _move(self, state: Hashable, end: _End) -> None:
         """The state is expected at another time. It keeps its rank among the states that expire."""
+        known = self._ends[state]
+        if end.is_kept and known.returns == end.returns and end.program not in self._paused:
+            self._set(state, end)  # the cache keeps it as before
+            return
         if end.is_kept:
             self._cache.unkeep(end.match)
         self._put(state, end)

@@ -7,8 +7,9 @@ requests: several requests share one, and one that nobody waits for any more is 
 
 Features stay within a budget of bytes. The least recently used ones go first, then unfinished encodings.
 Features that a running request needs next stay, and so does an encoding that had a slice in the last
-``GRACE_STEPS`` steps, and its features until they are used, as long as a request wants them. Otherwise two
-requests might drop each other's encodings forever. Only a medium that exceeds the budget alone may exceed it.
+``GRACE_STEPS`` steps beside requests with media, and its features until they are used, as long as a request
+wants them. Otherwise two requests might drop each other's encodings forever. Only a medium that exceeds the
+budget alone may exceed it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MEMORY = 0.9
 class MediaWork:
     """The media of one engine.
 
+    ``wanted``: how many unfinished requests have each medium. Without any, no step plans anything.
     ``planned``: the slices of each encoding that the step being planned runs. ``num_encoded``: media whose
     features were made. ``num_evicted``: media whose features, or parts of them, were dropped for room.
     ``num_slices``, ``encode_s``: the slices that were run, and their time.
@@ -55,7 +57,7 @@ class MediaWork:
         self._begun: dict[str, MediaEncoding] = {}
         self._used: set[str] = set()  # by the tokens of the step being planned
         self._failed: dict[str, Exception] = {}  # encodings that could not begin
-        self._wanted: Counter[str] = Counter()  # how many unfinished requests have each medium
+        self.wanted: Counter[str] = Counter()
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
         self._flops = self._seconds = 0.0  # of late slices
@@ -86,14 +88,18 @@ class MediaWork:
 
     def arrived(self, request: Request) -> None:
         """A request with media waits for the first time."""
-        self._wanted.update({run.identity for run in request.media})
+        self.wanted.update({run.identity for run in request.media})
 
     def left(self, request: Request) -> None:
         """A request of ``arrived`` has ended."""
         for identity in {run.identity for run in request.media}:
-            self._wanted[identity] -= 1
-            if not self._wanted[identity]:
-                del self._wanted[identity]
+            self.wanted[identity] -= 1
+            if not self.wanted[identity]:
+                del self.wanted[identity]
+        if not self.wanted:
+            self.planned.clear()
+            self._used.clear()
+            self._failed.clear()
 
     def start_step(self) -> None:
         """A step is being planned."""
@@ -218,7 +224,7 @@ class MediaWork:
     def _is_awaited(self, identity: str) -> bool:
         """Whether the medium is being encoded for a request, or was and is not used yet."""
         last = self._fresh.get(identity)
-        return last is not None and self._num_steps - last < GRACE_STEPS and self._wanted[identity] > 0
+        return last is not None and self._num_steps - last < GRACE_STEPS and self.wanted[identity] > 0
 
     def _needed_by(self, running: Iterable[Request]) -> set[str]:
         """The media that running requests need next."""

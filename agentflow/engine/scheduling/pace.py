@@ -7,11 +7,11 @@ reader's (``Origin.tpot_s``), whichever is less. A step that decodes such reques
 planned by the learned cost of steps, to take a part of the lowest bound among them. Without urgent requests
 or bounds, nothing of this applies.
 
-- *Balance*: a request's balance is MEAN_PART of its bound for each token that it has generated, less the time
-  that these tokens took. A step may take MEAN_PART of the bound plus the lowest balance of all urgent
-  requests. So errors of the learned costs are corrected in the next steps, and time that every urgent request
-  has saved goes to other work. The step stays between PLANNED_PART and MOST_PART of the bound, so that nobody
-  sees a pause.
+- *Balance*: a request's balance is MEAN_PART of its bound for each token that it has generated with this
+  bound, less the time that these tokens took. A step may take MEAN_PART of the bound plus the lowest balance
+  of all urgent requests. So errors of the learned costs are corrected in the next steps, and time that every
+  urgent request has saved goes to other work. The step stays between PLANNED_PART and MOST_PART of the bound,
+  so that nobody sees a pause.
 - *Decoding* takes at most DECODE_PART of the step beyond its constant cost: all urgent requests, then as
   many others as fit. The others take turns: those that were left out of a step come first in the next one,
   and a step has at least one.
@@ -100,6 +100,10 @@ class Pace:
         else:
             self._urgent_waiting.discard(request.id)
 
+    def bound_changed(self, request: Request) -> None:
+        """The request has another bound, which is for its further tokens: its balance starts again."""
+        self._since.pop(request.id, None)
+
     def left(self, request: Request) -> None:
         """The request no longer waits."""
         self._urgent_waiting.discard(request.id)
@@ -178,13 +182,10 @@ class Pace:
 
     # Admission.
 
-    def start_step(self) -> None:
-        """A step is being planned."""
+    def start_step(self, running: Iterable[Request]) -> None:
+        """A step is being planned, which may admit requests next to the ``running`` ones."""
         self._num_tried = 0
         self._closed.clear()
-
-    def start_admission(self, running: Iterable[Request]) -> None:
-        """The step may admit requests next to these."""
         self._is_bound, self._reader_s = False, math.inf
         self._urgent_s = self._all_s = self._cost.decode_s(0, 0, 0)
         self._uncounted = [*running]

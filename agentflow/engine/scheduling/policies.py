@@ -38,9 +38,11 @@ class Policy(ABC):
     The scheduler reports every change to its policy, which may ignore the events of the last eight methods.
     """
 
-    @abstractmethod
+    num_waiting: int = 0
+    """Number of waiting requests, aside or in line."""
+
     def __len__(self) -> int:
-        """Number of waiting requests."""
+        return self.num_waiting
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
@@ -121,33 +123,18 @@ class Policy(ABC):
         return
 
 
-class Preempted:
-    """Preempted requests, in the order of their arrival. They run again before all others."""
-
-    def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests.values())
-
-    def __contains__(self, request: Request) -> bool:
-        return request.id in self.requests
+class Preempted(dict[int, Request]):
+    """Preempted requests by id, in the order of their arrival. They run again before all others."""
 
     def add(self, request: Request) -> None:
         """Adds a request. Sorts all of them, which are few."""
-        requests = [*self.requests.values(), request]
-        self.requests = {r.id: r for r in sorted(requests, key=lambda r: r.arrival)}
-
-    def discard(self, request: Request) -> bool:
-        """Removes the request. Returns whether it was there."""
-        return self.requests.pop(request.id, None) is not None
+        requests = sorted([*self.values(), request], key=lambda one: one.arrival)
+        self.clear()
+        self.update({one.id: one for one in requests})
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked."""
-        for request in self.requests.values():
+        for request in self.values():
             if not is_blocked(request, None):
                 return request
         return None
@@ -161,25 +148,25 @@ class SimplePolicy(Policy):
         self._preempted = Preempted()
         self._waiting: dict[int, Request] = {}
 
-    def __len__(self) -> int:
-        return len(self._preempted) + len(self._waiting)
-
     def __iter__(self) -> Iterator[Request]:
-        yield from self._preempted
+        yield from self._preempted.values()
         yield from self._waiting.values()
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._waiting or request in self._preempted
+        return request.id in self._waiting or request.id in self._preempted
 
     def add(self, request: Request) -> None:
         self._waiting[request.id] = request
+        self.num_waiting += 1
 
     def restore(self, request: Request) -> None:
         self._preempted.add(request)
+        self.num_waiting += 1
 
     def remove(self, request: Request) -> None:
-        if not self._preempted.discard(request):
+        if self._preempted.pop(request.id, None) is None:
             del self._waiting[request.id]
+        self.num_waiting -= 1
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         if prompts:
@@ -249,6 +236,9 @@ class LongestPrefix(SimplePolicy):
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         found = self._tree.first(is_blocked)
         return found[0] if found is not None else None
+
+    def start_step(self) -> None:
+        self._tree.start_step()
 
     def remove(self, request: Request) -> None:
         if request.id in self._waiting:

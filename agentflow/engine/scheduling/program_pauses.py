@@ -35,8 +35,8 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.engine.cache.radix_cache import Node
@@ -86,61 +86,61 @@ class _Lost:
 
 
 class ProgramPauses:
-    """The paused programs of one model. ``policy``: sets the requests of paused programs aside. ``clock``:
-    seconds."""
+    """The paused programs of one model.
 
-    def __init__(self, memory: KVMemory, policy: Policy, cost: StepCost, clock: Callable[[], float]) -> None:
+    ``is_used``: whether a program is paused, was resumed without a request that ended since, or could not be
+    paused in this step. Otherwise ``resume``, ``stopped`` and ``charge`` have nothing to do.
+
+    Args:
+        memory: Has the open states, and keeps the tokens of paused programs no longer.
+        policy: Sets the requests of paused programs aside.
+        cost: Tells how long a recomputation takes.
+        running: The running requests, by id.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        policy: Policy,
+        cost: StepCost,
+        running: Mapping[int, Request],
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_used = False
         self._memory = memory
         self._policy = policy
         self._cost = cost
+        self._running = running
         self._clock = clock
         self._tenants: dict[str, _TenantPauses] = {}
         self._resumed: set[ProgramKey] = set()  # without a request that ended since
-        self._started: dict[int, ProgramKey] = {}  # running requests, by id, with their programs at the start
-        self._num_running: dict[ProgramKey, int] = {}
-        self._num_running_of: Counter[str] = Counter()  # by tenant
         self._without: set[str] = set()  # tenants in which nothing more can be paused in this step
         self._lost: OrderedDict[str, _Lost] = OrderedDict()  # by tenant
 
-    def started(self, request: Request, match: int) -> None:
-        """A request starts to run, with ``match`` cached tokens."""
-        key, state = program_key(request), request.origin.state
-        if key is None:
+    def recomputes(self, request: Request, num_tokens: int, context: int) -> None:
+        """A request of a program starts to run for the first time, and computes tokens that its state had,
+        after ``context`` cached ones."""
+        if program_key(request) in self._resumed:
             return
-        self._started[request.id] = key
-        self._num_running[key] = self._num_running.get(key, 0) + 1
-        self._num_running_of[key[0]] += 1
-        if request.was_admitted or key in self._resumed:
-            return
-        num_lost = self._memory.liveness.num_tokens(state) - match
-        if num_lost > 0:
-            lost_s = self._cost.chunk_s(num_lost, match, is_first=True)
-            if self._is_dear(state, lost_s):
-                lost = self._decayed(request.tenant)
-                lost.lost_s += lost_s
-                self._lost[request.tenant] = lost
-                self._lost.move_to_end(request.tenant)
-                if len(self._lost) > MAX_TENANTS:
-                    self._lost.popitem(last=False)
+        lost_s = self._cost.chunk_s(num_tokens, context, is_first=True)
+        if self._is_dear(request.origin.state, lost_s):
+            lost = self._decayed(request.tenant)
+            lost.lost_s += lost_s
+            self._lost[request.tenant] = lost
+            self._lost.move_to_end(request.tenant)
+            if len(self._lost) > MAX_TENANTS:
+                self._lost.popitem(last=False)
 
     def stopped(self, request: Request, *, has_ended: bool) -> None:
         """A running request stopped: it ended or was preempted."""
-        key = self._started.pop(request.id, None)
+        key = program_key(request)
         if key is None:
             return
-        self._num_running[key] -= 1
-        if not self._num_running[key]:
-            del self._num_running[key]
-        self._num_running_of[key[0]] -= 1
-        if not self._num_running_of[key[0]]:
-            del self._num_running_of[key[0]]
         if has_ended:
             self._resumed.discard(key)
         if key[0] in self._tenants:
             self._tenants[key[0]].late_at = -math.inf
-        program = self._memory.liveness.programs.get(key[0], {}).get(key)
-        if program is not None:
-            program.priority = request.origin.priority
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens are charged to a tenant."""
@@ -156,12 +156,18 @@ class ProgramPauses:
             return False
         if self._decayed(tenant).lost_s <= THRASHING * WINDOW_S:
             return False
+        busy = {program_key(request) for request in self._running.values()}
         active = {
             key: program
             for key, program in self._memory.liveness.programs.get(tenant, {}).items()
             if not program.is_paused
         }
-        sizes = {key: self._size(program) for key, program in active.items() if self._may_pause(key, program)}
+        sizes = {
+            key: self._size(program)
+            for key, program in active.items()
+            if key not in busy and self._may_pause(key, program)
+        }
+        self.is_used = True
         if len(active) < 2 or not sizes:
             self._without.add(tenant)
             return False
@@ -183,6 +189,7 @@ class ProgramPauses:
                 del self._tenants[tenant]
         if len(self._resumed) > self._memory.slots.total:
             self._resumed.clear()
+        self.is_used = bool(self._tenants or self._resumed)
 
     @property
     def paused(self) -> Sequence[ProgramKey]:
@@ -206,7 +213,7 @@ class ProgramPauses:
         need = first.need + int(GROWTH_PART * self._memory.slots.total)
         if self._memory.room_for(tenant) >= need:
             return first
-        if tenant in self._num_running_of or now < pauses.late_at:
+        if now < pauses.late_at or self._is_running(tenant):
             return None
         pauses.late_at = self._late_at(tenant)
         return first if now >= pauses.late_at else None
@@ -214,7 +221,7 @@ class ProgramPauses:
     def _late_at(self, tenant: str) -> float:
         """The time from which all states of the tenant's other programs are late; infinite while one of them
         has a request. Before a state has a mean time, it has the longest one of the tenant."""
-        if tenant in self._num_running_of:
+        if self._is_running(tenant):
             return math.inf
         liveness = self._memory.liveness
         programs = liveness.programs.get(tenant, {}).values()
@@ -222,6 +229,10 @@ class ProgramPauses:
         gap_s = max([gap for gap in gaps if gap is not None], default=math.inf)
         others = [state for program in programs if not program.is_paused for state in program.states]
         return max([liveness.late_at(state, gap_s) for state in others], default=-math.inf)
+
+    def _is_running(self, tenant: str) -> bool:
+        """Whether a request of a program of the tenant runs."""
+        return any(one.tenant == tenant and one.origin.program for one in self._running.values())
 
     def _pause(
         self, key: ProgramKey, active: dict[ProgramKey, LiveProgram], sizes: dict[ProgramKey, int]
@@ -237,7 +248,7 @@ class ProgramPauses:
         self._policy.pause(*key)
 
     def _may_pause(self, key: ProgramKey, program: LiveProgram) -> bool:
-        if key in self._num_running or key in self._resumed:
+        if key in self._resumed:
             return False
         num_tokens = self._memory.liveness.num_tokens
         return any(self._is_dear(state, self._redo_s(num_tokens(state))) for state in program.states)

@@ -7,7 +7,7 @@ likeliest tokens: their data is rebuilt in each step, and steps without them ski
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,6 @@ from agentflow.engine.batch import (
 )
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.row import Row
 
 _MASK_64 = 2**64 - 1
 _REDRAWN = 0x9FB21C651E98DF25  # odd, with bits set evenly
@@ -51,8 +50,10 @@ class SamplingTable:
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
         self._with_logprobs: set[int] = set()
-        self._adapted: set[int] = set()
-        self._with_media: set[int] = set()
+        self.adapted: set[int] = set()
+        """The rows of requests that use an adapter."""
+        self.with_media: set[int] = set()
+        """The rows of requests that have media."""
 
     def attach(self, request: Request) -> None:
         """The request starts to run, in its row of ``req_to_token``."""
@@ -64,9 +65,9 @@ class SamplingTable:
         if params.wants_logprobs:
             self._with_logprobs.add(row)
         if request.adapter:
-            self._adapted.add(row)
+            self.adapted.add(row)
         if request.media:
-            self._with_media.add(row)
+            self.with_media.add(row)
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
@@ -78,8 +79,8 @@ class SamplingTable:
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
         self._with_logprobs.discard(request.req_row)
-        self._adapted.discard(request.req_row)
-        self._with_media.discard(request.req_row)
+        self.adapted.discard(request.req_row)
+        self.with_media.discard(request.req_row)
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
@@ -87,14 +88,6 @@ class SamplingTable:
         special = self._special.get(request.req_row)
         if special is not None:
             special.keep_output(num_kept)
-
-    def any_adapted(self, rows: Iterable[Row]) -> bool:
-        """Whether a request of ``rows`` uses an adapter."""
-        return bool(self._adapted) and any(row.request.req_row in self._adapted for row in rows)
-
-    def any_with_media(self, rows: Iterable[Row]) -> bool:
-        """Whether a request of ``rows`` has media."""
-        return bool(self._with_media) and any(row.request.req_row in self._with_media for row in rows)
 
     def sampled_rows(
         self,

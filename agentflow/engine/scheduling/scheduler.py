@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
-from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.media_run import MediaRun
-from agentflow.engine.request import CacheIdentity, Request, Status
+from agentflow.engine.request import Request, Row, Status, Work, make_rows
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.batch_builder import build_batch
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
@@ -41,7 +40,6 @@ from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import Clock, FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
-from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_limits import Features, PassSize, StepCost, batch_features
 from agentflow.engine.submit import Objective, Origin
@@ -139,7 +137,6 @@ class Scheduler:
         if config.policy not in policies:
             known = ", ".join(policies)
             raise BadArgument(f"unknown scheduling policy {config.policy!r}; known: {known}", param="policy")
-        self.waiting = policies[config.policy](self._peek, config.token_budget, clock)
         self.running: dict[int, Request] = {}
         self.num_decode_tokens = 0
         """Of the batch that was scheduled last: the scheduled tokens of requests that decode."""
@@ -149,23 +146,24 @@ class Scheduler:
             max_context=max_context,
             max_running=config.max_running,
             use_cache=config.use_cache,
-            on_cached=self.waiting.tokens_cached,
-            on_evict=self.waiting.tokens_evicted,
             model=model,
             on_blocks=on_blocks,
             clock=clock,
             new_liveness=new_liveness,
         )
+        self.waiting = policies[config.policy](self.memory.peek, config.token_budget, clock)
+        self.memory.on_cached, self.memory.on_evict = self.waiting.tokens_cached, self.waiting.tokens_evicted
         self._clock = clock
         self.cost = StepCost()
-        target_s = None if config.tpot_target_ms is None else config.tpot_target_ms / 1e3
-        self._pace = Pace(self.cost, target_s, config.token_budget)
-        self.pauses = ProgramPauses(self.memory, self.waiting, self.cost, clock)
+        # None as long as no request has had a bound on the time of steps.
+        self._pace = None if config.tpot_target_ms is None else self._new_pace()
+        self.pauses = ProgramPauses(self.memory, self.waiting, self.cost, self.running, clock)
         if self.waiting.pauses_programs:
             self.memory.make_room = self.pauses.make_room
         self._sampling = SamplingTable(config.max_running)
         self._counters = Counters()
         self._reserve = OutputReserve()
+        self._admission: Admission | None = None  # of the step that is being planned
         self._arrivals = itertools.count()
         self._of_state: dict[int, list[Request]] = {}  # the requests that wait or run, by state
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
@@ -189,7 +187,7 @@ class Scheduler:
         request.arrival = next(self._arrivals)
         request.patience_end = min(request.patience_end, self._start_by(request, request.origin))
         self.waiting.add(request)
-        self._pace.waits(request)
+        self._note_pace(request)
         if self.media is not None and request.media:
             self.media.arrived(request)
         if request.origin.state:
@@ -197,14 +195,28 @@ class Scheduler:
             if not request.origin.is_ahead:
                 self.memory.liveness.arrived(request.origin.state)
 
+    def _new_pace(self) -> Pace:
+        target_ms = self.config.tpot_target_ms
+        pace = Pace(self.cost, None if target_ms is None else target_ms / 1e3, self.config.token_budget)
+        for request in self.waiting:
+            pace.waits(request)
+        return pace
+
+    def _note_pace(self, request: Request) -> None:
+        """A request is new or has another place, and may be the first one with a bound."""
+        if self._pace is None and request.origin.tpot_s is not None:
+            self._pace = self._new_pace()
+        elif self._pace is not None and request.status is Status.WAITING:
+            self._pace.waits(request)
+
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its tokens, or None if there is nothing to run (before the batch
         in flight completes, if there is one). ``media.planned`` has the slices of encodings to run before the
         batch, or without one; none are planned while a batch is in flight. ``RequestFault`` after a fault. If
         a batch cannot be built, its requests run alone, which finds the one at fault."""
-        if self.media is not None:
+        if self.media is not None and self.media.wanted:
             self.media.start_step()
-        if self._in_flight and self._retries:
+        if self._in_flight.launched and self._retries:
             return None
         while True:
             draft = self._next_retry() or self._plan()
@@ -220,18 +232,24 @@ class Scheduler:
 
     def _plan(self) -> Draft | None:
         """The next step, or None if there is nothing to run."""
-        if not self.running and not len(self.waiting):
+        if not self.running and not self.waiting.num_waiting:
             return None
         self.wants_media = False
         try:
-            self.pauses.resume()
+            if self.pauses.is_used:
+                self.pauses.resume()
             while True:
                 self._planned = None
                 draft = self._decode()
                 self._prefill(draft)
+                self._admission = None  # it has requests that may end
                 if draft.num_tokens:
                     return draft
-                if not self.running or self._in_flight or (self.media is not None and self.media.has_work):
+                if (
+                    not self.running
+                    or self._in_flight.launched
+                    or (self.media is not None and self.media.has_work)
+                ):
                     return None
                 self._preempt_one(1)  # unfinished prefills use all slots together
         except Exception as error:
@@ -243,9 +261,10 @@ class Scheduler:
         """The batch of a planned step, which is then in flight. If this raises, no slots are taken."""
         rows = make_rows([*draft.tokens.items()])
         slots = self.memory.allocate(draft.num_tokens)
-        before = self._in_flight.newest_rows
+        in_flight = self._in_flight.launched
+        before = in_flight[-1].rows if in_flight else ()
         try:
-            shared = self.memory.readers.prefixes()
+            shared = self.memory.readers.prefixes() if len(self.running) > 1 else ()
             batch = build_batch(rows, slots, self.memory.table, shared, self._sampling, before)
             features = batch_features(batch)
         except Exception:
@@ -261,12 +280,12 @@ class Scheduler:
         """Schedules one token of each request that decodes, and with it the tokens that a grammar has forced
         since, as far as the budget allows. Preempts requests first if slots are missing."""
         while True:
-            prefilling = self._prefills.ids
+            prefilling = self._prefills.requests
             ready = [request for number, request in self.running.items() if number not in prefilling]
-            bound_s = self._pace.bound_s(ready)
-            if self._in_flight:
+            bound_s = math.inf if self._pace is None else self._pace.bound_s(ready)
+            if self._in_flight.launched:
                 ready = [r for r in self.running.values() if self._can_decode_ahead(r)]
-            decoding, left_out = self._pace.in_turn(ready, bound_s)
+            decoding, left_out = (ready, ()) if self._pace is None else self._pace.in_turn(ready, bound_s)
             # However many requests decode, a prompt gets at least one token.
             budget = int(min(self.config.token_budget, self._pass_size.limit))
             limit = max(budget, len(decoding) + 1)
@@ -275,13 +294,14 @@ class Scheduler:
                 num_known = request.num_tokens + request.num_pending
                 if num_known - request.num_computed != 1 and request.num_to_compute > 1:
                     draft.add(request, min(request.num_to_compute - 1, draft.num_free - 1))
-            missing = draft.num_tokens - self.memory.num_available
+            missing = draft.num_tokens - self.memory.num_available if draft.num_tokens else 0
             if missing <= 0:
                 break
-            if self._in_flight:
+            if self._in_flight.launched:
                 return Draft(0)
             self._preempt_one(missing)
-        self._pace.planned(left_out)
+        if self._pace is not None:
+            self._pace.planned(left_out)
         draft.num_decode = draft.num_tokens
         for request, num_tokens in draft.tokens.items():
             self._planned = request
@@ -292,7 +312,7 @@ class Scheduler:
     def _can_decode_ahead(self, request: Request) -> bool:
         """Whether the request's next token can be computed before the batch in flight has completed."""
         left = request.num_to_compute
-        if left < 1 or (request in self._prefills and (left > 1 or request.tree is not None)):
+        if left < 1 or (request.id in self._prefills.requests and (left > 1 or request.tree is not None)):
             return False
         if not request.num_pending:
             return True
@@ -307,29 +327,28 @@ class Scheduler:
         ``pace``)."""
         while self._held_back:
             self._held_back.pop().is_held_back = False
-        prompts = [*self._prefills]
-        if self._in_flight:  # the last chunks of some are launched
+        prompts = [*self._prefills.requests.values()]
+        if self._in_flight.launched:  # the last chunks of some are launched
             prompts = [r for r in prompts if r.num_to_compute > (1 if r.tree is None else 0)]
-        may_admit = self.memory.has_free_row and len(self.waiting) > 0
+        may_admit = self._has_room_to_run and self.waiting.num_waiting > 0
         if not prompts and not may_admit:
             return
         draft.spare_s = self._prompt_seconds(draft)
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
-        admission: Admission | None = None
+        self._admission = None
         self.waiting.start_step()
-        self._pace.start_step()
+        if self._pace is not None:
+            self._pace.start_step(self.running.values() if may_admit else ())
         while draft.num_free > 0:
             self._planned = None
+            if not prompts and not may_admit:
+                return
             request = self.waiting.next(prompts, self._is_blocked if may_admit else None)
             if request is None:
                 return
             self._planned = request
             if request.status is Status.WAITING:
-                if admission is None:
-                    budget, step = self.config.token_budget, self.memory.num_steps
-                    admission = Admission(self._reserve, self.running.values(), budget, step)
-                    self._pace.start_admission(self.running.values())
-                if not self._pace.may_start(request):
+                if self._pace is not None and not self._pace.may_start(request):
                     self._hold_back(request)
                     may_admit = self._pace.hold_back(request, self.memory.num_computed)
                     continue
@@ -337,17 +356,18 @@ class Scheduler:
                     if not self._encode(request, run.identity, draft):
                         self._hold_back(request)
                     continue
-                if not self._admit(request, admission):
+                if not self._admit(request):
                     self._hold_back(request)
-                    may_admit = admission.is_open
+                    may_admit = self._admissions().is_open
                     continue
-                may_admit = self.memory.has_free_row
+                may_admit = self._has_room_to_run and self.waiting.num_waiting > 0
                 prompts.append(request)
             if (run := self._missing_next(request, draft)) is not None:
                 if not self._encode(request, run.identity, draft):
                     prompts.remove(request)
                 continue
-            num_tokens = self._chunk_size(request, draft, chunk)
+            num_left = request.num_to_compute - draft.tokens.get(request, 0)
+            num_tokens = self._chunk_size(request, draft, num_left, chunk)
             if not num_tokens and draft.num_tokens > draft.num_decode:
                 return  # no time or no slots are left
             if num_tokens:
@@ -356,14 +376,19 @@ class Scheduler:
                 self._charge(request, start + num_tokens, num_tokens)
                 if self.media is not None and request.media:
                     self.media.use(request, start, start + num_tokens)
-            if not num_tokens or not draft.num_left(request):
+            if not num_tokens or num_tokens == num_left:
                 prompts.remove(request)
+
+    @property
+    def _has_room_to_run(self) -> bool:
+        """Whether one more request may run beside the running ones."""
+        return len(self.running) < self.config.max_running
 
     def _missing_at_start(self, request: Request) -> MediaRun | None:
         """The run that a waiting request needs first, if it has no features."""
         if self.media is None or not request.media:
             return None
-        return self.media.missing(request, self._peek(request.extra_key, request.reusable_run()))
+        return self.media.missing(request, self.memory.peek(request.extra_key, request.reusable_run()))
 
     def _missing_next(self, request: Request, draft: Draft) -> MediaRun | None:
         """The run of which a running request needs the next token, if it has no features."""
@@ -378,7 +403,7 @@ class Scheduler:
         more may be planned for it in this step."""
         assert self.media is not None
         self.wants_media = True
-        if self._in_flight or not self.media.begin(identity, self.running.values()):
+        if self._in_flight.launched or not self.media.begin(identity, self.running.values()):
             return False
         num_left, slice_s = self.media.num_left(identity), self.media.slice_s(identity)
         is_first = draft.num_tokens == draft.num_decode and not self.media.planned
@@ -397,24 +422,34 @@ class Scheduler:
         if not 0 < num_tokens < 2**31:  # a cost is unknown
             num_tokens = count * MIN_CHUNK
         self.waiting.charge(request, num_tokens)
-        self.pauses.charge(request.tenant, num_tokens)
+        if self.pauses.is_used:
+            self.pauses.charge(request.tenant, num_tokens)
         return count < num_left
 
     def _hold_back(self, request: Request) -> None:
         request.is_held_back = True
         self._held_back.append(request)
 
-    def _admit(self, request: Request, admission: Admission) -> bool:
+    def _admissions(self) -> Admission:
+        """The admissions of the step that is being planned. Not needed for a request that runs alone."""
+        if self._admission is None:
+            budget, step = self.config.token_budget, self.memory.num_steps
+            self._admission = Admission(self._reserve, self.running.values(), budget, step)
+        return self._admission
+
+    def _admit(self, request: Request) -> bool:
         """Starts a waiting request if it fits into memory next to the running ones."""
-        available = self.memory.num_available
+        num_locked = self.memory.cache.num_locked
         match = self.memory.match(request)
+        available = self.memory.num_available
         request.num_computed = request.num_shared = match.num_tokens
+        num_left = request.num_to_compute
         fits = False
         try:
-            fits = self._fits(request, admission)
+            fits = self._fits(request, num_left, available)
             if not fits:
-                cached = available - self.memory.num_available
-                admission.hold_back(request, self.memory.num_available, cached)
+                cached = self.memory.cache.num_locked - num_locked
+                self._admissions().hold_back(request, available, cached)
         finally:
             if not fits:
                 request.num_computed = 0
@@ -422,66 +457,82 @@ class Scheduler:
         if not fits:
             return False
         self.waiting.admit(request)
-        self._pace.left(request)
-        self._pace.started(request)
-        admission.admitted(request)
+        if self._pace is not None:
+            self._pace.left(request)
+            self._pace.started(request)
+        if self._admission is not None:
+            self._admission.admitted(request)
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)
         self._sampling.attach(request)
-        if request.num_to_compute > 1 or request.tree is not None:
+        if num_left > 1 or request.tree is not None:
             self._prefills.add(request)
-        self.pauses.started(request, match.num_tokens)
         if not request.was_admitted:
+            if request.origin.program:
+                num_lost = self.memory.liveness.num_tokens(request.origin.state) - match.num_tokens
+                if num_lost > 0:
+                    self.pauses.recomputes(request, num_lost, match.num_tokens)
             request.was_admitted = True
-            request.num_cached = min(match.num_tokens, request.num_prompt)
-            request.miss_reason = self.memory.why_missed(request, match)
             self._counters.prompt_tokens += request.num_prompt
             self._counters.cached_tokens += request.num_cached
             self._counters.cached_output_tokens += min(match.num_output, request.num_cached)
         return True
 
-    def _fits(self, request: Request, admission: Admission) -> bool:
-        available = self.memory.num_available
-        if not admission.fits(request, available):
+    def _fits(self, request: Request, num_left: int, available: int) -> bool:
+        """Whether the request fits into ``available`` slots, with ``num_left`` tokens to compute."""
+        if not self.running:
+            return num_left <= available
+        if not self._admissions().fits(request, available):
             return False
         # Cached tokens that open states need next would have to be computed again. They are worth a short
         # wait, unless they are few and the batch has room.
-        displaced = request.num_to_compute + self.memory.num_expected - available
+        displaced = num_left + self.memory.num_expected - available
         is_well_filled = 2 * len(self.running) > self.config.max_running
-        return not self.running or displaced <= (0 if is_well_filled else MAX_DISPLACED)
+        return displaced <= (0 if is_well_filled else MAX_DISPLACED)
 
     def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[Row]:
         """The oldest batch in flight has run. Appends new tokens to their requests, and returns the results
         of each request. ``took_s``: the duration of the pass, from which later steps are planned (0:
         unknown). If this raises, the batch did not count: ``discard`` it."""
         if took_s > 0:
-            self.cost.observe(self._in_flight.features, took_s)
-            self._pace.ran(took_s)
+            self._observe(self._in_flight.launched[0].features, took_s)
         results = self._in_flight.complete(output)
         self._count_step()
         return results
 
+    def _observe(self, features: Features, took_s: float) -> None:
+        self.cost.observe(features, took_s)
+        if self._pace is not None:
+            self._pace.ran(took_s)
+
     def _count_step(self) -> None:
-        self._pass_size.fits()
+        if self._pass_size.limit < math.inf:
+            self._pass_size.fits()
         self._counters.steps += 1
         self.memory.num_steps += 1
-        self._reserve.stepped()
+        if self._reserve.caution:
+            self._reserve.stepped()
 
     def only_decodes(self, requests: Sequence[Request]) -> bool:
         """Whether a step now only decodes the running ``requests``, without a bound on its time, as in a
         ``DecodeRun``."""
-        if len(self._prefills) or (len(self.waiting) and self.memory.has_free_row) or self._held_back:
+        may_admit = self.waiting.num_waiting and self._has_room_to_run
+        if self._prefills.requests or may_admit or self._held_back:
             return False
-        if self._in_flight or self._retries or self.media is not None or self._pass_size.limit < math.inf:
+        if (
+            self._in_flight.launched
+            or self._retries
+            or self.media is not None
+            or self._pass_size.limit < math.inf
+        ):
             return False
         is_free = self.cost.is_known and not self.pauses.paused
-        return is_free and self._pace.bound_s(requests) == math.inf
+        return is_free and (self._pace is None or self._pace.bound_s(requests) == math.inf)
 
     def decoded(self, features: Features, took_s: float) -> None:
         """A step without a batch (``DecodeRun``) has run: its amounts, and its duration."""
-        self.cost.observe(features, took_s)
-        self._pace.ran(took_s)
+        self._observe(features, took_s)
         num_tokens = int(features[1])
         self.memory.num_computed += num_tokens
         self._counters.generated(num_tokens)
@@ -550,7 +601,8 @@ class Scheduler:
             left = [item for item in self._retries.popleft() if item[0].status is Status.RUNNING]
             if left:
                 return Draft.of(left)
-        self._pass_size.planned()
+        if self._pass_size.is_dividing:
+            self._pass_size.planned()
         return None
 
     def finish(self, request: Request) -> None:
@@ -564,11 +616,13 @@ class Scheduler:
         unlocked."""
         if request.status is Status.RUNNING:
             self._stop_running(request)
-            self.pauses.stopped(request, has_ended=True)
+            if self.pauses.is_used:
+                self.pauses.stopped(request, has_ended=True)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-            self._pace.left(request)
+            if self._pace is not None:
+                self._pace.left(request)
             if not request.origin.is_ahead:
                 self.memory.liveness.left(request.origin.state)
         if (
@@ -589,12 +643,13 @@ class Scheduler:
         """Preempts a running request: frees its slots and puts it at the front of the queue. Its tokens are
         kept, and their KV stays in the cache until the room is needed."""
         self._stop_running(request)
-        self.pauses.stopped(request, has_ended=False)
+        if self.pauses.is_used:
+            self.pauses.stopped(request, has_ended=False)
         request.status = Status.WAITING
         request.num_preemptions += 1
         request.passed_until = self.memory.num_steps
         self.waiting.restore(request)
-        self._pace.waits(request)
+        self._note_pace(request)
         self._counters.preemptions += 1
         self._reserve.preempted()
 
@@ -639,16 +694,17 @@ class Scheduler:
             origin = request.origin.at(program, task_group, objective, tpot_s, ttft_s)
             if origin != request.origin:
                 is_new = origin.ttft_s != request.origin.ttft_s
+                if self._pace is not None and origin.tpot_s != request.origin.tpot_s:
+                    self._pace.bound_changed(request)
                 self.waiting.place(request, origin, self._start_by(request, origin) if is_new else math.inf)
-                if request.status is Status.WAITING:
-                    self._pace.waits(request)
+                self._note_pace(request)
 
     def _start_by(self, request: Request, origin: Origin) -> float:
         """When the request must start, on the clock, for its first token to come in the time that its reader
         asks for; infinite if its reader asks for none."""
         if origin.ttft_s is None or origin.is_ahead or request.num_generated:
             return math.inf
-        match = self._peek(request.extra_key, request.reusable_run())
+        match = self.memory.peek(request.extra_key, request.reusable_run())
         prompt_s = self.cost.chunk_s(request.num_tokens - match, match, is_first=True)
         return self._clock() + max(0.0, origin.ttft_s - prompt_s - self.cost.decode_s(1, 1, 0))
 
@@ -660,12 +716,12 @@ class Scheduler:
     @property
     def resumes_in_s(self) -> float:
         """Seconds until a paused program is resumed in any case; infinite if none is."""
-        return self.pauses.resumes_in_s
+        return self.pauses.resumes_in_s if self.pauses.is_used else math.inf
 
     def check_idle(self) -> None:
         """For tests. ``AssertionError`` if anything waits, runs, or has slots in use or locked."""
         assert not self.running
-        assert not len(self._prefills)
+        assert not self._prefills.requests
         assert not len(self.waiting)
         assert not self._of_state
         self.memory.check()
@@ -674,7 +730,7 @@ class Scheduler:
         """Seconds that prompts may add to a step with the tokens that the draft has so far."""
         if not self.cost.is_known:
             return math.inf
-        if len(self.running) + len(self.waiting) == 1:
+        if len(self.running) + self.waiting.num_waiting == 1:
             return LONE_PROMPT_STEP_S
         num_read = sum(request.num_computed for request in draft.tokens)
         decode_s = self.cost.decode_s(draft.num_tokens, len(draft.tokens), num_read)
@@ -683,23 +739,24 @@ class Scheduler:
             limit_s = min(limit_s, max(MIN_STEP_S, MAX_STRETCH * decode_s))
         return min(PROMPT_STEP_S, limit_s - decode_s)
 
-    def _chunk_size(self, request: Request, draft: Draft, chunk: int) -> int:
-        """How many tokens of the request the draft has room, slots and time for, at most ``chunk``. Takes
-        their time off the draft. A step always gets some tokens of one prompt, however short the time."""
+    def _chunk_size(self, request: Request, draft: Draft, num_left: int, chunk: int) -> int:
+        """How many of the ``num_left`` tokens of the request the draft has room, slots and time for, at most
+        ``chunk``. Takes their time off the draft. A step always gets some tokens of one prompt, however short
+        the time."""
         available = self.memory.num_available - draft.num_tokens
         if self.config.whole_prompts:
-            left = draft.num_left(request)
-            has_room = left <= draft.num_free or not draft.num_tokens
-            return left if has_room and left <= available else 0
-        num_tokens = min(chunk, draft.num_free, draft.num_left(request), available)
+            has_room = num_left <= draft.num_free or not draft.num_tokens
+            return num_left if has_room and num_left <= available else 0
+        num_tokens = min(chunk, draft.num_free, num_left, available)
         given = draft.tokens.get(request, 0)
         if request.media:
             num_tokens = self._whole_runs(request, request.num_computed + given, num_tokens, draft)
             if num_tokens > available:
                 return 0
         context, is_first = request.num_computed + given, not given
-        affordable = self.cost.tokens_within(draft.spare_s, context, is_first=is_first)
-        if affordable < num_tokens:
+        needed_s = self.cost.chunk_s(num_tokens, context, is_first=is_first)
+        if needed_s > draft.spare_s:
+            affordable = self.cost.tokens_within(draft.spare_s, context, is_first=is_first)
             has_others = draft.num_tokens > draft.num_decode or (
                 self.media is not None and self.media.planned
             )
@@ -708,7 +765,8 @@ class Scheduler:
             if request.media:
                 num_tokens = self._whole_runs(request, context, num_tokens, draft)
                 num_tokens = num_tokens if num_tokens <= available else 0
-        draft.spare_s -= self.cost.chunk_s(num_tokens, context, is_first=is_first)
+            needed_s = self.cost.chunk_s(num_tokens, context, is_first=is_first)
+        draft.spare_s -= needed_s
         return num_tokens
 
     def _whole_runs(self, request: Request, start: int, num_tokens: int, draft: Draft) -> int:
@@ -732,7 +790,8 @@ class Scheduler:
         if end > start:
             request.num_charged = end
             self.waiting.charge(request, end - start)
-            self.pauses.charge(request.tenant, end - start)
+            if self.pauses.is_used:
+                self.pauses.charge(request.tenant, end - start)
 
     def _is_blocked(self, request: Request, match: int | None) -> bool:
         """Whether the request does not fit into memory in this step, or a running prefill will compute the
@@ -740,17 +799,14 @@ class Scheduler:
         computing them a second time."""
         if request.is_held_back:
             return True
-        if self._pace.is_closed(request):
+        if self._pace is not None and self._pace.is_closed(request):
             self._hold_back(request)
             return True
-        if not self.config.use_cache or not len(self._prefills):
+        if not self.config.use_cache or not self._prefills.requests:
             return False
         if match is None:
-            match = self._peek(request.extra_key, request.reusable_run())
+            match = self.memory.peek(request.extra_key, request.reusable_run())
         return self._prefills.will_compute(request, match)
-
-    def _peek(self, identity: CacheIdentity, run: TokenRun) -> int:
-        return self.memory.peek(identity, run)
 
     def _preempt_one(self, missing: int) -> None:
         """Preempts the running request that is cheapest to redo and frees at least ``missing`` slots; if none
@@ -765,12 +821,13 @@ class Scheduler:
         self.preempt(min(self.running.values(), key=cost))
 
     def _stop_running(self, request: Request) -> None:
-        if self._in_flight:
+        if self._in_flight.launched:
             self._in_flight.withdraw(request)
         self._sampling.detach(request)
         self.memory.detach(request)
         del self.running[request.id]
-        self._prefills.discard(request)
+        if request.id in self._prefills.requests:
+            self._prefills.discard(request)
 
 
 @dataclass(slots=True)
@@ -801,10 +858,6 @@ class Draft:
         """Schedules ``num_tokens`` more tokens of the request."""
         self.tokens[request] = self.tokens.get(request, 0) + num_tokens
         self.num_tokens += num_tokens
-
-    def num_left(self, request: Request) -> int:
-        """Tokens and nodes of the request that are not scheduled yet."""
-        return request.num_to_compute - self.tokens.get(request, 0)
 
 
 def _check_size(request: Request, max_total_tokens: int, total_slots: int) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 
 from agentflow.engine.batch import BatchOutput, IntArray, ScoredTokens, TreeAttention
 from agentflow.engine.cache.radix_cache import SlotArray
-from agentflow.engine.request import Request
-from agentflow.engine.scheduling.row import Row
+from agentflow.engine.request import Request, Row
 
 
 def add_nodes(trees: Sequence[Row], slots: SlotArray) -> tuple[IntArray, IntArray, TreeAttention]:

@@ -44,11 +44,8 @@ class StepCost:
         self._targets = [np.zeros(NUM_FEATURES) for _ in range(2)]
         self._scale = np.zeros(NUM_FEATURES)
         self._num_observed = 0
-
-    @property
-    def is_known(self) -> bool:
+        self.is_known = False
         """Whether any step was observed."""
-        return self._num_observed > 0
 
     def decode_s(self, num_tokens: int, num_sampled: int, num_read: int) -> float:
         """A step without chunks: scheduled tokens, rows of logits, and tokens of KV that are read."""
@@ -93,6 +90,7 @@ class StepCost:
         target += relative
         np.maximum(self._scale, relative, out=self._scale)
         self._num_observed += 1
+        self.is_known = True
         if self._num_observed < 4 * FIT_EVERY or self._num_observed % FIT_EVERY == 0:
             self._fit()
 
@@ -128,15 +126,16 @@ class PassSize:
 
     def __init__(self) -> None:
         self.limit: float = math.inf
-        self._is_dividing = False  # parts of a failed batch are left to run
+        self.is_dividing = False
+        """Whether parts of a failed batch are left to run."""
         self._limit_before: float = math.inf  # that batch failed
         self._most_failed = 0  # tokens of a pass
         self._num_passes = 0  # since the last failure
 
     def divide(self, num_tokens: int) -> int:
         """A pass of ``num_tokens`` tokens ran out of memory. Returns the size of its parts."""
-        if not self._is_dividing:
-            self._is_dividing, self._limit_before = True, self.limit
+        if not self.is_dividing:
+            self.is_dividing, self._limit_before = True, self.limit
         self._most_failed = max(self._most_failed, num_tokens)
         self._num_passes = 0
         part = (num_tokens + 1) // 2
@@ -145,17 +144,17 @@ class PassSize:
 
     def does_not_fit(self) -> None:
         """A request did not fit alone, however small its part was."""
-        if self._is_dividing:
-            self.limit, self._is_dividing = self._limit_before, False
+        if self.is_dividing:
+            self.limit, self.is_dividing = self._limit_before, False
 
     def planned(self) -> None:
         """All parts of the last batch that failed have run."""
-        self._is_dividing = False
+        self.is_dividing = False
 
     def fits(self) -> None:
-        """A pass has run."""
+        """A pass has run while there is a limit."""
         self._num_passes += 1
-        if self._num_passes >= RECOVERY_PASSES and self.limit < math.inf:
+        if self._num_passes >= RECOVERY_PASSES:
             self._num_passes = 0
             self.limit *= 2
             if self.limit >= self._most_failed:

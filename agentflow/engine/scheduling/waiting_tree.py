@@ -5,6 +5,9 @@ first, whatever is cached. Each edge knows how many of its tokens are cached. Wh
 tokens, only one path of each rank is updated, however many requests wait below it. All requests below the
 point where the cached part of a path ends have the same match; such a point is a *frontier*. A heap of
 frontiers, by rank and then by match, gives the first request without looking at the others.
+
+Within a step requests only become blocked. A frontier whose requests are all blocked is not looked at again
+before the next step, nor is such a child of another frontier.
 """
 
 from __future__ import annotations
@@ -92,27 +95,23 @@ class WaitingNode:
 
 
 class WaitingTree:
-    """Requests by rank and match. ``roots``: the trees with requests, by extra key and rank."""
+    """Requests by rank and match.
+
+    ``roots``: the trees with requests, by extra key and rank. ``nodes``: where each request ends, by its id.
+    Other modules read both.
+    """
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, dict[Rank, WaitingNode]] = {}
-        self._node_of: dict[int, WaitingNode] = {}
-        self._frontiers: list[_Frontier] = []  # a heap
+        self.nodes: dict[int, WaitingNode] = {}
+        self._frontiers: list[_Frontier] = []  # a heap, without those that are blocked in this step
+        self._blocked: list[_Frontier] = []
+        self._blocked_children: set[WaitingNode] = set()  # in this step, of frontiers that are not
         self._ties = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._node_of)
-
-    def __contains__(self, request: Request) -> bool:
-        return request.id in self._node_of
-
-    def node_of(self, request: Request) -> WaitingNode:
-        """The node where the request ends."""
-        return self._node_of[request.id]
 
     def match_of(self, request: Request) -> int:
         """How many of the request's tokens are cached."""
-        node: WaitingNode | None = self._node_of[request.id]
+        node: WaitingNode | None = self.nodes[request.id]
         while node is not None and node.parent is not None and not node.cached:
             node = node.parent
         return node.start + node.cached if node is not None else 0
@@ -148,12 +147,12 @@ class WaitingTree:
             done += len(child.run)
             node = child
         node.requests[request.id] = request
-        self._node_of[request.id] = node
+        self.nodes[request.id] = node
         self._queue(node)
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
-        node: WaitingNode | None = self._node_of.pop(request.id)
+        node: WaitingNode | None = self.nodes.pop(request.id)
         assert node is not None
         del node.requests[request.id]
         while node is not None:
@@ -187,10 +186,16 @@ class WaitingTree:
                 if child.cached and child.start + common > kept:
                     self._set_cached(child, min(child.cached, max(0, kept - child.start)))
 
+    def start_step(self) -> None:
+        """A step is being planned: requests that were blocked may be free again."""
+        while self._blocked:
+            heapq.heappush(self._frontiers, self._blocked.pop())
+        self._blocked_children.clear()
+
     def first(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
         """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
         Returns it with its match."""
-        blocked: list[_Frontier] = []
+        held_back: list[_Frontier] = []
         found: tuple[Request, int] | None = None
         while self._frontiers and found is None:
             entry = self._frontiers[0]
@@ -200,14 +205,35 @@ class WaitingTree:
                 if node.queued_match == match:
                     node.queued_match = -1
                 continue
-            request = _unblocked(node, match, is_blocked)
-            if request is None:
-                blocked.append(heapq.heappop(self._frontiers))
-            else:
+            request, is_certain = self._unblocked(node, match, is_blocked)
+            if request is not None:
                 found = request, match
-        for entry in blocked:
+            else:
+                (self._blocked if is_certain else held_back).append(heapq.heappop(self._frontiers))
+        for entry in held_back:
             heapq.heappush(self._frontiers, entry)
         return found
+
+    def _unblocked(self, node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+        """A request whose cached part ends at this frontier and that is not blocked. Requests below one child
+        need the same next token, so one of them decides for all. If there is none, whether that is certain
+        for the whole step: a request that was just held back does not decide for the others."""
+        if match < node.end:
+            return _ask(node, match, is_blocked)
+        for request in node.requests.values():
+            if not request.is_held_back:
+                return request, True  # nothing left to compute could be shared
+        all_certain = True
+        for child in node.uncached.values():
+            if child in self._blocked_children:
+                continue
+            unblocked, is_certain = _ask(child, match, is_blocked)
+            if unblocked is not None:
+                return unblocked, True
+            if is_certain:
+                self._blocked_children.add(child)
+            all_certain = all_certain and is_certain
+        return None, all_certain
 
     def _remove_root(self, extra_key: Hashable, rank: Rank) -> None:
         roots = self.roots[extra_key]
@@ -246,7 +272,7 @@ class WaitingTree:
         if match >= 0 and node.queued_match != match:
             node.queued_match = match
             heapq.heappush(self._frontiers, (node.rank, -match, next(self._ties), node))
-            if len(self._frontiers) > 64 + 8 * len(self._node_of):
+            if len(self._frontiers) > 64 + 8 * len(self.nodes):
                 self._drop_old_entries()
 
     def _drop_old_entries(self) -> None:
@@ -277,17 +303,10 @@ def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
     return found
 
 
-def _unblocked(node: WaitingNode, match: int, is_blocked: IsBlocked) -> Request | None:
-    """A request whose cached part ends at this frontier and that is not blocked. Requests below one child
-    need the same next token, so one of them decides for all."""
-    if match < node.end:
-        request = node.any_request()
-        return None if is_blocked(request, match) else request
-    for request in node.requests.values():
-        if not request.is_held_back:
-            return request  # nothing left to compute could be shared
-    for child in node.uncached.values():
-        request = child.any_request()
-        if not is_blocked(request, match):
-            return request
-    return None
+def _ask(node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+    """A request here or below if it is not blocked, and otherwise whether it decides for the others."""
+    request = node.any_request()
+    was_held_back = request.is_held_back
+    if not is_blocked(request, match):
+        return request, True
+    return None, was_held_back or not request.is_held_back

@@ -39,7 +39,7 @@ class DepthFirst(LongestPrefix):
 
     def admit(self, request: Request) -> None:
         if request.id in self._waiting:
-            node: WaitingNode | None = self._tree.node_of(request)
+            node: WaitingNode | None = self._tree.nodes[request.id]
             self._path = []
             while node is not None:
                 self._path.append(node)

@@ -17,10 +17,9 @@ import numpy as np
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.generator.context import group_of_place
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Row
 from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.in_flight import Counters
-from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES

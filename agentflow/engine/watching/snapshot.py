@@ -64,34 +64,27 @@ class UseTimes:
 
 
 class EngineWatch:
-    """Records steps and makes snapshots. Its clock begins with it. ``epoch``: another one for each engine,
-    whose numbers start over."""
+    """Makes snapshots. Its clock begins with it. ``epoch``: another one for each engine, whose numbers start
+    over.
+
+    ``steps``: the last steps, to which the engine adds. It calls ``note_use`` after ``notes_use_at``, on the
+    clock ``perf_counter``.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._began_s = time.perf_counter()
         self._epoch = secrets.randbits(53)
-        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self.notes_use_at = 0.0
         self._times = UseTimes()
         # The nodes of earlier snapshots that are still in the cache.
         self._shown: WeakValueDictionary[int, Node] = WeakValueDictionary()
 
-    def stepped(self, num_tokens: int, num_decode: int, num_waiting: int, took_s: float) -> None:
-        """A batch of ``num_tokens`` scheduled tokens has run, ``num_decode`` of them of requests that
-        decode."""
-        scheduler = self._scheduler
-        self._times.note(scheduler.memory.cache.clock, time.perf_counter() - self._began_s)
-        self._steps.append(
-            StepRecord(
-                scheduler.counters.steps,
-                num_tokens - num_decode,
-                num_decode,
-                len(scheduler.running),
-                num_waiting,
-                scheduler.memory.num_in_use,
-                round(1000 * took_s, 3),
-            )
-        )
+    def note_use(self, now: float) -> None:
+        """Notes until which use of the cache it is ``now``."""
+        self._times.note(self._scheduler.memory.cache.clock, now - self._began_s)
+        self.notes_use_at = now + TIMES_EVERY_S
 
     def snapshot(
         self, asked: SnapshotRequest, requests: Iterable[Request], stats: EngineStats
@@ -126,9 +119,7 @@ class EngineWatch:
             epoch=self._epoch,
             time_s=now_s,
             # Only for those who see every tenant, because steps are common to all.
-            steps=[]
-            if asked.tenant is not None
-            else [s for s in self._steps if s.number > asked.steps_after],
+            steps=[] if asked.tenant is not None else [s for s in self.steps if s.number > asked.steps_after],
             requests=self._rows(asked.tenant, requests, began_s),
             nodes=rows,
             tenants=[*tenants],
@@ -146,10 +137,6 @@ class EngineWatch:
             return Failed(asked.ticket, NotAuthorized.code, "the node belongs to another tenant")
         ids = np.frombuffer(node.run[: MAX_PEEK_TOKENS * TOKEN_BYTES], np.int32).tolist()
         return NodeTokens(asked.ticket, ids, len(node.slots))
-
-    def _steps_after(self, number: int) -> list[StepRecord]:
-        """The recorded steps after this one. Only for those who see every tenant: steps are common to all."""
-        return [step for step in self._steps if step.number > number]
 
     def _rows(self, tenant: str | None, requests: Iterable[Request], now_s: float) -> list[RequestRow]:
         """The running requests first, each kind in the order of arrival."""

@@ -53,6 +53,6 @@ def test_reports_in_parts_give_the_whole_cache(data: st.DataObject) -> None:
                 reader.read(feed.flush())
             case "snapshot":
                 reader.read(feed.snapshot(cache.stored_blocks()))
-    while feed.has_changes:
+    while feed.changes:
         reader.read(feed.flush())
     assert reader.digests == {digest for stored in cache.stored_blocks() for digest in stored.digests}

@@ -17,8 +17,8 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.models.device_steps import DeviceStep, DeviceSteps
 from agentflow.engine.models.device_table import DeviceTable, write_slots
 from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.engine.scheduling.kv_memory import SlotTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.scheduling.slot_table import SlotTable
 from agentflow.kernels.platforms import TORCH, Kernels, triton_kernels
 from benchmarks.step.random_llama import llama_config, random_llama
 from benchmarks.step.work import Shape, batch_of

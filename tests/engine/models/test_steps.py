@@ -12,7 +12,7 @@ from support.engine.scheduler_harness import reads_of
 
 from agentflow.engine.batch import Batch, TreeAttention
 from agentflow.engine.models.tensor_parallel.steps import StepReader, StepWriter
-from agentflow.engine.scheduling.slot_table import SlotTable
+from agentflow.engine.scheduling.kv_memory import SlotTable
 
 NUM_ROWS, NUM_COLUMNS = 4, 6
 FORWARD = ("token_ids", "positions", "write_slots", "req_rows", "query_lens", "kv_lens", "num_decode")

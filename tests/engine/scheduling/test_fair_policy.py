@@ -438,7 +438,7 @@ def test_a_tenant_that_leaves_without_a_turn_is_forgotten():
         if number > 20:
             policy.remove(made)
         assert next_of(policy, free).id == 0
-    assert len(policy._tenants[""]._patience_ends._heaps[0]) < 200
+    assert len(policy._tenants[""]._patience_ends.heaps[0]) < 200
     policy.admit(next_of(policy, free))
     assert order_of(policy) == [*range(1, 21)]
 

@@ -190,6 +190,16 @@ def test_a_waiting_picture_holds_no_slots() -> None:
     assert harness.output(0) == prompt.alone(1)
 
 
+def test_slices_are_not_run_for_requests_that_have_left() -> None:
+    harness = harness_with(feature_bytes=10_000, token_budget=64)
+    prompt = Prompt([4, "cat", 1])
+    request = harness.add(0, prompt.ids, 1, media=prompt.runs)
+    assert harness.scheduler.schedule() is None
+    assert harness.media.planned
+    harness.scheduler.release(request)
+    assert not harness.media.planned
+
+
 def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
     """With simulated time: a slice takes 2 ms, a step 10 ms and 0.1 ms for each token."""
     now = 0.0

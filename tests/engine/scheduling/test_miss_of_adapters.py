@@ -11,20 +11,13 @@ from agentflow.protocol.sampling import SamplingParams
 
 
 def request(number: int, identity: CacheIdentity) -> Request:
-    made = request_of(number, np.arange(1000, dtype=np.int32), 8, SamplingParams())
-    made.extra_key = identity
-    return made
+    tokens, params = np.arange(1000, dtype=np.int32), SamplingParams()
+    salt, adapter = str(identity.salt), identity.adapter
+    return request_of(number, tokens, 8, params, tenant=identity.tenant, salt=salt, adapter=adapter)
 
 
 def test_the_reason_is_the_part_of_the_identity_that_differs():
-    memory = KVMemory(
-        num_slots=4000,
-        max_context=2000,
-        max_running=2,
-        use_cache=True,
-        on_cached=lambda *_: None,
-        on_evict=lambda *_: None,
-    )
+    memory = KVMemory(num_slots=4000, max_context=2000, max_running=2, use_cache=True)
     first = request(1, CacheIdentity("ann", "a"))
     memory.attach(first, memory.match(first))
     memory.table.slots[first.req_row, :1000] = memory.allocate(1000)

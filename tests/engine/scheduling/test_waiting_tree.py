@@ -31,6 +31,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.ranks: dict[int, tuple[int]] = {}
         self.slots = iter(range(100_000))
+        self.in_progress: list[tuple[str, list[int]]] = []
 
     def match(self, request: Request) -> int:
         return self.cache.peek(request.extra_key, request.reusable_run())
@@ -47,6 +48,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
         self.requests[request.id] = request
         self.ranks[request.id] = rank
         self.tree.add(request, request.reusable_run(), self.match(request), rank)
+        self.start_step()
         return request
 
     @rule(request=consumes(waiting))
@@ -61,45 +63,53 @@ class WaitingTreeMachine(RuleBasedStateMachine):
         slots = np.array([next(self.slots) for _ in sequence], dtype=np.int32)
         self.cache.extend(self.cache.match(identity, b""), identity, run, slots)
         self.tree.tokens_cached(identity, run)
+        self.start_step()
 
     @rule(count=st.integers(1, 12))
     def evict(self, count):
         self.cache.evict(count, self.tree.tokens_evicted)
+        self.start_step()
 
     @invariant()
     def every_match_is_known(self):
-        assert len(self.tree) == len(self.requests)
+        assert len(self.tree.nodes) == len(self.requests)
         for request in self.requests.values():
             assert self.tree.match_of(request) == self.match(request)
 
     @invariant()
-    def the_lowest_rank_and_then_the_longest_match_comes_first(self):
-        found = self.tree.first(lambda request, match: False)
-        if not self.requests:
-            assert found is None
-            return
-        assert found is not None
-        request, match = found
-        assert request.id in self.requests
-        assert match == self.match(request)
-        assert self.place(request) == min(map(self.place, self.requests.values()))
-
-    @rule(salt=salts, sequence=sequences)
-    def block(self, salt, sequence):
-        """A running request computes ``sequence``: those who need what it has not got yet wait."""
-
-        def is_blocked(request: Request, match: int) -> bool:
-            wanted = np.frombuffer(request.reusable_run(), np.int32).tolist()
-            assert match == self.match(request)
-            return request.extra_key.salt == salt and prefix_len(wanted, sequence) > match
-
-        free = [r for r in self.requests.values() if not is_blocked(r, self.match(r))]
-        found = self.tree.first(is_blocked)
+    def the_first_that_is_not_blocked_is_found(self):
+        free = [request for request in self.requests.values() if not self.is_blocked(request, None)]
+        found = self.tree.first(self.is_blocked)
         assert (found is None) == (not free)
         if found is not None:
             assert found[0] in free
             assert found[1] == self.match(found[0])
             assert self.place(found[0]) == min(map(self.place, free))
+
+    def is_blocked(self, request: Request, match: int | None) -> bool:
+        known = self.match(request)
+        assert match in (None, known)
+        wanted = np.frombuffer(request.reusable_run(), np.int32).tolist()
+        return request.is_held_back or any(
+            request.extra_key.salt == salt and prefix_len(wanted, sequence) > known
+            for salt, sequence in self.in_progress
+        )
+
+    @rule(salt=salts, sequence=sequences)
+    def admit(self, salt, sequence):
+        """A running request computes ``sequence``: those that need what it has not computed yet wait."""
+        self.in_progress.append((salt, sequence))
+
+    @rule(request=waiting)
+    def hold_back(self, request):
+        request.is_held_back = True
+
+    @rule()
+    def start_step(self):
+        for request in self.requests.values():
+            request.is_held_back = False
+        self.in_progress.clear()
+        self.tree.start_step()
 
 
 TestWaitingTree = WaitingTreeMachine.TestCase

@@ -142,7 +142,7 @@ class Harness:
         held = sum(
             r.num_computed - r.committed.num_tokens + len(r.node_slots) for r in scheduler.running.values()
         )
-        for launched in scheduler._in_flight._launched:
+        for launched in scheduler._in_flight.launched:
             held += sum(len(row.withdrawn_slots) for row in launched.rows if row.withdrawn_slots is not None)
         memory = scheduler.memory
         assert memory.num_in_use == held
@@ -154,14 +154,16 @@ class Harness:
     def check_matches(self) -> None:
         """What the policy keeps of each waiting request's match is what the cache has."""
         waiting = self.scheduler.waiting
-        trees = [waiting._tree] if isinstance(waiting, LongestPrefix) else []
+        matches: list[tuple[Request, int]] = []
+        if isinstance(waiting, LongestPrefix):
+            matches = [(one, waiting._tree.match_of(one)) for one in waiting._waiting.values()]
         if isinstance(waiting, FairLongestPrefix):
-            trees = [tree for tenant in waiting._tenants.values() for tree in (tenant.short, tenant.long)]
-        for request in waiting:
-            for tree in trees:
-                if request.id in tree._node_of:
-                    cached = self.scheduler.memory.peek(request.extra_key, request.reusable_run())
-                    assert tree.match_of(request) == cached
+            for tenant in waiting._tenants.values():
+                matches += [
+                    (one.request, tenant.match_of(one.request)) for one in tenant.arrivals.waiting.values()
+                ]
+        for request, match in matches:
+            assert match == self.scheduler.memory.peek(request.extra_key, request.reusable_run())
 
     def output(self, request_id: int) -> list[int]:
         request = self.requests[request_id]
