@@ -100,9 +100,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Excludes the imported modules from garbage collections, which many tests run."""
+    _patch_triton_once()
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def _patch_triton_once() -> None:
+    """Triton's interpreter replaces its functions at each call of a kernel and of each function in it, and
+    looks through all of its modules for that: a third of the time of these tests. Here it does so once."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    patch_lang = interpreter._patch_lang
+
+    @functools.cache
+    def patch_once(function: object) -> object:
+        patch_lang(function)
+        return interpreter._LangPatchScope()  # restores nothing
+
+    interpreter._patch_lang = patch_once
 
 
 # A test that hangs

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_case
-from support.processes import run_in_fork
 
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
@@ -558,6 +557,8 @@ def test_threads_of_python_take_turns() -> None:
 def test_a_forked_process_has_a_team_of_its_own() -> None:
     """The child has none of its parent's threads. (Those of OpenMP it would wait for, for ever: nothing here
     is large enough for torch to use them.)"""
+    from support.processes import run_in_fork  # failing_kernels.py finds no other folder than this one
+
     weight = NATIVE.linear.pack(torch.randn(640, 32), None)
     x = torch.randn(4, 32)
     expected = NATIVE.linear.multiply(x, weight).tolist()

@@ -317,7 +317,7 @@ def test_f42c_the_gated_activation(dtype: torch.dtype, num_rows: int) -> None:
 
 @DTYPES
 @given(st.integers(1, 40), st.integers(1, 2_100), st.booleans(), st.booleans(), st.integers(0, 99))
-@settings(max_examples=30)
+@examples(60)
 def test_f42c_products_of_one_row(
     dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool, has_added: bool, seed: int
 ) -> None:
