@@ -315,20 +315,31 @@ def test_f42e_greedy_requests_have_the_tokens_of_the_cpu(model: Model, ahead: bo
     assert (model.ahead.num_ahead > before + 30) == ahead
 
 
-@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+FEATURES: list[dict[str, Any]] = [
+    {"logprobs": True},
+    {"top_logprobs": 3},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 20},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"logit_bias": ((20, 5.0), (30, -100.0))},
+    {"stop": ("a", "e")},
+    {"min_tokens": 6, "ignore_eos": False},
+]
+
+
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "pattern"),
     [
-        {"logprobs": True},
-        {"top_logprobs": 3},
-        {"temperature": 0.8},
-        {"temperature": 1.0, "top_p": 0.8, "top_k": 20},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"logit_bias": ((20, 5.0), (30, -100.0))},
-        {"stop": ("a", "e")},
-        {"min_tokens": 6, "ignore_eos": False},
+        # Each feature alone and with one pattern; the next test has others at random.
+        pytest.param(
+            changed,
+            pattern,
+            id=f"{pattern}-{changed}",
+            marks=[] if index in (0, 1 + number % len(PATTERNS)) else pytest.mark.full,
+        )
+        for number, changed in enumerate(FEATURES)
+        for index, pattern in enumerate((None, *PATTERNS))
     ],
-    ids=str,
 )
 def test_f42e_a_feature_beside_greedy_requests(
     model: Model, changed: dict[str, Any], pattern: str | None

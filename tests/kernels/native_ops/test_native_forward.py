@@ -383,7 +383,7 @@ def with_given_rows(step: Step, sizes: Sizes, num_deep: int, has_axes: bool, see
 @NATIVE_KERNELS
 @DTYPES
 @SAME_EXAMPLES
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples * 4 // 5)
 @given(DRAWN, st.integers(0, NUM_LAYERS - 1), st.booleans())
 def test_rows_whose_embeddings_are_given(
     kernels: Kernels, dtype: torch.dtype, drawn: Drawn, num_deep: int, has_axes: bool
