@@ -38,6 +38,9 @@ sys.dont_write_bytecode = False
 if os.environ.get("AGENTFLOW_DEVICE") != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Ray ends a process, without a word, a minute after a cluster to which it was connected has gone, if a call
+# is left: in a test that has nothing to do with it.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
 # Tests compute in the event loop, and would be warned of it.
 os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
 
