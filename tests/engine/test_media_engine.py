@@ -34,7 +34,7 @@ from agentflow.engine.known_media import KnownMedia
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.token_state import medium_mark
+from agentflow.engine.text.state.token_state import medium_mark
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded, PromptTooLong
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply

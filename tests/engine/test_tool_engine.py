@@ -31,7 +31,7 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.chat import CallBegun, CalledTool, Message, Piece, TextPiece, ToolChoice
 from agentflow.server.completion.request import CompletionRequest
 

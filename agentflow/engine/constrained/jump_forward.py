@@ -16,7 +16,7 @@ import numpy as np
 
 from agentflow.engine.grammar.grammar import Matcher, TokenWords, is_allowed
 from agentflow.engine.grammar.token_dfa import Vocabulary
-from agentflow.engine.text.token_state import num_common_ids
+from agentflow.engine.text.state.token_state import num_common_ids
 
 # The last WINDOW_TOKENS tokens of the earlier text are encoded again together with the new text; the first
 # OVERLAP_TOKENS of them must come out unchanged.

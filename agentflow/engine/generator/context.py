@@ -28,7 +28,7 @@ from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import Thinking, reasoning_marks, shown_reasoning, thinking_after
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import takes_system, tool_description
 from agentflow.engine.text.tools import ToolUse, tool_use

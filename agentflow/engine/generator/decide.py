@@ -18,7 +18,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, Scoring, end_of_turn
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
-from agentflow.engine.text.token_state import TokenState, num_common_ids
+from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.errors import BadArgument
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
 from agentflow.runtime.task_group import first_of, open_task_group

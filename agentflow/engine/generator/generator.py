@@ -53,10 +53,10 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.submit import MAX_PRIORITY, Origin, TopTokens
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
 from agentflow.engine.text.reasoning import AnswerText, Thinking, reasoning_marks
-from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.choices import WINDOW_CHARS, EncodedChoices
+from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.text.tools import ReplyText

@@ -7,7 +7,7 @@ from typing import Protocol
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import PromptLimits
 from agentflow.engine.media_run import PreparedMedium
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.images import Image, Medium, MediumKind, Video
 from agentflow.runtime.task_group import first_of, open_task_group
 

@@ -18,8 +18,8 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
-from agentflow.engine.text.choices import EncodedChoices, choices_that_begin_others, scores_of
-from agentflow.engine.text.token_state import TokenState, num_common_ids
+from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, scores_of
+from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.engine.token_tree import check_choices
 from agentflow.runtime.task_group import open_task_group
 

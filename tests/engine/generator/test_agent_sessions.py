@@ -8,7 +8,7 @@ from support.engine.tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TO
 from support.examples import times
 from support.thinking_models import DEEPSEEK_MODEL, QWEN_MODEL, SPELLED_MODEL
 
-from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
+from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
 
 MODELS = {name: (template, TOKENIZER) for name, template in {**TEMPLATES, **WITHOUT_TOOLS}.items()}
 MODELS |= {

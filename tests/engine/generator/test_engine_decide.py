@@ -26,7 +26,7 @@ from agentflow.engine.messages import Finished, FromEngine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Submit
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.decisions import Option, Question, probabilities_of, question_text
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import open_task_group

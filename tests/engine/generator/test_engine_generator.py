@@ -27,8 +27,8 @@ from agentflow.engine.messages import Placed
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import GREEDY, Submit
 from agentflow.engine.tenant import Tenant
-from agentflow.engine.text import token_state
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.state import token_state
 from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import StateHint

@@ -23,7 +23,7 @@ from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import GREEDY
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.choices import EncodedChoices, scores_of
+from agentflow.engine.text.state.choices import EncodedChoices, scores_of
 from agentflow.engine.token_tree import MAX_CHOICE_TOKENS
 from agentflow.protocol.sampling import SamplingParams
 

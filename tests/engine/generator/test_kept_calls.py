@@ -22,7 +22,7 @@ from agentflow.engine.messages import Finished
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tool_format import tool_format
 from agentflow.engine.text.tools import ReplyText
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec, read_reply

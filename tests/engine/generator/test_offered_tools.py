@@ -19,7 +19,7 @@ from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from benchmarks.constrained.text_walks import text_under, walk
 

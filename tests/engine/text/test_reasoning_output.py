@@ -20,7 +20,7 @@ from agentflow.engine.text.reasoning import (
     shown_reasoning,
     thinking_values,
 )
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Message, Piece, ReasoningPiece, TextPiece
 
 OPEN = Thinking("<think>", "</think>", is_open=True)

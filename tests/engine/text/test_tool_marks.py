@@ -24,7 +24,7 @@ from support.engine.tool_template_shapes import (
 from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.detokenizer import Detokenizer
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 

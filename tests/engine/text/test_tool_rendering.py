@@ -14,7 +14,7 @@ from support.engine.tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
 from support.faults import has_param
 
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 

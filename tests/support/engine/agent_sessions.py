@@ -24,8 +24,8 @@ from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_layout import common_prefix
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import reasoning_marks
-from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
-from agentflow.engine.text.token_state import TokenState, num_common_ids
+from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
+from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import ToolFormat, takes_system, tool_format
 from agentflow.engine.text.tools import ReplyText

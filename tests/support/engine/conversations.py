@@ -10,7 +10,7 @@ from support import small_tokenizers
 
 from agentflow.engine.text.chat_layout import Layout
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.chat import Message
 

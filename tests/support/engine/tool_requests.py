@@ -12,7 +12,7 @@ from support.engine.tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TO
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.protocol.chat import (
     Arguments,

@@ -9,8 +9,8 @@ from support.engine.conversations import SENTENCEPIECE, SMALL
 from support.faults import has_param
 from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
-from agentflow.engine.text import choices as choice_encoding
-from agentflow.engine.text.choices import encode_after, encode_choices
+from agentflow.engine.text.state import choices as choice_encoding
+from agentflow.engine.text.state.choices import encode_after, encode_choices
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
 

@@ -20,12 +20,12 @@ from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
 from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
-from agentflow.engine.text.choices import EncodedChoices, encode_choices
-from agentflow.engine.text.laid_out import between_turns, laid_out
-from agentflow.engine.text.parts import Part, PlainTools, TextRun
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
-from agentflow.engine.text.rendered_prefixes import Attached, RenderedPrefixes
-from agentflow.engine.text.spans import Segment, Span
+from agentflow.engine.text.state.choices import EncodedChoices, encode_choices
+from agentflow.engine.text.state.laid_out import between_turns, laid_out
+from agentflow.engine.text.state.parts import Part, PlainTools, TextRun
+from agentflow.engine.text.state.rendered_prefixes import Attached, RenderedPrefixes
+from agentflow.engine.text.state.spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.engine.text.choices import num_greedy_tokens, scores_of
+from agentflow.engine.text.state.choices import num_greedy_tokens, scores_of
 
 
 @st.composite

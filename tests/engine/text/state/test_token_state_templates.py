@@ -18,7 +18,7 @@ from support.engine.conversations import (
 )
 
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.engine.conversations import letters, say, state_of
 
-from agentflow.engine.text.laid_out import MAX_REMEMBERED, _remembered_slice
+from agentflow.engine.text.state.laid_out import MAX_REMEMBERED, _remembered_slice
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from agentflow.engine.text.spans import Segment, Span
+from agentflow.engine.text.state.spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 1_000_000

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
-from agentflow.engine.text import token_state
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.parts import Part, TextRun
-from agentflow.engine.text.rendered_prefixes import RenderedPrefixes
-from agentflow.engine.text.token_state import TokenState, medium_mark
+from agentflow.engine.text.state import token_state
+from agentflow.engine.text.state.parts import Part, TextRun
+from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
+from agentflow.engine.text.state.token_state import TokenState, medium_mark
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message

@@ -27,7 +27,7 @@ from support.engine.conversations import (
 from support.engine.gguf_references import transformers_tokenizer
 
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import Message

@@ -18,9 +18,9 @@ from support.engine.conversations import (
     say,
 )
 
-from agentflow.engine.text.rendered_prefixes import TOKENS_PER_ENTRY, RenderedPrefixes
-from agentflow.engine.text.spans import Span
-from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.state.rendered_prefixes import TOKENS_PER_ENTRY, RenderedPrefixes
+from agentflow.engine.text.state.spans import Span
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.detokenizer import Detokenizer
-from agentflow.engine.text.parts import Part, TextRun
-from agentflow.engine.text.spans import Span
+from agentflow.engine.text.state.parts import Part, TextRun
+from agentflow.engine.text.state.spans import Span
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 from agentflow.protocol.images import Medium
