@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 
 import anyio
 import pytest
@@ -403,13 +404,19 @@ async def test_an_exception_of_on_text_fails_its_request_only():
         assert texts == [alone(PROMPT, params).text]
 
 
-class BrokenTokenizer(Tokenizer):
+class BrokenTable(list[bytes]):
     """Has no bytes for one token."""
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def __getitem__(self, token_id):
         if token_id == PLAIN_IDS[0]:
             raise KeyError(token_id)
-        return super().token_bytes(token_id)
+        return super().__getitem__(token_id)
+
+
+class BrokenTokenizer(Tokenizer):
+    @cached_property
+    def byte_table(self) -> list[bytes]:
+        return BrokenTable(Tokenizer.byte_table.func(self))
 
 
 async def test_an_output_that_cannot_be_used_fails_its_request_only(caplog):
