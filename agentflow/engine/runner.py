@@ -34,7 +34,7 @@ class RunnerInfo:
     identity: str = ""
     launches_ahead: bool = False
     reads_media: bool = False
-    kernels: str = field(default="", compare=False)
+    kernels: str = field(default="none", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

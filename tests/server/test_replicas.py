@@ -89,6 +89,7 @@ async def test_counters_of_a_model_count_each_process_once() -> None:
     async def generated(http: httpx2.AsyncClient) -> float:
         lines = (await http.get("/metrics")).text.splitlines()
         assert 'agentflow_replica_up{model="many",replica="1"} 1.0' in lines
+        assert 'agentflow_kernels{kernels="fake",model="many"} 1.0' in lines
         assert 'agentflow_replica_requests{model="many",replica="1"} 0.0' in lines
         [line] = [one for one in lines if one.startswith('agentflow_generated_tokens_total{model="many"}')]
         return float(line.split()[-1])

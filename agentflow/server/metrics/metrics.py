@@ -114,8 +114,7 @@ class MetricFamilies(Collector):
             "agentflow_kernels", "1 for the kernels that compute the model.", labels=["model", "kernels"]
         )
         for name, of in self._engines.items():
-            if of.kernels:
-                kernels.add_metric([name, of.kernels], 1)
+            kernels.add_metric([name, of.kernels], 1)
         yield kernels
         resident = {name: stats.peak_resident_bytes or 0 for name, stats in last.items()}
         yield self._gauge("engine_peak_resident_bytes", "Largest memory of the engine's process.", resident)
@@ -424,7 +423,7 @@ class ModelMetrics:
         self.totals = ReplicaTotals()
         self.replicas: Sequence[ReplicaStatus] = ()
         self.is_engine_up = False
-        self.kernels = ""
+        self.kernels = "none"
         self._has_been_watched = False
 
     def watch_calls(self, model: ApiModel) -> None:

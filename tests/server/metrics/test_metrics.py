@@ -119,7 +119,7 @@ async def test_the_metrics_include_those_of_the_engine():
     assert start["status"] == 200
     assert headers[b"content-type"].startswith(b"text/plain; version=")
     assert told["agentflow_engine_up",] == 1
-    assert told["agentflow_kernels", "fake"] == 1
+    assert told["agentflow_kernels", "none"] == 1
     assert told["agentflow_prompt_tokens_total", "prompt_cache"] == 3
     assert told["agentflow_prompt_tokens_total", "output_cache"] == 4
     assert told["agentflow_prompt_tokens_total", "computed"] == 4
