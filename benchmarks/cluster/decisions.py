@@ -7,6 +7,7 @@ from collections import deque
 
 import numpy as np
 
+from agentflow.cluster.routing.devices import SharedDevices
 from agentflow.cluster.routing.feed import Update
 from agentflow.cluster.routing.load import Call, EngineShape
 from agentflow.cluster.routing.router import Router
@@ -21,11 +22,16 @@ HELD = 48
 """Prompts of which each replica holds the end."""
 
 
-def decide(num_decisions: int, seed: int = 0) -> tuple[list[float], float]:
+def decide(num_decisions: int, seed: int = 0, *, is_shared: bool = False) -> tuple[list[float], float]:
     """Routes requests over a full cluster: each has a shared prefix and a part that no other has. Returns the
     processor seconds of each decision, and the total of what follows them: first tokens, ends and reports of
-    blocks that enter and leave the caches."""
+    blocks that enter and leave the caches. ``is_shared``: another model has an engine on each device."""
     router = Router(EngineShape(GPU, 64, 200_000, 0.05), "m")
+    if is_shared:
+        shared = SharedDevices()
+        shared.add_replicas(router.loads, [(str(replica),) for replica in range(NUM_REPLICAS)])
+        for replica in range(NUM_REPLICAS):
+            shared.set_load(shared.add((str(replica),)), 3600.0, 4.0)
     for replica in range(NUM_REPLICAS):
         router.add(replica)
     random = np.random.default_rng(seed)

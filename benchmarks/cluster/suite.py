@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS
-from benchmarks.cluster import tensor_parallel
+from benchmarks.cluster import several_models, tensor_parallel
 from benchmarks.cluster.decisions import NUM_REPLICAS, decide
 from benchmarks.cluster.gateway import measure_gateway
 from benchmarks.cluster.overhead import overhead
@@ -68,6 +68,8 @@ def run(report: Report, console: Console, only: str) -> None:
         if any(only in f"cluster.{figure}" for figure in ("router_overhead_ms", "router_throughput_share")):
             overhead(report)
         tensor_parallel.run(report, console, only)
+    if only in several_models.NAME:
+        several_models.run(report)
     measure_gateway(report, console, only, served)
     report.results = [result for result in report.results if only in result.id]
 
@@ -80,14 +82,16 @@ _OF_MANY = ("goodput_100", "simulated_s")
 def _decisions(report: Report) -> None:
     """Adds the decisions in a second of processor time."""
     size = 1_000 if report.scale == "small" else 4_000
-    runs, after = [], []
+    runs, after, shared = [], [], []
     for seed in range(5):
         times, rest_s = decide(size, seed)
         runs.append(size / sum(times))
         after.append(1e6 * rest_s / size)
+        shared.append(size / sum(decide(size, seed, is_shared=True)[0]))
     note = (
         f"{NUM_REPLICAS} replicas with 16 requests each, prompts of 2,240 tokens, of which 2,048 are shared; "
-        f"processor time; afterwards first token, reports and end take {statistics.median(after):.0f} us"
+        f"processor time; afterwards first token, reports and end take {statistics.median(after):.0f} us; "
+        f"where another model has an engine on each device {statistics.median(shared):,.0f}"
     )
     report.results.append(median_of("cluster.decisions_per_s", runs, "1/s", goal=">= 20000", note=note))
 

@@ -308,10 +308,15 @@ class Loads:
         if self._shape.tpot_s < math.inf:
             others += output * self._over_s
         if len(self._other_until):
-            left = np.maximum(self._other_until - now_s, 0.0)
-            longer = np.maximum(own - np.maximum(self._until - now_s, 0.0), 0.0)
-            others += (self._other_weight * np.minimum(longer, left)).sum(axis=0)
-            own += np.minimum(own, left).sum(axis=0)
+            alone, zeros = own, self._zeros
+            longer = alone - np.maximum(self._until - now_s, zeros)
+            np.maximum(longer, zeros, out=longer)
+            for until, weight in zip(self._other_until, self._other_weight, strict=True):
+                left = np.maximum(until - now_s, zeros)
+                waits = np.minimum(longer, left)
+                waits *= weight
+                others += waits
+                own = own + np.minimum(alone, left)
         if call.objective == "throughput":
             own *= THROUGHPUT
         if self._shape.latency_tokens < math.inf:

@@ -131,6 +131,9 @@ class Router:
 
     def place(self, calls: Sequence[Call], now_s: float) -> None:
         """Sets the ``replica`` of requests that came together. Raises ``Overloaded`` without replicas."""
+        if len(calls) == 1:
+            self._place_one(calls[0], now_s)
+            return
         for unit in units(calls):
             if len(unit) == 1:
                 self._place_one(unit[0], now_s)
