@@ -146,10 +146,17 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
     """Loads what an engine needs, in its thread or process. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     limit_spinning()
+    # First: its processes import torch while this one does.
+    group = RankGroup(chosen.tensor_parallel) if chosen.tensor_parallel > 1 else None
+    return load_with(chosen, group)
+
+
+def load_with(
+    chosen: EngineOptions, group: RankGroup | None
+) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
+    """The same with the other ranks of the model, which end if this fails; None: there are none."""
     with ExitStack() as started:
-        group = None
-        if chosen.tensor_parallel > 1:  # first: its processes import torch while this one does
-            group = RankGroup(chosen.tensor_parallel)
+        if group is not None:
             started.callback(group.close)
         device = chosen.device or _default_device()
         runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device, group)

@@ -1,4 +1,8 @@
-"""An engine process in a Ray actor, as its supervisor sees it (``engine.process.child``)."""
+"""An engine process in a Ray actor, as its supervisor sees it (``engine.process.child``).
+
+A model that is divided over nodes has an actor for each rank. The process of rank 0 is the engine: the server
+tells it where the others listen, and watches all actors.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,30 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
+from agentflow.cluster.ray.divided import LOADER, Peer
 from agentflow.cluster.ray.host import (
     BEAT_S,
     CONNECT_S,
     ENGINE,
+    ENGINE_MODULE,
     LOST_S,
     PID,
     TOKEN_BYTES,
     WATCH,
     EngineHost,
+    connected,
 )
 from agentflow.engine.child_process import FrameConnection, to_frame
 from agentflow.engine.messages import Start
+from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
 
 Options = Callable[[], dict[str, Any]]
 """Returns where an actor runs: the arguments of Ray's ``options``."""
@@ -37,13 +46,31 @@ END_S = 2.0
 
 
 class RayChild:
-    """An engine process on a node, from ``start_in_actor`` to ``end``. ``host``: the actor."""
+    """An engine process on a node, from ``start_in_actor`` to ``end``.
 
-    def __init__(self, host: Any, engine: socket.socket, watch: socket.socket, pid: int) -> None:
+    Args:
+        host: its actor.
+        engine: the connection to the process.
+        watch: the connection to the actor.
+        pid: of the process.
+        ranks: the actors of the other ranks of its model, with the connections to them.
+    """
+
+    def __init__(
+        self,
+        host: Any,
+        engine: socket.socket,
+        watch: socket.socket,
+        pid: int,
+        ranks: Sequence[tuple[Any, socket.socket]] = (),
+    ) -> None:
         self._host = host
         self._engine = FrameConnection(engine)
         self._told_at = time.monotonic()
         self._watch = Watch(watch, self._told_at)
+        self._rank_hosts = [rank for rank, _ in ranks]
+        # An actor sends beats from the time on when rank 0 has connected to it.
+        self._rank_watches = [Watch(one, self._told_at + CONNECT_S) for _, one in ranks]
         self._pid = pid
         self.on_end: Callable[[], object] = lambda: None
         """Called when it has ended."""
@@ -58,7 +85,8 @@ class RayChild:
         await self._engine.send(frame)
 
     async def receive(self) -> list[bytes]:
-        """Waits for frames. Raises ``EOFError`` if the process has ended, or its node is silent."""
+        """Waits for frames. Raises ``EOFError`` if the process has ended, or its node or that of another rank
+        is silent."""
         while True:
             if (now := time.monotonic()) - self._told_at >= BEAT_S:
                 self._exchange_beats(now)
@@ -67,7 +95,8 @@ class RayChild:
 
     def _exchange_beats(self, now: float) -> None:
         self._told_at = now
-        if not self._watch.exchange(now):
+        is_heard = [watch.exchange(now) for watch in (self._watch, *self._rank_watches)]
+        if not all(is_heard):
             raise EOFError
 
     async def end(self, grace_s: float = 0.0) -> str:
@@ -76,20 +105,23 @@ class RayChild:
         self._engine.close()
         with anyio.CancelScope(shield=True):
             how: str = await anyio.to_thread.run_sync(
-                partial(_end, self._host, self._watch, grace_s), limiter=anyio.CapacityLimiter(1)
+                partial(_end, self._host, self._rank_hosts, self._watch, grace_s),
+                limiter=anyio.CapacityLimiter(1),
             )
-        self._watch.close()
+        for watch in (self._watch, *self._rank_watches):
+            watch.close()
         self.on_end()
         return how
 
 
 class Watch:
-    """The server's end of the connection for beats. ``now``: the time in seconds."""
+    """The server's end of the connection for beats. ``heard_at``: the time in seconds from when on the actor
+    must not be silent for longer than ``LOST_S``."""
 
-    def __init__(self, connection: socket.socket, now: float) -> None:
+    def __init__(self, connection: socket.socket, heard_at: float) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._heard_at = now
+        self._heard_at = heard_at
 
     def exchange(self, now: float) -> bool:
         """Sends a beat. Returns False if the actor is gone or silent. Reads all beats that have come before
@@ -110,7 +142,7 @@ class Watch:
         self._connection.close()
 
 
-def _end(host: Any, watch: Watch, grace_s: float) -> str:
+def _end(host: Any, ranks: Sequence[Any], watch: Watch, grace_s: float) -> str:
     import ray
     from ray.exceptions import RayError
 
@@ -124,42 +156,57 @@ def _end(host: Any, watch: Watch, grace_s: float) -> str:
                 break
     except RayError:
         pass
-    with contextlib.suppress(Exception):  # Ray itself may have ended
-        ray.kill(host)
+    for one in (host, *ranks):
+        with contextlib.suppress(Exception):  # Ray itself may have ended
+            ray.kill(one)
     return how
 
 
 class _Attempt:
-    """Starts one actor, in a thread that may be left behind."""
+    """Starts the actors of an engine, in a thread that may be left behind."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Sequence[Options]) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._host: Any = None
+        self._hosts: list[Any] = []
         self._is_given_up = False
 
-    def run(self) -> tuple[Any, socket.socket, socket.socket, int]:
+    def run(self) -> tuple[RayChild, str, Sequence[Peer]]:
+        """Returns the child, the address of its node, and where the other ranks listen."""
         import ray
 
-        token = secrets.token_bytes(TOKEN_BYTES)
-        actor = ray.remote(EngineHost).options(max_restarts=0, **self._options())
-        with self._lock:
-            if self._is_given_up:
-                raise ConnectionAbortedError
-            self._host = actor.remote(token)
+        tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in self._options]
         try:
+            for number, options in enumerate(self._options):
+                actor = ray.remote(EngineHost).options(max_restarts=0, **options())
+                module = RANK_MODULE if number else ENGINE_MODULE
+                with self._lock:
+                    if self._is_given_up:
+                        raise ConnectionAbortedError
+                    self._hosts.append(actor.remote(tokens[number], module))
             with contextlib.ExitStack() as opened:
-                address = ray.get(self._host.listen.remote(), timeout=START_S)
-                engine = opened.enter_context(_connect(address, token + ENGINE))
-                watch = opened.enter_context(_connect(address, token + WATCH))
-                pid = watch.recv(PID.size, socket.MSG_WAITALL)
-                if len(pid) < PID.size:
+                listening = [host.listen.remote() for host in self._hosts]
+                addresses: list[tuple[str, int]] = ray.get(listening, timeout=START_S)
+                engine = opened.enter_context(connected(addresses[0], tokens[0] + ENGINE))
+                watches = [
+                    opened.enter_context(connected(address, token + WATCH))
+                    for address, token in zip(addresses, tokens, strict=True)
+                ]
+                received = watches[0].recv(PID.size, socket.MSG_WAITALL)
+                if len(received) < PID.size:
                     raise ConnectionAbortedError("its actor ended")
                 with self._lock:
                     if self._is_given_up:  # no caller is left to close the connections
                         raise ConnectionAbortedError
                     opened.pop_all()
-                return self._host, engine, watch, *PID.unpack(pid)
+            ranks = [*zip(self._hosts[1:], watches[1:], strict=True)]
+            [pid] = PID.unpack(received)
+            child = RayChild(self._hosts[0], engine, watches[0], pid, ranks)
+            peers = [
+                Peer(*address, token + ENGINE)
+                for address, token in zip(addresses[1:], tokens[1:], strict=True)
+            ]
+            return child, addresses[0][0], peers
         except BaseException:
             self.give_up()
             raise
@@ -169,33 +216,24 @@ class _Attempt:
 
         with self._lock:
             self._is_given_up = True
-            if self._host is not None:
+            for host in self._hosts:
                 with contextlib.suppress(Exception):
-                    ray.kill(self._host)
+                    ray.kill(host)
 
 
-def _connect(address: tuple[str, int], head: bytes) -> socket.socket:
-    with contextlib.ExitStack() as opened:
-        connection = opened.enter_context(socket.create_connection(address, CONNECT_S))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(head)
-        opened.pop_all()
-    return connection
-
-
-async def start_in_actor(start: Start, options: Options) -> RayChild:
+async def start_in_actor(start: Start, options: Sequence[Options]) -> RayChild:
     """Starts a process in an actor, which begins to load its engine. Raises ``OSError`` if that fails. If it
     is cancelled, no process is left.
 
     Args:
         start: how to load the engine.
-        options: where the actor runs.
+        options: where the actor of each rank of the model runs.
     """
     from ray.exceptions import GetTimeoutError, RayError
 
     attempt = _Attempt(options)
     try:
-        found = await anyio.to_thread.run_sync(
+        child, host, peers = await anyio.to_thread.run_sync(
             attempt.run, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
         )
     except GetTimeoutError:
@@ -205,7 +243,8 @@ async def start_in_actor(start: Start, options: Options) -> RayChild:
     except anyio.get_cancelled_exc_class():
         attempt.give_up()
         raise
-    child = RayChild(*found)
+    if peers:
+        start = replace(start, loader=LOADER, options={"engine": start.options, "host": host, "peers": peers})
     try:
         await child.send(to_frame(start))
     except BaseException:

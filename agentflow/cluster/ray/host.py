@@ -1,10 +1,11 @@
-"""The Ray actor that runs an engine process on its node.
+"""The Ray actor that runs an engine process, or a rank of a model that is divided over nodes, on its node.
 
 It listens on the node's address and takes two TCP connections, each of which begins with the actor's one-time
-token. The first becomes the socket of the engine process: frames travel between server and engine without the
-actor. (Measured on one machine: 16 µs for a frame and its answer, 650 µs for a call of an actor.) On the
-second, actor and server send each other a byte every ``BEAT_S``. So the server notices within ``LOST_S`` that
-the node is gone, which Ray finds out much later, and the actor ends if the server is gone.
+token. The first becomes the socket of the process: frames travel between server and engine, or between rank 0
+and this rank, without the actor. (Measured on one machine: 16 µs for a frame and its answer, 650 µs for a
+call of an actor.) On the second, actor and server send each other a byte every ``BEAT_S``. So the server
+notices within ``LOST_S`` that the node is gone, which Ray finds out much later, and the actor ends if the
+server is gone.
 
 Whatever ends first takes the rest along: the engine ends with the actor (its lifeline closes), and the actor
 with the server (the connection closes, or is silent for ``SERVER_LOST_S``).
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.4
 LOST_S = 1.6
 """Without a byte for this time, the node is lost."""
+SILENT_S = 2 * BEAT_S
+"""Without a byte from the server for this time, the actor sends none either, so that the server notices: a
+network may lose what goes in one direction only."""
 SERVER_LOST_S = 15.0
 """The server's event loop may be busy, and its process may be stopped for a moment."""
 CONNECT_S = 30.0
@@ -45,11 +49,20 @@ ENGINE, WATCH = b"E", b"W"
 PID = struct.Struct("!I")
 
 
-class EngineHost:
-    """Runs one engine process. ``token``: of the server that may connect."""
+ENGINE_MODULE = "agentflow.cluster.ray.engine"
 
-    def __init__(self, token: bytes) -> None:
+
+class EngineHost:
+    """Runs one process.
+
+    Args:
+        token: of the server, and of rank 0, that may connect.
+        module: the main module of the process.
+    """
+
+    def __init__(self, token: bytes, module: str = ENGINE_MODULE) -> None:
         self._token = token
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
     def listen(self) -> tuple[str, int]:
@@ -152,7 +165,7 @@ class EngineHost:
         read_end, write_end = os.pipe()
         numbers = [engine.fileno(), read_end]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "agentflow.cluster.ray.engine", *map(str, numbers)],
+            [sys.executable, "-P", "-m", self._module, *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": import_path()},
@@ -162,13 +175,24 @@ class EngineHost:
         return write_end
 
 
+def connected(address: tuple[str, int], head: bytes) -> socket.socket:
+    """Connects to an actor. ``head``: its token, and which connection it is. Raises ``OSError``."""
+    with contextlib.ExitStack() as opened:
+        connection = opened.enter_context(socket.create_connection(address, CONNECT_S))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head)
+        opened.pop_all()
+    return connection
+
+
 def exchange_beats(watch: socket.socket) -> None:
     """Sends a byte every ``BEAT_S``. Returns when the server is gone."""
     heard_at = beats_at = time.monotonic()
     with contextlib.suppress(ConnectionError):
         while (now := time.monotonic()) - heard_at < SERVER_LOST_S:
             if now >= beats_at:
-                watch.sendall(b".")
+                if now - heard_at <= SILENT_S:
+                    watch.sendall(b".")
                 beats_at = now + BEAT_S
             watch.settimeout(max(0.001, beats_at - now))
             with contextlib.suppress(TimeoutError):

@@ -58,14 +58,15 @@ async def placed_models(
         for name, one in models.items():
             bundle = _bundle(name, one, options, has_gpus=has_gpus)
             chosen = _chosen(one, folders[name], bundle)
-            placing = placed(name, one.replicas, bundle, wait_s=options.wait_s)
+            placing = placed(name, one.replicas, bundle, wait_s=options.wait_s, ranks=one.tensor_parallel)
             placement = await stack.enter_async_context(placing)
             files = [str(folder) for folder in adapter_folders(chosen).values()]
             if chosen.chat_template is not None:
                 files.append(chosen.chat_template)
             reports[name] = await placement.inspect(folders[name], files, chosen.device or "cpu")
             found[name], placements[name] = chosen, placement
-        sizes = await anyio.to_thread.run_sync(_kv_tokens, found, reports, memory_share)
+        ranks = {name: placement.ranks for name, placement in placements.items()}
+        sizes = await anyio.to_thread.run_sync(_kv_tokens, found, ranks, reports, memory_share)
         yield {
             name: PlacedModel(
                 [replace(one, kv_tokens=sizes[name]) for _ in range(models[name].replicas)], placements[name]
@@ -104,15 +105,32 @@ def _chosen(options: EngineOptions, folder: Path, bundle: Bundle) -> EngineOptio
 
 
 def _kv_tokens(
-    models: Mapping[str, EngineOptions], reports: Mapping[str, list[NodeReport]], memory_share: float
+    models: Mapping[str, EngineOptions],
+    ranks: Mapping[str, int],
+    reports: Mapping[str, list[NodeReport]],
+    memory_share: float,
 ) -> dict[str, int]:
     """The size of each model's KV pool: the same for all its replicas, and small enough for the node that has
-    the least memory for it. Engines on one node, or one GPU, divide its memory."""
+    the least memory for it. Engines on one node, or one GPU, divide its memory.
+
+    Args:
+        models: the options of each model, by its name.
+        ranks: the bundles of each replica.
+        reports: the nodes of the bundles.
+        memory_share: as of ``placed_models``.
+    """
     on_device: dict[tuple[str, ...], list[MemoryNeed]] = {}
     free_bytes: dict[tuple[str, ...], int] = {}
     for name, options in models.items():
         is_on_gpu = options.device == "cuda"
         need = engine_need(name, options, Path(options.model), on_gpu=is_on_gpu)
+        if not is_on_gpu and (parts := ranks[name]) > 1:  # else it is that of one rank already
+            need = dataclasses.replace(
+                need,
+                weight_bytes=need.weight_bytes // parts,
+                kv_bytes_per_token=-(-need.kv_bytes_per_token // parts),
+                processes=1,
+            )
         for number, report in enumerate(reports[name]):
             device = (report.node, *report.gpus) if is_on_gpu else (report.node,)
             if is_on_gpu and report.free.cuda_bytes is None:
@@ -121,7 +139,7 @@ def _kv_tokens(
                 )
             own = dataclasses.replace(need, name=f"{name}/{number}")
             on_device.setdefault(device, []).append(own)
-            gpus = range(options.tensor_parallel if is_on_gpu else 0)
+            gpus = range(options.tensor_parallel // ranks[name] if is_on_gpu else 0)
             free_bytes[device] = min(map(report.free.bytes_of, gpus), default=report.free.host_bytes)
     least: dict[str, float] = dict.fromkeys(models, math.inf)
     for device, needs in on_device.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import anyio
 
-from agentflow.engine.machine import FreeMemory, free_memory
+from agentflow.engine.machine import FreeMemory, devices_from, free_memory
 from agentflow.engine.store.model_folder import weight_files
 from agentflow.version import __version__
 
@@ -39,14 +39,16 @@ def inspect_node(model: str, files: Sequence[str], device: str) -> NodeReport:
     import ray
     import ray.util
 
+    gpus = ray.get_gpu_ids()
+    devices = devices_from(device, max(1, len(gpus)))
     return NodeReport(
         ray.util.get_node_ip_address(),
         ray.get_runtime_context().get_node_id(),
-        tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+        tuple(str(gpu) for gpu in gpus),
         __version__,
         tuple(path for path in (model, *files) if not os.path.exists(path)),
         fingerprint(Path(model)),
-        anyio.run(free_memory, [device]),
+        anyio.run(free_memory, devices),
     )
 
 

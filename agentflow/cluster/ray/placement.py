@@ -3,6 +3,9 @@
 A *bundle* is the room of one replica: processors, GPUs and memory of one node. All bundles of a model are one
 placement group: Ray reserves all of them or none, on different nodes as far as possible, and finds another
 node for a bundle whose node is lost.
+
+A model that is divided over processes (``tensor_parallel``) has all of them on one node if there is room. If
+not, each rank has a bundle, on as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -51,18 +54,30 @@ class Bundle:
         named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory_bytes)}
         return {name: value for name, value in named.items() if value}
 
+    def part(self, ranks: int) -> Bundle:
+        """The room of one of ``ranks`` processes that share it."""
+        return Bundle(self.cpus / ranks, self.gpus / ranks, self.memory_bytes // ranks)
+
 
 class Placement:
-    """The bundles of one model. ``group``: Ray's placement group."""
+    """The bundles of one model.
 
-    def __init__(self, group: Any, bundle: Bundle, count: int) -> None:
+    Args:
+        group: Ray's placement group.
+        bundle: one of its bundles.
+        count: the replicas.
+        ranks: the bundles of each replica: its processes, if they are on different nodes.
+    """
+
+    def __init__(self, group: Any, bundle: Bundle, count: int, ranks: int = 1) -> None:
+        self.ranks = ranks
         self._group = group
         self._bundle = bundle
         self._count = count
-        self._free = list(range(count))  # the numbers of the bundles without an engine
+        self._free = list(range(count))  # the numbers of the replicas without an engine
 
     async def inspect(self, model: Path, files: Sequence[str], device: str) -> list[NodeReport]:
-        """Looks at the node of each bundle.
+        """Looks at the node of each bundle: the ranks of a replica follow each other.
 
         Args:
             model: the model's folder or file.
@@ -92,12 +107,13 @@ class Placement:
         return reports
 
     async def start_child(self, first: Start) -> RayChild:
-        """Starts an engine in a bundle that has none. A ``StartChild``."""
+        """Starts an engine in the room of a replica that has none. A ``StartChild``."""
         if not self._free:
             raise OSError("all of its room in the Ray cluster is in use")
         number = self._free.pop(0)
         try:
-            child = await start_in_actor(first, partial(self._options, number))
+            bundles = range(number * self.ranks, (number + 1) * self.ranks)
+            child = await start_in_actor(first, [partial(self._options, bundle) for bundle in bundles])
         except BaseException:
             self._free.append(number)
             raise
@@ -124,7 +140,8 @@ class Placement:
         from ray.exceptions import GetTimeoutError, RayError
 
         task = ray.remote(inspect_node)
-        options = [{"max_retries": 0, **self._options(number)} for number in range(self._count)]
+        bundles = range(self._count * self.ranks)
+        options = [{"max_retries": 0, **self._options(number)} for number in bundles]
         pending = [task.options(**one).remote(model, files, device) for one in options]
         try:
             reports: list[NodeReport] = ray.get(pending, timeout=INSPECT_S)
@@ -227,31 +244,70 @@ def _check_reachable(address: str) -> None:
 
 
 @asynccontextmanager
-async def placed(name: str, count: int, bundle: Bundle, *, wait_s: float) -> AsyncIterator[Placement]:
-    """Reserves room for ``count`` replicas within the scope, all of them or none.
+async def placed(
+    name: str, count: int, bundle: Bundle, *, wait_s: float, ranks: int = 1
+) -> AsyncIterator[Placement]:
+    """Reserves room for ``count`` replicas within the scope, all of them or none. If some do not fit on one
+    node, the ranks of all have separate bundles.
 
     Args:
         name: of the model, for messages.
         count: the replicas.
         bundle: the room of each.
-        wait_s: how long to wait for room.
+        wait_s: how long to wait for room, on one node and then on several.
+        ranks: the processes of each.
 
     Raises:
         BadArgument: there is not enough room.
     """
-    from ray.util import placement_group, remove_placement_group
-
-    group = placement_group([bundle.resources for _ in range(count)], strategy="SPREAD")
+    found = None
+    if ranks == 1 or await _in_thread(partial(_fits_a_node, bundle)):
+        found = await _reserved([bundle] * count, "SPREAD", wait_s)
+    placement = Placement(found, bundle, count)
+    if found is None and ranks > 1:
+        part = bundle.part(ranks)
+        found = await _reserved([part] * (count * ranks), "PACK", wait_s)
+        placement = Placement(found, part, count, ranks)
+    if found is None:
+        raise BadArgument(await _in_thread(partial(_missing_room, name, count, bundle, ranks)))
     try:
-        if not await _in_thread(partial(group.wait, wait_s)):
-            raise BadArgument(await _in_thread(partial(_missing_room, name, count, bundle)))
-        yield Placement(group, bundle, count)
+        yield placement
     finally:
-        with contextlib.suppress(Exception):  # Ray itself may have ended
-            remove_placement_group(group)
+        _release(found)
 
 
-def _missing_room(name: str, count: int, bundle: Bundle) -> str:
+async def _reserved(bundles: Sequence[Bundle], strategy: str, wait_s: float) -> Any:
+    """A placement group; None if there is no room for it within ``wait_s``."""
+    from ray.util import placement_group
+
+    group = placement_group([bundle.resources for bundle in bundles], strategy=strategy)
+    has_room = False
+    try:
+        has_room = await _in_thread(partial(group.wait, wait_s))
+    finally:
+        if not has_room:
+            _release(group)
+    return group if has_room else None
+
+
+def _release(group: Any) -> None:
+    from ray.util import remove_placement_group
+
+    with contextlib.suppress(Exception):  # Ray itself may have ended
+        remove_placement_group(group)
+
+
+def _fits_a_node(bundle: Bundle) -> bool:
+    import ray
+
+    return any(
+        all(node["Resources"].get(name, 0.0) >= amount for name, amount in bundle.resources.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def _missing_room(name: str, count: int, bundle: Bundle, ranks: int) -> str:
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
@@ -261,7 +317,8 @@ def _missing_room(name: str, count: int, bundle: Bundle) -> str:
         for resource in bundle.resources
     )
     return (
-        f"the Ray cluster has no room for {count} replicas of {name}, each with {needs} on one node: it has "
+        f"the Ray cluster has no room for {count} replicas of {name}, each with {needs} on one node"
+        f"{f' or in {ranks} parts' if ranks > 1 else ''}: it has "
         f"{rooms}; add nodes, or give smaller replicas, replica_cpus, replica_gpus or replica_memory_gib"
     )
 

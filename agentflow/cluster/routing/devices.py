@@ -19,7 +19,7 @@ from functools import partial
 
 from agentflow.cluster.routing.load import Loads
 
-OnOther = Callable[[int, float, float], None]
+OtherListener = Callable[[int, float, float], None]
 """Called with the number of another engine on the devices, the time until which it has requests, and how many
 they are, by their weight."""
 
@@ -27,7 +27,7 @@ they are, by their weight."""
 class SharedEngine:
     """One engine on its devices. ``on_other``: of its router; None: it has none."""
 
-    def __init__(self, devices: Sequence[str], on_other: OnOther | None) -> None:
+    def __init__(self, devices: Sequence[str], on_other: OtherListener | None) -> None:
         self.devices = devices
         self.on_other = on_other
         self.until_s = self.weight = 0.0
@@ -40,7 +40,7 @@ class SharedDevices:
     def __init__(self) -> None:
         self._engines: list[SharedEngine] = []
 
-    def add(self, devices: Sequence[str], on_other: OnOther | None = None) -> SharedEngine:
+    def add(self, devices: Sequence[str], on_other: OtherListener | None = None) -> SharedEngine:
         """An engine uses these devices from now on."""
         engine = SharedEngine(devices, on_other)
         for other in self._engines:

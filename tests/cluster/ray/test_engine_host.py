@@ -66,6 +66,24 @@ def test_an_actor_that_nobody_connects_to_gives_up(monkeypatch):
         EngineHost(TOKEN)._accept(listener)
 
 
+def test_an_actor_that_hears_nothing_is_silent(monkeypatch):
+    monkeypatch.setattr(host_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(host_module, "SILENT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    beats = threading.Thread(target=exchange_beats, args=(theirs,))
+    beats.start()
+    with ours, theirs:
+        ours.settimeout(1.0)
+        with contextlib.suppress(TimeoutError):
+            while ours.recv(1):
+                pass
+        ours.sendall(b".")
+        assert ours.recv(1) == b"."  # it hears the server again
+        ours.close()
+        beats.join(30)
+        assert not beats.is_alive()
+
+
 @pytest.mark.parametrize("how", ["closes", "is silent"])
 def test_the_actor_notices_that_the_server_is_gone(monkeypatch, how):
     monkeypatch.setattr(host_module, "SERVER_LOST_S", 0.05 if how == "is silent" else 3600.0)
@@ -82,7 +100,7 @@ def test_the_actor_notices_that_the_server_is_gone(monkeypatch, how):
 
 def test_the_server_notices_that_an_actor_is_silent_or_gone():
     ours, theirs = socket.socketpair()
-    watch = Watch(ours, now=100.0)
+    watch = Watch(ours, heard_at=100.0)
     assert watch.exchange(100.0 + LOST_S)
     assert theirs.recv(1) == b"."
     # The server was stopped meanwhile: what had come before counts.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.from_thread
 import psutil
 import pytest
+from anyio.abc import TaskStatus
 from msgspec.structs import replace
 from support.engine.random_model import write_random_model
 from support.engine_loaders import start
@@ -19,11 +22,16 @@ from support.plain_model import alone
 from support.process_engine import PLAIN, generate
 from support.processes import has_ended
 from support.server.http_clients import only_asyncio
+from support.tcp_proxy import proxied
 
+import agentflow.cluster.ray.child as child_module
 import agentflow.cluster.ray.placement as placement_module
+from agentflow.cluster.ray.host import connected
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.ray.placement import Bundle, Placement, connected_to_ray, placed
 from agentflow.cluster.replicas.open_replicas import replicated_engine
+from agentflow.engine.local_engine import open_engine
+from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.errors import BadArgument, BadModelFolder, ServerUnreachable
@@ -80,6 +88,53 @@ async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_
     [(end, deltas)] = results
     assert (end.text, "".join(deltas)) == (PLAIN.text, PLAIN.text)
     await until(lambda: all(map(has_ended, ended)))
+
+
+async def test_a_stream_continues_when_the_network_splits(ray_nodes, tmp_path, monkeypatch):
+    """What the server sends to the node is lost, then what it receives. No connection closes."""
+    cluster, _ = ray_nodes
+    results, proxies = [], []
+
+    def connected_over_proxy(address: tuple[str, int], head: bytes) -> socket.socket:
+        return connected(("127.0.0.1", anyio.from_thread.run(group.start, serve, address)), head)
+
+    async def serve(address: tuple[str, int], *, task_status: TaskStatus[int]) -> None:
+        async with proxied(address[1], address[0]) as proxy:
+            proxies.append(proxy)
+            task_status.started(proxy.port)
+            await anyio.sleep_forever()
+
+    async def run() -> None:
+        results.append(await generate(client))
+
+    monkeypatch.setattr(child_module, "connected", connected_over_proxy)
+    hold = Hold(tmp_path / "hold")
+    async with (
+        room(cluster) as placement,
+        anyio.create_task_group() as group,
+        supervised_engine(
+            start(hold_at={"2": hold.path}), lambda: TOKENIZER, start_child=placement.start_child
+        ) as client,
+    ):
+        group.start_soon(run)
+        for side in ("up", "down"):
+            await hold.reached()
+            engine = psutil.Process(client.engine.pid)
+            for proxy in proxies:
+                proxy.split(side)
+            before, hold = hold, Hold(tmp_path / "hold") if side == "up" else None
+            await until(lambda pid=engine.pid: client.engine.pid != pid)
+            before.release()
+            await until(lambda engine=engine: has_ended(engine))
+        await until(lambda: bool(results))
+        assert (await client.stats()).restarts == 2
+        group.cancel_scope.cancel()
+    dropped = [proxy.num_dropped > 0 for proxy in proxies]  # two connections of each process
+    assert any(dropped[:2])
+    assert any(dropped[2:4])
+    assert not any(dropped[4:])
+    [(end, deltas)] = results
+    assert (end.text, "".join(deltas)) == (PLAIN.text, PLAIN.text)
 
 
 FRONT = """
@@ -191,6 +246,66 @@ async def test_models_are_served_from_the_nodes(ray_nodes, tmp_path):
             [ids] = model.client.tokenizer.encode_whole(["Once upon a time"])
             end = await model.client.generate(ids, SamplingParams(max_tokens=4, ignore_eos=True), seed=0)
             assert end.output_tokens == 4
+
+
+@pytest.mark.full  # seven processes load torch
+@pytest.mark.timeout(300)
+async def test_a_model_is_divided_over_nodes(ray_nodes, tmp_path):
+    """It does not fit on one. A rank that dies, or whose node is silent, ends the group, and the request goes
+    on in another one."""
+    import ray
+
+    cluster, _ = ray_nodes
+    folder = write_random_model(tmp_path / "model")
+    options = EngineOptions(str(folder), dtype="float32", kv_tokens=1000, threads=2, device="cpu")
+    params, ids = SamplingParams(max_tokens=200, ignore_eos=True), [5, 6, 7, 8]
+    async with open_engine(options) as client:
+        expected = await client.generate(ids, params, seed=0)
+    deltas: list[str] = []
+    divided = {"m": replace(options, tensor_parallel=2)}
+    async with open_models(divided, ray=RayOptions(cluster.address, cpus=3.0)) as [model]:
+        client = model.client
+
+        def ranks() -> tuple[psutil.Process, psutil.Process]:
+            """The engine, and the other rank, which is in another actor."""
+            engine = psutil.Process(client.engine.pid)
+            [rank] = [
+                process
+                for process in psutil.process_iter(["cmdline"])
+                if RANK_MODULE in (process.info["cmdline"] or ()) and not has_ended(process)
+            ]
+            return engine, rank
+
+        nodes = {one["NodeID"]: one["Resources"] for one in ray.nodes() if one["Alive"]}
+        free = ray._private.state.available_resources_per_node()
+        assert {node: free[node].get("CPU", 0.0) for node in nodes} == dict.fromkeys(nodes, 0.5)
+        assert (await client.generate(ids, params, seed=0)).text == expected.text
+        ended: list[psutil.Process] = []
+        for fault in ("killed", "silent"):
+            results: list[str] = []
+
+            async def run(results: list[str] = results) -> None:
+                end = await client.generate(
+                    ids, params, seed=0, on_progress=lambda progress: deltas.append(progress.text)
+                )
+                results.append(end.text)
+
+            deltas.clear()
+            engine, rank = ranks()
+            ended += [engine, rank]
+            async with anyio.create_task_group() as group:
+                group.start_soon(run)
+                await until(lambda: len(deltas) > 3)
+                if fault == "killed":
+                    rank.kill()
+                else:
+                    rank.parent().suspend()
+                    rank.suspend()
+            assert results == [expected.text]
+            assert "".join(deltas) == expected.text
+        assert (await client.stats()).restarts == 2
+        ended += ranks()
+    await until(lambda: all(map(has_ended, ended)))
 
 
 async def test_requests_move_to_other_replicas_when_a_node_is_lost(ray_nodes, tmp_path):

@@ -1,14 +1,17 @@
 """How the ranks of a model meet: by memory that they share, or by a store of torch.distributed.
 
-Either is in a file without a name, so that nothing is left behind.
+On one machine, either is in a file without a name, so that nothing is left behind. For ranks on several
+machines, rank 0 has the store at a TCP address.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+from datetime import timedelta
 
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from agentflow.errors import BadArgument
 from agentflow.kernels.native_ops.shared_ranks import SharedRanks, make_room
@@ -18,8 +21,8 @@ from agentflow.kernels.ranks import DistributedRanks, Ranks
 COLLECTIVES = ("shared", "gloo", "nccl")
 
 
-def collective_for(device: torch.device, kernels: Kernels) -> str:
-    """Returns how the ranks of one machine add: through shared memory with the native kernels, else by gloo
+def collective_for(device: torch.device, kernels: Kernels, *, is_remote: bool = False) -> str:
+    """Returns how the ranks add: on one machine through shared memory with the native kernels, else by gloo
     on CPUs and NCCL on GPUs. ``AGENTFLOW_RANKS`` may choose gloo on CPUs. Raises ``BadArgument`` if it has
     another value."""
     chosen = os.environ.get("AGENTFLOW_RANKS", "")
@@ -29,7 +32,8 @@ def collective_for(device: torch.device, kernels: Kernels) -> str:
         )
     if device.type == "cuda":
         return "nccl"
-    return "shared" if kernels.name == "native" and chosen != "gloo" else "gloo"
+    is_shared = kernels.name == "native" and chosen != "gloo" and not is_remote
+    return "shared" if is_shared else "gloo"
 
 
 def prepare(collective: str, file: int, size: int) -> None:
@@ -39,8 +43,39 @@ def prepare(collective: str, file: int, size: int) -> None:
 
 
 def join(collective: str, file: int, rank: int, size: int, device: str, limit_s: float) -> Ranks:
-    """Joins the group; with gloo and NCCL, waits until all ranks have. ``limit_s``: as of ``Ranks``."""
+    """Joins the group of this machine; with gloo and NCCL, waits until all ranks have. ``limit_s``: as of
+    ``Ranks``."""
     if collective == "shared":
         return SharedRanks(file, rank, size, limit_s=limit_s)
     store = FileStore(f"/proc/self/fd/{file}", size)
     return DistributedRanks(store, rank, size, device=torch.device(device), limit_s=limit_s)
+
+
+def open_store(host: str, limit_s: float) -> tuple[TCPStore, str]:
+    """Opens a store on this machine for ``join_over_tcp``. Returns it with its address, HOST:PORT."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    limit = timedelta(seconds=limit_s)
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
+    )
+    return store, f"{host}:{port}"
+
+
+def join_over_tcp(
+    store: TCPStore | str, rank: int, size: int, device: str, limit_s: float, *, host: str
+) -> Ranks:
+    """Joins a group over several machines; waits until all ranks have.
+
+    Args:
+        store: of ``open_store`` on rank 0; its address on the others.
+        rank: the number of this rank.
+        size: the number of ranks.
+        device: where the tensors are.
+        limit_s: as of ``Ranks``.
+        host: the address of this machine for the others.
+    """
+    if isinstance(store, str):
+        address, _, port = store.rpartition(":")
+        store = TCPStore(address, int(port), timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+    return DistributedRanks(store, rank, size, device=torch.device(device), limit_s=limit_s, host=host)

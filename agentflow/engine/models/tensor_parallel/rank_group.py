@@ -1,8 +1,9 @@
 """The processes of the other ranks, as the engine's process has them.
 
-Each is connected by a socket. It also has a lifeline: when the engine's process closes it or dies, the kernel
-kills the rank. A rank that waits for another one, or that is stopped, reads no socket. So no rank outlives
-the engine.
+Each is connected by a socket. A rank on this machine also has a lifeline: when the engine's process closes it
+or dies, the kernel kills the rank. A rank that waits for another one, or that is stopped, reads no socket. So
+no rank outlives the engine. Ranks on other machines are started there by others (``cluster.ray``), who end
+them with the engine.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class LoadPart(msgspec.Struct, frozen=True):
     rank: int
     size: int
     collective: str  # shared, gloo or nccl
+    store: str  # where ranks on several machines meet, HOST:PORT; empty on one
     limit_s: float  # as of ``Ranks``
     keeps_order: bool
     log_level: int
@@ -76,15 +78,23 @@ from_rank_decoder: msgspec.msgpack.Decoder[PartLoaded | PartFailed | PartLogged]
 
 
 class RankGroup:
-    """Starts ranks 1 to ``size`` - 1, which import torch and wait for ``load``. Importing it takes seconds,
-    in which this process can import it too.
+    """Ranks 1 to ``size`` - 1, which import torch and wait for ``load``. Importing it takes seconds, in which
+    this process can import it too.
+
+    Args:
+        size: the number of ranks.
+        remote: connections to ranks on other machines, instead of starting processes here. They are closed
+            with the group.
+        host: the address of this machine for them; empty: all ranks are here.
 
     Raises:
         EngineFailed: a process cannot be started.
     """
 
-    def __init__(self, size: int) -> None:
-        self.file = os.memfd_create("agentflow-ranks", os.MFD_CLOEXEC)  # by which the ranks meet
+    def __init__(self, size: int, remote: Sequence[socket.socket] = (), host: str = "") -> None:
+        self.host = host
+        # By which ranks on this machine meet.
+        self.file = -1 if remote else os.memfd_create("agentflow-ranks", os.MFD_CLOEXEC)
         self._ranks: list[_Rank] = []
         self._lost = ""
         self._is_closing = False
@@ -92,7 +102,7 @@ class RankGroup:
         self._changed: SimpleQueue[int | None] = SimpleQueue()  # bytes of a loaded part; None: one is lost
         try:
             for number in range(1, size):
-                rank = _Rank(self.file)
+                rank = _RemoteRank(remote[number - 1]) if remote else _LocalRank(self.file)
                 self._ranks.append(rank)
                 rank.thread = threading.Thread(
                     target=self._watch, args=(number, rank), name=f"rank-{number}", daemon=True
@@ -104,8 +114,8 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks from 1 on."""
-        return [rank.process.pid for rank in self._ranks]
+        """The processes of the ranks from 1 on that run on this machine."""
+        return [rank.process.pid for rank in self._ranks if isinstance(rank, _LocalRank)]
 
     def load(self, parts: Sequence[LoadPart]) -> None:
         """Makes the ranks load their parts, from rank 1 on. Raises ``EngineFailed`` if one has ended."""
@@ -149,12 +159,9 @@ class RankGroup:
         """Ends all ranks. ``abort`` is not called afterwards. A second call changes nothing."""
         self._is_closing = True
         for rank in self._ranks:
-            rank.lifeline.close()
+            rank.end()
         for rank in self._ranks:
-            try:
-                rank.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                logger.error("process %d of a rank does not end", rank.process.pid)
+            rank.wait()
             # Not closed earlier: the thread that reads it ends with the process.
             with contextlib.suppress(OSError):
                 rank.connection.shutdown(socket.SHUT_RDWR)
@@ -187,16 +194,36 @@ class RankGroup:
 
 
 class _Rank:
-    def __init__(self, file: int) -> None:
+    """A rank at the other end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
         self.thread: threading.Thread | None = None  # reads the connection
+        # Not a time-out, which the reading thread would have.
+        limit = struct.pack("ll", int(LOST_RANK_S), 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def end(self) -> None:
+        """Begins to end it."""
+
+    def wait(self) -> None:
+        """Waits for its end."""
+
+
+class _RemoteRank(_Rank):
+    """A rank on another machine, which ends when the connection closes. If it waits for another rank then, it
+    is ended by its starter."""
+
+
+class _LocalRank(_Rank):
+    """A rank in a process that this one starts."""
+
+    def __init__(self, file: int) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            self.connection, other_end = socket.socketpair()
-            ours.enter_context(self.connection)
-            limit = struct.pack(
-                "ll", int(LOST_RANK_S), 0
-            )  # not a time-out, which the reading thread would have
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection, other_end = socket.socketpair()
+            ours.enter_context(connection)
             theirs.enter_context(other_end)
+            super().__init__(connection)
             read_end, write_end = os.pipe()
             self.lifeline = ours.enter_context(open(write_end, "wb", buffering=0))
             theirs.enter_context(open(read_end, "rb", buffering=0))
@@ -209,3 +236,12 @@ class _Rank:
                 process_group=0,
             )
             ours.pop_all()
+
+    def end(self) -> None:
+        self.lifeline.close()
+
+    def wait(self) -> None:
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            logger.error("process %d of a rank does not end", self.process.pid)

@@ -1,4 +1,5 @@
-"""The main module of a rank's process: ``python -m ... FD LIFELINE FILE``, from ``rank_group``.
+"""The main module of a rank's process: ``python -m ... FD LIFELINE FILE``, from ``rank_group``. On another
+machine than rank 0, there is no FILE, and FD is a TCP connection.
 
 The first frame on the socket is ``LoadPart``; each later one is a batch (``steps``). The process ends with
 the engine's process, or when a batch fails: the ranks have computed different things then.
@@ -46,14 +47,14 @@ class _GroupLog(logging.Handler):
             self._connection.sendall(to_frame(PartLogged(record.levelno, record.name, self.format(record))))
 
 
-def run(connection: socket.socket, file: int) -> int:
+def run(connection: socket.socket, file: int | None) -> int:
     """Loads a part of the model and computes batches. Returns the exit code."""
     frames = received_frames(connection)
     ours = logging.getLogger("agentflow")
     ours.addHandler(_GroupLog(connection))
     try:
         # Before there is a message: it takes seconds.
-        from agentflow.engine.models.tensor_parallel.joining import join
+        from agentflow.engine.models.tensor_parallel.joining import join, join_over_tcp
         from agentflow.engine.models.torch_runner import TorchRunner
         from agentflow.kernels.native_library import keep_order
 
@@ -65,7 +66,11 @@ def run(connection: socket.socket, file: int) -> int:
         if part.keeps_order:
             keep_order()
         options = part.options | {"folder": Path(part.options["folder"])}
-        ranks = join(part.collective, file, part.rank, part.size, options["device"], part.limit_s)
+        place = part.rank, part.size, options["device"], part.limit_s
+        if file is None:
+            ranks = join_over_tcp(part.store, *place, host=connection.getsockname()[0])
+        else:
+            ranks = join(part.collective, file, *place)
         runner = TorchRunner(**options, ranks=ranks)
         connection.sendall(to_frame(PartLoaded(runner.info.weight_bytes)))
         steps = StepReader()
@@ -83,11 +88,12 @@ def main() -> None:
     """Runs the rank whose files are in the arguments."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    socket_fd, lifeline, file = map(int, sys.argv[1:])
-    for number in (socket_fd, lifeline, file):
+    numbers = [*map(int, sys.argv[1:])]
+    for number in numbers:
         os.set_inheritable(number, False)
+    socket_fd, lifeline, *files = numbers
     die_with(lifeline)
-    code = run(socket.socket(fileno=socket_fd), file)
+    code = run(socket.socket(fileno=socket_fd), files[0] if files else None)
     os._exit(code)  # without the destructors of torch's threads
 
 

@@ -15,7 +15,13 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.machine import gpu_number, usable_cpus
 from agentflow.engine.models.config import read_folder
 from agentflow.engine.models.families.registry import FAMILIES, is_native, read_config
-from agentflow.engine.models.tensor_parallel.joining import collective_for, join, prepare
+from agentflow.engine.models.tensor_parallel.joining import (
+    collective_for,
+    join,
+    join_over_tcp,
+    open_store,
+    prepare,
+)
 from agentflow.engine.models.tensor_parallel.rank_group import LOST_RANK_S, LoadPart, RankGroup
 from agentflow.engine.models.tensor_parallel.steps import StepWriter
 from agentflow.engine.models.torch_runner import TorchRunner, check_fp8, device_named, kernels_on
@@ -39,7 +45,7 @@ class TensorParallelRunner:
         folder: the model folder, or a GGUF file.
         size: the number of ranks.
         num_slots: the size of the KV pool in tokens; each rank has a part of each slot.
-        device: as of ``TorchRunner``. On GPUs, it is the first of ``size`` consecutive ones.
+        device: as of ``TorchRunner``. On GPUs of one machine, it is the first of ``size`` consecutive ones.
         dtype: as of ``TorchRunner``.
         kv_dtype: as of ``TorchRunner``.
         quantize: as of ``TorchRunner``.
@@ -74,14 +80,15 @@ class TensorParallelRunner:
         with contextlib.ExitStack() as started:
             if group is not None:
                 started.callback(group.close)
-            devices = _devices(device, size)
+            is_remote = group is not None and bool(group.host)
+            devices = _devices(device, size, is_remote=is_remote)
             _check(folder, size)
             if keeps_order:
                 keep_order()
             first = torch.device(devices[0])
             kernels = kernels_on(first)
             check_fp8(kernels, first, quantize=quantize, kv_dtype=kv_dtype)
-            collective = collective_for(first, kernels)
+            collective = collective_for(first, kernels, is_remote=is_remote)
             if group is None:
                 group = RankGroup(size)
                 started.callback(group.close)
@@ -94,16 +101,22 @@ class TensorParallelRunner:
                 "num_threads": max(1, (num_threads or usable_cpus()) // size),
             }
             level = logging.getLogger("agentflow").getEffectiveLevel()
-            prepare(collective, group.file, size)
+            address = ""
+            if is_remote:
+                store, address = open_store(group.host, LOST_RANK_S)
+            else:
+                prepare(collective, group.file, size)
+            last = LOST_RANK_S, keeps_order, level
             group.load(
                 [
-                    LoadPart(
-                        options | {"device": devices[i]}, i, size, collective, LOST_RANK_S, keeps_order, level
-                    )
+                    LoadPart(options | {"device": devices[i]}, i, size, collective, address, *last)
                     for i in range(1, size)
                 ]
             )
-            self._ranks = join(collective, group.file, 0, size, devices[0], LOST_RANK_S)
+            if is_remote:
+                self._ranks = join_over_tcp(store, 0, size, devices[0], LOST_RANK_S, host=group.host)
+            else:
+                self._ranks = join(collective, group.file, 0, size, devices[0], LOST_RANK_S)
             started.callback(self._ranks.close)
             started.callback(group.close)  # before: none of its threads may abort ranks that are closed
             group.abort_by(self._ranks.abort)
@@ -156,13 +169,15 @@ class TensorParallelRunner:
             raise AcceleratorFault(self._group.lost or f"{error!r} on rank 0 of the model") from error
 
 
-def _devices(device: str | None, size: int) -> list[str]:
-    """Returns the device of each rank."""
+def _devices(device: str | None, size: int, *, is_remote: bool) -> list[str]:
+    """Returns the device of each rank, on its machine."""
     if size > MAX_RANKS:
         raise BadArgument(f"tensor_parallel is at most {MAX_RANKS}, not {size}", param="tensor_parallel")
     first = device_named(device)
     if first.type == "cpu":
         return ["cpu"] * size
+    if is_remote:  # Ray shows each rank the GPU that it has
+        return ["cuda:0"] * size
     number, count = gpu_number(device), torch.cuda.device_count()
     if number + size > count:
         raise BadArgument(
