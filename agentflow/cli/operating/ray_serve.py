@@ -28,6 +28,10 @@ from agentflow.server.config.schema import ServeConfig, all_settings
 MAX_ONGOING_REQUESTS = 256
 """Serve's default of 5 is for models that compute one request at a time."""
 
+MAX_SURGE_PERCENT = 1
+"""The replicas above their number in a rolling update, rounded up to one: Serve starts a new one before it
+ends an old one. Its default of 0 is the other order, in which a single replica does not serve for a while."""
+
 
 def read_settings(args: Mapping[str, Any]) -> ServeConfig:
     """The configuration from the arguments of an application: settings of ``agentflow serve`` by their names
@@ -92,6 +96,9 @@ def app(args: dict[str, Any]) -> Application:
         return running
 
     deployment = serve.deployment(
-        name="agentflow", max_ongoing_requests=MAX_ONGOING_REQUESTS, ray_actor_options={"num_cpus": 1}
+        name="agentflow",
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ray_actor_options={"num_cpus": 1},
+        max_surge_percent=MAX_SURGE_PERCENT,
     )
     return deployment(serve.ingress(build)(AgentflowServer)).bind()

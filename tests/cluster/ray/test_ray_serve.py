@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -102,6 +104,48 @@ def test_the_server_is_an_application(handle, tmp_path):
             return await flow.run(greet)
 
     assert anyio.run(session)
+    serve.delete("agentflow")
+
+
+@pytest.mark.full  # it loads torch three times
+def test_a_rolling_update_loses_no_request(handle, tmp_path):
+    """The new version has another pool. An answer that was begun by the old one is whole."""
+    folder = write_random_model(tmp_path / "model")
+    url = f"http://127.0.0.1:{PORT}"
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+    def deploy(kv_tokens: int) -> None:
+        settings = {"model": f"m={folder}", "kv_tokens": kv_tokens, "allow_anonymous": True}
+        serve.run(app(settings), name="agentflow", route_prefix="/")
+
+    def pool() -> int:
+        return httpx2.get(f"{url}/v1/replicas", timeout=60).json()["data"][0]["total_tokens"]
+
+    def long() -> list[str]:
+        asked = body | {"max_tokens": 1800, "ignore_eos": True}
+        with httpx2.stream("POST", f"{url}/v1/chat/completions", json=asked, timeout=120) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) > 4:
+                    begun.set()
+            return [line for line in lines if line]
+
+    begun = threading.Event()
+    deploy(4096)
+    assert pool() == 4096
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(long)
+        assert begun.wait(60)
+        update = threads.submit(deploy, 2048)
+        num_answers = 0
+        while not (update.done() and pool() == 2048):
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 2}, timeout=60)
+            assert (answer.status_code, answer.text.strip().endswith("data: [DONE]")) == (200, True)
+            num_answers += 1
+        update.result()
+        assert running.result(120)[-1] == "data: [DONE]"
+    assert num_answers > 1
     serve.delete("agentflow")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
+import inspect
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import anyio
@@ -17,8 +20,9 @@ from support.server.http_clients import only_asyncio
 
 pytest.importorskip("ray.serve", reason="needs the extra cluster")
 
+import ray
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
-from ray.serve.request_router import PendingRequest
+from ray.serve.request_router import PendingRequest, RequestRouter
 
 from agentflow.cluster.ray.request_router import (
     LOST_S,
@@ -119,6 +123,36 @@ async def test_requests_follow_their_prefix_until_waiting_costs_more():
     for one in (moved, *(one for one in busy if one[0] == first[0])):
         bench.end(one)
     bench.check_empty()
+
+
+def test_the_router_fits_the_installed_ray() -> None:
+    """What it overrides takes the arguments of Ray's class, and of Ray's own router for ``ray.serve.llm``.
+    That one needs more packages to be imported, so its source is read."""
+    source = Path(ray.__file__).parent / "llm/_internal/serve/routing_policies/prefix_aware"
+    [theirs] = [
+        one
+        for one in ast.parse((source / "prefix_aware_router.py").read_text()).body
+        if isinstance(one, ast.ClassDef)
+    ]
+    arguments = {
+        one.name: [argument.arg for argument in one.args.args]
+        for one in theirs.body
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    overridden = [
+        name
+        for name, method in vars(PrefixTreeRouter).items()
+        if inspect.isfunction(method) and hasattr(RequestRouter, name)
+    ]
+    assert {"initialize_state", "choose_replicas", "on_request_completed", "update_replicas"} <= {*overridden}
+    assert {"choose_replicas", "initialize_state"} <= arguments.keys()
+    for name in set(overridden) - {"initialize_state"}:  # this one gets request_router_kwargs
+        ours, given = getattr(PrefixTreeRouter, name), getattr(RequestRouter, name)
+        assert [*inspect.signature(ours).parameters] == [*inspect.signature(given).parameters]
+        assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(given)
+        assert arguments.get(name, [*inspect.signature(ours).parameters]) == [
+            *inspect.signature(ours).parameters
+        ]
 
 
 async def test_the_oldest_prompts_leave_the_caches():
