@@ -16,7 +16,7 @@ from agentflow.cluster.routing.router import Router
 from agentflow.cluster.simulated.several_models import SimulatedModel, SimulatedModels
 from agentflow.cluster.simulated.simulation import MODEL
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.simulator.workload import Arrival, Workload, beside, cascade, chat, few_shot
+from agentflow.engine.simulator.workload import Arrival, Workload, beside, chat, few_shot, two_models
 from benchmarks.cluster.workloads import TPOT_S
 from benchmarks.engine.programs import GPU
 from benchmarks.report import Report, Result
@@ -51,7 +51,7 @@ def _workloads(seed: int) -> list[tuple[str, Sequence[Arrival], int]]:
     large_questions = few_shot(num_requests=200, per_s=4.0, num_tasks=4, output=60, seed=seed)
     chats = [chat(num_chats=60, per_s=2.4, seed=seed + number) for number in range(2)]
     return [
-        ("programs over both models", cascade(num_programs=60, per_s=0.9, seed=seed), NUM_GPUS),
+        ("programs over both models", two_models(num_programs=60, per_s=0.9, seed=seed), NUM_GPUS),
         ("chats on each", beside(_of("large", chats[0]), _of("small", chats[1])), NUM_GPUS),
         ("the large one on one GPU", beside(_of("large", large_questions), _of("small", questions)), 1),
     ]

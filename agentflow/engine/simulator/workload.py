@@ -681,7 +681,7 @@ def agent_sessions(
     return arrivals
 
 
-def cascade(
+def two_models(
     *,
     num_programs: int = 20,
     per_s: float = 0.0,
@@ -715,7 +715,7 @@ def cascade(
     roles = tokens.run(role), tokens.run(role)
     arrivals: list[Arrival] = []
     for number, at_s in enumerate(tokens.times(num_programs, per_s)):
-        name = f"cascade {number}"
+        name = f"two models {number}"
         asked = [tokens.around(question) for _ in range(2)]  # the tokens of each model
         contexts = [np.concatenate((one, text)) for one, text in zip(roles, asked, strict=True)]
         last: int | None = None
@@ -778,7 +778,7 @@ GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
     "map-reduce": map_reduce,
     "multi-agent": multi_agent,
     "agent-sessions": agent_sessions,
-    "cascade": cascade,
+    "two-models": two_models,
 }
 
 

@@ -18,7 +18,7 @@ from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.simulation import Simulated
-from agentflow.engine.simulator.workload import Arrival, Workload, beside, cascade, chat, unshared
+from agentflow.engine.simulator.workload import Arrival, Workload, beside, chat, two_models, unshared
 
 LARGE = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)
 SMALL = CostModel(base_s=2e-3, row_s=6e-6, logits_s=0.0, read_s=1e-8, pair_s=0.0)
@@ -92,7 +92,7 @@ def test_a_router_that_knows_the_other_models_serves_sooner() -> None:
 
 
 def test_programs_over_two_models_are_served() -> None:
-    arrivals = cascade(num_programs=6, per_s=2.0, rounds=2, width=3, draft=30, verdict=20)
+    arrivals = two_models(num_programs=6, per_s=2.0, rounds=2, width=3, draft=30, verdict=20)
     result = simulated(arrivals, {"small": ["a", "b"], "large": ["a", "b"]})
     assert Counter(one.arrival.label for one in result.served) == {"draft": 36, "verdict": 12}
     ended = {one.arrival.program: [] for one in result.served}
@@ -116,7 +116,7 @@ def test_no_work_is_lost_whatever_shares_a_device(
     seed: int, devices: dict[str, list[str]], knows: bool
 ) -> None:
     arrivals = beside(
-        cascade(num_programs=3, per_s=5.0, rounds=2, width=3, draft=30, verdict=20, seed=seed),
+        two_models(num_programs=3, per_s=5.0, rounds=2, width=3, draft=30, verdict=20, seed=seed),
         of("small", unshared(num_requests=10, per_s=20.0, prompt=100, output=20, seed=seed)),
     )
     result = simulated(arrivals, devices, knows=knows)

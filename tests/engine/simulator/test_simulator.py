@@ -86,6 +86,7 @@ def test_a_request_that_can_never_run_is_counted_and_delays_nothing():
             max_new_tokens=st.integers(0, 9),
             program=st.sampled_from(["", "p"]),
             joins=st.sampled_from([(), (0, 1)]),
+            model=st.sampled_from(["", "small"]),
         ),
         max_size=12,
     ),
@@ -105,7 +106,7 @@ def test_a_workload_is_read_as_it_was_written(tmp_path_factory, arrivals, name):
         assert got.output.tolist() == wanted.output.tolist()
         for field in ("at_s", "after", "max_new_tokens", "tenant", "salt", "objective", "state", "label"):
             assert getattr(got, field) == getattr(wanted, field)
-        assert (got.program, got.joins) == (wanted.program, wanted.joins)
+        assert (got.program, got.joins, got.model) == (wanted.program, wanted.joins, wanted.model)
 
 
 def test_a_shared_beginning_is_written_once(tmp_path):
@@ -166,6 +167,7 @@ def test_generated_workloads_are_the_same_each_time_and_run_to_their_end(name):
         "chat": {"num_chats": 3},
         "chains": {"num_chains": 2, "length": 4, "chunk": 100},
         "map-reduce": {"num_programs": 2, "width": 4, "chunk": 100},
+        "two-models": {"num_programs": 2, "rounds": 2},
         "multi-agent": {"num_programs": 2, "num_files": 2, "rounds": 2},
         "agent-sessions": {"num_sessions": 2, "turns": 4, "first": 500, "last": 4000, "output": 20},
     }
