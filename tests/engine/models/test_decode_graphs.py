@@ -3,6 +3,8 @@ captured ones on a GPU."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import Tensor
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.forward import decoder
-from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput
+from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, _without_collection
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.kernels.inputs import (
     Adapter,
@@ -262,3 +264,26 @@ def test_f42r_graphs_of_steps_with_adapters(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(result, expected, rtol=2e-4, atol=2e-4)
     # For 4 rows with two adapters, and with none; for 2 rows; and for 4 rows with more and larger adapters.
     assert graphs.num_captured == 4
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_collected_after_a_capture_only(is_enabled: bool) -> None:
+    """It may have the graphs of another model, which must not be destroyed in between."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.graphs = self
+
+    before = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with _without_collection():
+            closed = weakref.ref(Model())
+            kept = [[number] for number in range(100_000)]  # more than start a collection
+            assert closed() is not None
+        assert gc.isenabled() == is_enabled
+        gc.collect()
+        assert closed() is None
+        assert len(kept) == 100_000
+    finally:
+        (gc.enable if before else gc.disable)()
