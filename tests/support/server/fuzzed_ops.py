@@ -233,7 +233,8 @@ class OpsWriter:
                 var = self._random.choice(self._expected) if self._expected else self._new()
                 if self._is_wrong():
                     return ops.Provide(var, error=LONG_ERROR)
-                return ops.Provide(var, self._text(), more=self._random.random() < 0.3)
+                text = self._text()
+                return ops.Provide(var, text, more=len(text) % 3 == 0)
             case ops.SubmitGraph:
                 return self._submit()
             case ops.Await:
