@@ -126,7 +126,8 @@ export class FakeServer {
     }
     variable.hasEnded = true;
     const tokens = { prompt_tokens: 1, cached_tokens: 0, output_tokens: 1, forced_tokens: 0, reasoning_tokens: 0 };
-    const usage = { ...tokens, written_tokens: 0, cost: 0, saved_calls: 0, saved_tokens: 0, miss_reason: "" };
+    const unused = { written_tokens: 0, cost: 0, saved_calls: 0, saved_tokens: 0, rejected_answers: 0 };
+    const usage = { ...tokens, ...unused, miss_reason: "" };
     return [{ event: "value", var: number, at, text, finish_reason: "eos", usage }, ...this.#reach(variable.state)];
   }
 
