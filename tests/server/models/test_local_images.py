@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -12,12 +12,14 @@ import pytest
 from support.direct_compiler import direct_compiler
 from support.engine.fake_vision import TEMPLATE, TOKENIZER, FakeReader, clip, picture, vision_runner
 
+import agentflow as af
 from agentflow.engine.client import running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.server.app import create_app
 from agentflow.server.models.models import one_model
+from agentflow.server.serve import running_server
 
 pytestmark = pytest.mark.anyio
 
@@ -46,9 +48,10 @@ REQUESTS = {
 }
 
 
-@asynccontextmanager
-async def served(*, has_vision: bool = True) -> AsyncIterator[tuple[httpx2.AsyncClient, FakeRunner]]:
-    runner = vision_runner()
+def opening(
+    runner: FakeRunner, *, has_vision: bool = True
+) -> Callable[[], AbstractAsyncContextManager[EngineGenerator]]:
+    """Opens a model with vision, or without."""
 
     @asynccontextmanager
     async def open_generator() -> AsyncIterator[EngineGenerator]:
@@ -57,7 +60,13 @@ async def served(*, has_vision: bool = True) -> AsyncIterator[tuple[httpx2.Async
             reader = FakeReader() if has_vision else None
             yield EngineGenerator(client, TEMPLATE, name="fake", compiler=compiler, reader=reader)
 
-    app = create_app(one_model(open_generator))
+    return open_generator
+
+
+@asynccontextmanager
+async def served(*, has_vision: bool = True) -> AsyncIterator[tuple[httpx2.AsyncClient, FakeRunner]]:
+    runner = vision_runner()
+    app = create_app(one_model(opening(runner, has_vision=has_vision)))
     async with app.router.lifespan_context(app):
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -82,6 +91,24 @@ async def test_the_list_of_models_says_what_prompts_may_contain(
     async with served(has_vision=has_vision) as (client, _):
         [row] = (await client.get("/v1/models")).json()["data"]
         assert row["input_modalities"] == expected
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_program_shows_an_image_over_the_chat_api() -> None:
+    runner = vision_runner()
+    async with running_server(one_model(opening(runner))) as server:
+        address = server.url.replace("ws://", "http://")
+        async with af.session(f"{address}/v1") as flow, flow.state() as s:
+            async with s.user():
+                s += af.image(picture("cat").data)
+                branches = s.fork(2)
+            for number, branch in enumerate(branches):
+                branch += f"Question {number}?"
+                branch.end()
+                branch += af.assistant(af.gen("answer", max_tokens=4))
+            await branches.gather("answer")
+            assert branches[1]["answer"].usage.prompt_tokens > 12
+    assert runner.num_encoded == 1
 
 
 async def test_a_picture_counts_as_tokens_and_is_cached_with_them() -> None:
