@@ -11,6 +11,7 @@ tokens one by one; the positions that seeds and slots go by do.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -133,22 +134,25 @@ def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
 
 
 def lead_tokens(tokens: NDArray[np.int32], media: Sequence[MediaRun]) -> dict[int, int]:
-    """The ids that stand, in the cache, for text in front of runs whose own ids have fewer than
-    ``IDENTITY_BITS``, by their index in the prompt. Such an id tells the token and the run that follows, so
-    this text is shared only between prompts with the same medium behind it. The model reads the text. There
-    are fewer ids if another run is in front.
+    """The ids that stand, in the cache, for text in front of a run if the prompt up to its end would have
+    fewer than ``IDENTITY_BITS`` of its medium, by their index. Such an id tells the token and the run that
+    follows, so this text is shared only between prompts with the same medium behind it. The model reads the
+    text. There are fewer ids if another run is in front.
 
     Args:
         tokens: The prompt.
         media: Its runs, in order.
     """
     leads: dict[int, int] = {}
+    num_bits: Counter[str] = Counter()  # of each medium
     done = 0
     for run in media:
         num_inner = run.num_tokens - 1 if run.sees_all else 0
-        missing = IDENTITY_BITS - ID_BITS * run.num_tokens + (ID_BITS - INNER_ID_BITS) * num_inner
+        num_bits[run.identity] += ID_BITS * (run.num_tokens - num_inner) + INNER_ID_BITS * num_inner
+        missing = IDENTITY_BITS - num_bits[run.identity]
         num_leads = min(-(-missing // LEAD_BITS), run.start - done)
         if num_leads > 0:
+            num_bits[run.identity] += LEAD_BITS * num_leads
             hashed = _hashed(run, 4 * run.num_tokens + 2 * num_leads)[4 * run.num_tokens :]
             bits = np.frombuffer(hashed, dtype=np.uint16) & (2**LEAD_BITS - 1)
             start = run.start - num_leads

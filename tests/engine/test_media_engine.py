@@ -180,7 +180,8 @@ async def test_two_questions_on_one_clip(token_budget: int) -> None:
             wanted = await expected(generator, context, [other])
             found, num_cached = await answer(generator, context)
             assert found == wanted
-            assert num_cached == next(n for n, one in enumerate(context.tokens.ids()) if one < 0)
+            # The ids of the 8 tokens in front of a first frame of two tokens have bits of the clip's hash.
+            assert num_cached == next(n for n, one in enumerate(context.tokens.ids()) if one < 0) - 8
         assert runner.num_encoded == 3
 
 

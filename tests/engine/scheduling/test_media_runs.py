@@ -167,6 +167,8 @@ def test_runs_in_a_row_share_no_text() -> None:
     runs = [MediaRun("cat", 26, np.arange(3)[None]), MediaRun("dog", 31, np.arange(1)[None])]
     leads = lead_tokens(tokens, [*runs, MediaRun("owl", 50, np.arange(5)[None])])
     assert [*leads] == [21, 22, 23, 24, 25, 29, 30]
+    frames = [MediaRun("clip", 30 + 4 * number, np.arange(2)[None], 2 * number) for number in range(3)]
+    assert [*lead_tokens(tokens, frames)] == [*range(22, 30)]  # in front of the first one only
     assert lead_tokens(tokens, [MediaRun("cat", 0, np.arange(4)[None])]) == {}
 
 
