@@ -28,13 +28,18 @@ MEMORY = 0.9
 """The part of the learned cost that remains after another encoding step."""
 
 
+MOST_OF_PLANNED = 1.2
+"""A slice begins if it probably ends within this many times the time that was planned for all."""
+
+
 class MediaWork:
     """The media of one engine.
 
     ``wanted``: how many unfinished requests have each medium. Without any, no step plans anything.
     ``planned``: the slices of each encoding that the step being planned runs. ``num_encoded``: media whose
     features were made. ``num_evicted``: media whose features, or parts of them, were dropped for room.
-    ``num_slices``, ``encode_s``: the slices that were run, and their time.
+    ``num_slices``, ``encode_s``: the slices that were run, and their time. Slices differ in their time, and
+    other requests wait for the step: it leaves slices to later steps that would end long after the planned time.
 
     Args:
         runner: Encodes.
@@ -60,6 +65,7 @@ class MediaWork:
         self.wanted: Counter[str] = Counter()
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
+        self._left_over: Counter[str] = Counter()  # slices that were planned and not run
         self._flops = self._seconds = 0.0  # of late slices
         self.planned: dict[str, int] = {}
         self.feature_bytes = 0
@@ -166,10 +172,14 @@ class MediaWork:
             return None
         return self._seconds / self._flops * self._begun[identity].flops_per_slice
 
-    def plan(self, identity: str, count: int) -> None:
-        """The step runs ``count`` more slices of the encoding."""
+    def plan(self, identity: str, count: int) -> int:
+        """The step runs ``count`` more slices of the encoding. Returns how many of them no step has planned
+        before."""
         self.planned[identity] = self.planned.get(identity, 0) + count
         self._fresh[identity] = self._num_steps
+        num_again = min(count, self._left_over[identity])
+        self._left_over[identity] -= num_again
+        return count - num_again
 
     def run_planned(self) -> list[tuple[str, Exception]]:
         """Runs the planned slices. Returns the media whose encodings failed, which are forgotten, or could
@@ -181,20 +191,25 @@ class MediaWork:
             if identity not in self._begun:  # dropped since
                 continue
             encoding = self._begun[identity]
-            flops, began = count * encoding.flops_per_slice, self._clock()
+            limit_s = MOST_OF_PLANNED * count * (self.slice_s(identity) or math.inf)
+            began, took_s, num_run, next_s = self._clock(), 0.0, 0, 0.0
             try:
-                encoding.run(count)
+                while num_run < count and took_s + next_s <= limit_s:
+                    encoding.run(1)
+                    num_run += 1
+                    took_s = self._clock() - began
+                    next_s = took_s / num_run
             except Exception as error:
                 self._forget(identity)
                 failed.append((identity, error))
                 continue
-            took_s = self._clock() - began
-            self._flops = MEMORY * self._flops + flops
+            self._left_over[identity] += count - num_run
+            self._flops = MEMORY * self._flops + num_run * encoding.flops_per_slice
             self._seconds = MEMORY * self._seconds + took_s
-            self.num_slices += count
+            self.num_slices += num_run
             self.encode_s += took_s
             if not encoding.num_slices:
-                del self._begun[identity]
+                del self._begun[identity], self._left_over[identity]
                 self.num_encoded += 1
         return failed
 
@@ -238,5 +253,6 @@ class MediaWork:
     def _forget(self, identity: str) -> None:
         self.feature_bytes -= self._features.pop(identity)
         self._begun.pop(identity, None)
+        self._left_over.pop(identity, None)
         self._fresh.pop(identity, None)
         self._runner.drop_medium(identity)

@@ -417,13 +417,14 @@ class Scheduler:
             draft.spare_s = spare_s - count * slice_s
         if not count:
             return False
-        self.media.plan(identity, count)
-        num_tokens = self.cost.tokens_within(count * (slice_s or 0.0), 0, is_first=False)
+        num_new = self.media.plan(identity, count)
+        num_tokens = self.cost.tokens_within(num_new * (slice_s or 0.0), 0, is_first=False)
         if not 0 < num_tokens < 2**31:  # a cost is unknown
-            num_tokens = count * MIN_CHUNK
-        self.waiting.charge(request, num_tokens)
-        if self.pauses.is_used:
-            self.pauses.charge(request.tenant, num_tokens)
+            num_tokens = num_new * MIN_CHUNK
+        if num_new:
+            self.waiting.charge(request, num_tokens)
+            if self.pauses.is_used:
+                self.pauses.charge(request.tenant, num_tokens)
         return count < num_left
 
     def _hold_back(self, request: Request) -> None:

@@ -246,6 +246,43 @@ def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
     assert decoding.num_generated > 40
 
 
+def test_an_encoding_whose_slices_take_longer_than_planned_goes_on_in_later_steps() -> None:
+    now, took_s = 0.0, 1.0
+
+    def on_slices(_: str, count: int) -> None:
+        nonlocal now
+        now += took_s * count
+
+    runner = Harness(feature_bytes=1e6).runner
+    runner._on_slices = on_slices
+    media = MediaWork(runner, 1e6, clock=lambda: now)
+    medium = prepared(b"slow", num_bytes=9_500)
+    media.keep(medium)
+    identity = medium.identity
+    assert media.begin(identity, [])
+    assert media.num_left(identity) == 10
+    media.start_step()
+    assert media.plan(identity, 1) == 1
+    media.run_planned()
+    assert (media.num_slices, media.slice_s(identity)) == (1, 1.0)
+    took_s = 2.0
+    media.start_step()
+    assert media.plan(identity, 3) == 3  # 3 s, and two take 4 s
+    media.run_planned()
+    assert media.num_slices == 2
+    assert media.num_left(identity) == 8
+    took_s = 1.0
+    media.start_step()
+    assert media.plan(identity, 3) == 1  # two of them were planned before, and are not charged again
+    media.run_planned()
+    assert media.num_slices == 5
+    while not media.is_ready(identity):
+        media.start_step()
+        media.plan(identity, 1)
+        media.run_planned()
+    assert media.num_slices == 10
+
+
 def test_features_that_a_step_uses_stay() -> None:
     harness = harness_with(feature_bytes=48 + 48, token_budget=64)
     for number, part in enumerate(["cat", "owl"]):
