@@ -39,7 +39,7 @@ class MediaWork:
     ``planned``: the slices of each encoding that the step being planned runs. ``num_encoded``: media whose
     features were made. ``num_evicted``: media whose features, or parts of them, were dropped for room.
     ``num_slices``, ``encode_s``: the slices that were run, and their time. Slices differ in their time,
-    other requests wait for the step: slices that would end long after the planned time run in later steps.
+    and other requests wait for the step: slices that would end long after the planned time run later.
 
     Args:
         runner: Encodes.

@@ -123,7 +123,7 @@ def tile_for(num_rows: int, dtype: torch.dtype, weight_format: str) -> Tile:
     if dtype == torch.float32:
         return Tile(num_rows, 64, 32, 4)
     return {
-        16: Tile(16, 128, 128, 4),
+        16: Tile(16, 64, 128, 4),
         32: Tile(32, 64, 128, 4),
         64: Tile(64, 128, 64, 4),
         128: Tile(128, 256, 64, 8),
@@ -203,12 +203,14 @@ def multiply_grouped(
 
 @triton.jit
 def _rows_of_block(
-    order, first, end, num_used, num_outputs, ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    blocks, order, num_blocks, num_used, num_outputs, ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the assignments of a block, from its first place to its end, the rows of x, and the outputs of
-    the weight. Places and outputs past the end repeat the last one, and are not stored: so no load needs a
-    mask for them."""
+    """Returns the first place and the end of a program's block, its assignments, the rows of x and the
+    outputs of the weight. Places and outputs past the end repeat the last one, and are not stored: so no load
+    needs a mask for them."""
+    first = tl.load(blocks + num_blocks + tl.program_id(0))
+    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
     places = tl.minimum(first + tl.arange(0, BLOCK_ROWS), end - 1)
     assignments = tl.load(order + places)
     column = tl.arange(0, BLOCK_COLUMNS)
@@ -220,7 +222,7 @@ def _rows_of_block(
     else:
         rows = places
         columns = tl.minimum(tl.program_id(1) * BLOCK_COLUMNS + column, num_outputs - 1)
-    return assignments, rows.to(tl.int64), columns
+    return first, end, assignments, rows.to(tl.int64), columns
 
 
 @triton.jit
@@ -273,12 +275,10 @@ def _multiply_grouped(
     """With dense matrices, and with 8-bit floats that have a scale for each output."""
     take_turn(IS_EARLY)
     matrix = tl.load(blocks + tl.program_id(0))
-    first = tl.load(blocks + num_blocks + tl.program_id(0))
-    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
     if matrix < 0:  # there are fewer blocks than a launch has room for
         return
-    assignments, rows, columns = _rows_of_block(
-        order, first, end, num_used, num_outputs, ACTIVATION, BLOCK_ROWS, BLOCK_COLUMNS
+    first, end, assignments, rows, columns = _rows_of_block(
+        blocks, order, num_blocks, num_used, num_outputs, ACTIVATION, BLOCK_ROWS, BLOCK_COLUMNS
     )
     offset = tl.load(offsets + matrix)
     if IS_ALIGNED:
@@ -316,12 +316,10 @@ def _multiply_grouped_blocks(
     """With blocks of quantised values, in the layout of ``quantised``."""
     take_turn(IS_EARLY)
     matrix = tl.load(blocks + tl.program_id(0))
-    first = tl.load(blocks + num_blocks + tl.program_id(0))
-    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
     if matrix < 0:
         return
-    assignments, rows, columns = _rows_of_block(
-        order, first, end, num_used, num_outputs, ACTIVATION, BLOCK_ROWS, BLOCK_COLUMNS
+    first, end, assignments, rows, columns = _rows_of_block(
+        blocks, order, num_blocks, num_used, num_outputs, ACTIVATION, BLOCK_ROWS, BLOCK_COLUMNS
     )
     offset = tl.load(offsets + matrix)
     if IS_ALIGNED:

@@ -40,7 +40,6 @@ _PART_COLUMNS = tl.constexpr(5)
 _TABLE_COLUMNS = tl.constexpr(_COLUMNS)
 _BLOCK_IN = 128
 _LEAST_INPUTS = 256  # of a part of the inputs
-_MOST_SPLITS = 8  # parts of the inputs, which a program of ``_expand`` loads together
 _MAX_RANKS = 64  # of a tile
 
 
@@ -218,7 +217,7 @@ def add_low_rank(
     block_ranks = min(form.num_ranks, _MAX_RANKS)
     rank_blocks = form.num_ranks // block_ranks
     at_once = 2 * num_processors(x.device) // (blocks.num_blocks * rank_blocks)
-    num_splits = max(1, min(at_once, num_in // _LEAST_INPUTS, _MOST_SPLITS))
+    num_splits = max(1, min(at_once, num_in // _LEAST_INPUTS, 16))
     split = -(-num_in // (num_splits * _BLOCK_IN)) * _BLOCK_IN
     num_splits = -(-num_in // split)
     inner = torch.empty((num_splits, num_rows, form.num_ranks), dtype=torch.float32, device=x.device)
@@ -231,9 +230,9 @@ def add_low_rank(
     )  # fmt: skip
     block_columns = 128 if x.dtype != torch.float32 and blocks.size == 16 else 64
     _expand[(blocks.num_blocks, -(-form.num_outputs // block_columns), form.num_parts)](
-        inner, base, table, blocks.blocks, blocks.order, out, blocks.num_blocks, num_rows, out.stride(0),
-        NUM_SPLITS=num_splits, NUM_RANKS=form.num_ranks, BLOCK_ROWS=blocks.size,
-        BLOCK_RANKS=min(block_ranks, 32), BLOCK_COLUMNS=block_columns, num_warps=4, **early,
+        inner, base, table, blocks.blocks, blocks.order, out, blocks.num_blocks, num_rows, num_splits,
+        out.stride(0), NUM_RANKS=form.num_ranks, BLOCK_ROWS=blocks.size, BLOCK_RANKS=min(block_ranks, 32),
+        BLOCK_COLUMNS=block_columns, num_warps=4, **early,
     )  # fmt: skip
 
 
@@ -245,21 +244,20 @@ def _shrink(
 ):  # fmt: skip
     """Multiplies a block of rows with some rows of its adapter's first matrix, over a part of the inputs."""
     take_turn(IS_EARLY)
-    # Loads that do not depend on each other are next to each other: few programs run, and latency counts.
     slot = tl.load(blocks + tl.program_id(0))
-    first = tl.load(blocks + num_blocks + tl.program_id(0))
-    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
     if slot < 0:
         return
-    within = tl.arange(0, BLOCK_ROWS)
-    places = tl.minimum(first + within, end - 1)
     entry = table + slot * _TABLE_COLUMNS
     num_ranks = tl.load(entry + 1).to(tl.int32)
-    offset = tl.multiple_of(tl.load(entry), 16)  # as ``_fits`` makes sure
-    rows = tl.load(order + places).to(tl.int64)
     ranks = tl.program_id(1) * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
     if tl.program_id(1) * BLOCK_RANKS >= num_ranks:
         return
+    first = tl.load(blocks + num_blocks + tl.program_id(0))
+    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
+    within = tl.arange(0, BLOCK_ROWS)
+    places = tl.minimum(first + within, end - 1)
+    rows = tl.load(order + places).to(tl.int64)
+    offset = tl.multiple_of(tl.load(entry), 16)  # as ``_fits`` makes sure
     inputs = tl.arange(0, BLOCK_IN)
     begin = tl.program_id(2) * split
     tile = base + offset + tl.minimum(ranks, num_ranks - 1).to(tl.int64)[:, None] * num_in + inputs[None, :]
@@ -281,46 +279,45 @@ def _shrink(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_blocks", "num_rows", "num_splits"])
 def _expand(
-    inner, base, table, blocks, order, out, num_blocks, num_rows, out_stride,
-    NUM_SPLITS: tl.constexpr, NUM_RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    inner, base, table, blocks, order, out, num_blocks, num_rows, num_splits, out_stride,
+    NUM_RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the results of ``_shrink`` with one part's second matrix, and adds that to the product."""
     take_turn(IS_EARLY)
     slot = tl.load(blocks + tl.program_id(0))
-    first = tl.load(blocks + num_blocks + tl.program_id(0))
-    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
     if slot < 0:
         return
-    within = tl.arange(0, BLOCK_ROWS)
-    places = tl.minimum(first + within, end - 1)
     entry = table + slot * _TABLE_COLUMNS + 2 + tl.program_id(2) * _PART_COLUMNS
     num_out = tl.load(entry + 2).to(tl.int32)
-    rank = tl.load(entry + 3).to(tl.int32)
-    first_rank = tl.load(entry + 4).to(tl.int32)
-    first_output = tl.load(entry + 1)
-    offset = tl.load(entry)
-    rows = tl.load(order + places).to(tl.int64)
     if tl.program_id(1) * BLOCK_COLUMNS >= num_out:  # other adapters have more outputs or parts
         return
+    rank = tl.load(entry + 3).to(tl.int32)
+    first_rank = tl.load(entry + 4).to(tl.int32)
+    first = tl.load(blocks + num_blocks + tl.program_id(0))
+    end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
+    within = tl.arange(0, BLOCK_ROWS)
+    places = tl.minimum(first + within, end - 1)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = columns < num_out
-    up = base + offset + columns.to(tl.int64)[:, None] * rank
+    up = base + tl.load(entry) + columns.to(tl.int64)[:, None] * rank
     dtype = out.dtype.element_ty
-    target = out + rows[None, :] * out_stride + first_output + columns[:, None]
-    is_stored = (first + within < end)[None, :] & is_column[:, None]
-    before = tl.load(target, mask=is_stored, other=0.0).to(tl.float32)
     plane_size = num_rows.to(tl.int64) * NUM_RANKS
     sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], dtype=tl.float32)
     for start in range(0, rank, BLOCK_RANKS):
         ranks = start + tl.arange(0, BLOCK_RANKS)
         is_rank = ranks < rank
-        weights = tl.load(up + ranks[None, :], mask=is_column[:, None] & is_rank[None, :], other=0.0)
         place = inner + places.to(tl.int64)[None, :] * NUM_RANKS + (first_rank + ranks)[:, None]
         values = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
-        for number in tl.static_range(NUM_SPLITS):
+        for number in range(num_splits):
             values += tl.load(place + number * plane_size, mask=is_rank[:, None], other=0.0)
+        weights = tl.load(up + ranks[None, :], mask=is_column[:, None] & is_rank[None, :], other=0.0)
         sums += dot(weights, rounded(values, dtype))
+    rows = tl.load(order + places).to(tl.int64)
+    first_output = tl.load(entry + 1)
+    target = out + rows[None, :] * out_stride + first_output + columns[:, None]
+    is_stored = (first + within < end)[None, :] & is_column[:, None]
+    before = tl.load(target, mask=is_stored, other=0.0).to(tl.float32)
     tl.store(target, rounded(before + rounded(sums, dtype).to(tl.float32), dtype), mask=is_stored)
