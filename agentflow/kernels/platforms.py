@@ -101,14 +101,12 @@ NAMES = ("native", "triton", "torch", "reference")
 
 def kernels_for(device: torch.device) -> Kernels:
     """Returns the kernels for a device: those that ``AGENTFLOW_KERNELS`` selects; without it, the native ones
-    on a CPU and Triton's on a GPU if available, else torch's. Logs the choice. Raises ``ValueError`` if the
+    on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the
     selected ones are unknown or unavailable."""
     name = os.environ.get("AGENTFLOW_KERNELS", "")
     if name not in ("", *NAMES):
         raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(NAMES)}")
-    chosen = _chosen(name, device)
-    logger.info("%s uses the %s kernels", device, chosen.name)
-    return chosen
+    return _chosen(name, device)
 
 
 def _chosen(name: str, device: torch.device) -> Kernels:

@@ -288,6 +288,7 @@ class TorchRunner:
             reads_media=self.media is not None,
             kernels=kernels.name,
         )
+        logger.info("%s uses the %s kernels", torch_device, kernels.name)
 
     @property
     def keeps_order(self) -> bool:

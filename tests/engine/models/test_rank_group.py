@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,3 +57,27 @@ def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPat
         RankGroup(2)
     assert started
     assert not any(process.is_running() for process in started)
+
+
+CLOSED_BEFORE_ITS_GROUP = """
+import gc, os, sys
+from agentflow.engine.models.tensor_parallel.joining import join, prepare
+
+file = os.memfd_create("group")
+prepare("gloo", file, 1)
+ranks = join("gloo", file, 0, 1, "cpu", 10.0)
+os.close(file)
+other = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+if other != file:
+    os.dup2(other, file)
+ranks.close()
+del ranks
+gc.collect()
+"""
+
+
+def test_the_end_of_a_group_touches_no_other_file(tmp_path: Path) -> None:
+    """The store of the group opens its file again by the number of the descriptor."""
+    other = tmp_path / "other"
+    subprocess.run([sys.executable, "-c", CLOSED_BEFORE_ITS_GROUP, str(other)], check=True, timeout=50)
+    assert other.read_bytes() == b""

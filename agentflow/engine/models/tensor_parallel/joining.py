@@ -47,7 +47,10 @@ def join(collective: str, file: int, rank: int, size: int, device: str, limit_s:
     ``Ranks``."""
     if collective == "shared":
         return SharedRanks(file, rank, size, limit_s=limit_s)
-    store = FileStore(f"/proc/self/fd/{file}", size)
+    # The store opens this path again when it is destroyed, whenever that is. If the descriptor were closed by
+    # then, its number could be another file's, into which the store would write, or a socket's, which ends
+    # the process. So a copy stays open until the process ends.
+    store = FileStore(f"/proc/self/fd/{os.dup(file)}", size)
     return DistributedRanks(store, rank, size, device=torch.device(device), limit_s=limit_s)
 
 
