@@ -872,7 +872,7 @@ class EngineGenerator:
     async def prompt_ids(self, context: EngineContext) -> list[int]:
         """Returns the current prompt's ids. Raises ``BadArgument`` if there are none."""
         await self._read_media(context)
-        token_ids = await self.encode_beside(context.num_to_encode, context.tokens.cut_ids)
+        token_ids = await self.encode_beside(context.num_to_encode, context.encoded_ids)
         context.mark_encoded()
         if not token_ids:
             raise BadArgument("gen on an empty state: append some text or a turn first")

@@ -8,11 +8,13 @@ import anyio
 import pytest
 from cluster.replicas.test_replica_set import Job
 from support.fake_replicas import Replicas
+from support.server.http_clients import only_asyncio
 
 from agentflow.cluster.replicas import placing_turn
 from agentflow.cluster.replicas.placing_turn import PlacingTurn
 from agentflow.engine.submit import Origin
 
+anyio_backend = pytest.fixture(only_asyncio)  # trio starts tasks in any order, and may take a turn for one
 pytestmark = pytest.mark.anyio
 
 

@@ -397,7 +397,7 @@ def test_importing_loads_no_model_library() -> None:
         "chat_template",
         "chat_layout",
         "detokenizer",
-        "token_state",
+        "state.token_state",
     ]
     script = f"""
 import importlib, sys
