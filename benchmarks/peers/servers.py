@@ -112,6 +112,10 @@ WORKLOADS = {
     ),
 }
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 NUM_THREADS = 2
 OF_LLAMACPP = {"single": ">= 1.2", "prompt2000": ">= 2"}
 """The workloads that are compared with llama.cpp, and the goals."""
@@ -176,6 +180,10 @@ async def _measure_llamacpp(
     command = [sys.executable, "-m", "agentflow", "serve", "--model", f"{MODEL}={file}"]
     theirs = [llama_server, "-m", str(file), "-c", "4096", "-np", "1", "-t", str(NUM_THREADS)]
     with ExitStack() as stack:
+        template = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "chatml.jinja"
+        template.write_text(CHATML, encoding="utf-8")  # some files have none
+        command += ["--chat-template", str(template)]
+        theirs += ["--chat-template", "chatml"]
         ports = {
             "agentflow": stack.enter_context(_serving(command)),
             "llama.cpp": stack.enter_context(_serving([*theirs, "--host", "127.0.0.1"])),
