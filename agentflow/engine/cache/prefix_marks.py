@@ -1,9 +1,9 @@
 """Prefixes that clients asked to keep for some time, as with ``cache_control`` of Anthropic's API.
 
-A mark is a rank in the eviction of one owner's tokens and no lock: between tokens that nobody asked to keep
-and those that open states need. It does not change how many tokens an owner loses (``holdings``), so an owner
-that marks everything gets no more room than without marks, and its marked prefixes lose their tokens in the
-order of their last use.
+A mark is a rank in the eviction of one owner's tokens and no lock: between unmarked tokens and those that
+open states need. It does not change how many tokens an owner loses (``holdings``), so an owner that marks
+everything gets no more room than without marks, and its marked prefixes lose their tokens in the order of
+their last use.
 
 A mark belongs to the node at whose end the prefix ends. A heap has the times at which marks end, with old
 entries, so a mark and its end cost what a heap costs, and a prefix that is marked again costs nothing more.

@@ -5,9 +5,9 @@ run of token ids with the slot of each. There is one tree for each *extra key* (
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
 Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``holdings`` says which
-owners (tenants) lose them. Of one owner it takes first the leaves that nobody asked to keep, the least
-recently used first, then those that a client did (``prefix_marks``), in the same order, and last those that
-open states need (``keep``), the ones whose states continue last before the others.
+owners (tenants) lose them. Of one owner it takes first the unmarked leaves, the least recently
+used first, then those that a client marked (``prefix_marks``), in the same order, and last those that open
+states need (``keep``), the ones whose states continue last before the others.
 
 Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
 and the leaves that it shortens or removes, found in heaps with lazy deletion. Token runs are ``bytes``, four
@@ -332,7 +332,7 @@ class RadixCache:
 
     def mark(self, node: Node, until: float) -> Node | None:
         """A client wants the prefix that ends at ``node``, or what is left of it, until then (0: no client
-        does): it is evicted after tokens that nobody asked to keep, and before those that open states need.
+        does): it is evicted after unmarked tokens, and before those that open states need.
         Where several clients do, the latest time counts. Returns what is left, None if nothing is."""
         node = _present(node)
         if node.parent is None:
@@ -737,7 +737,7 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _rank(node: Node) -> int:
-    """Who needs the prefix that ends at the node: 2: an open state, 1: a client asked for it, 0: nobody."""
+    """The rank of the prefix that ends at the node. 2: an open state needs it. 1: a client marked it."""
     if node.keeps:
         return 2
     return 1 if node.marked_until else 0

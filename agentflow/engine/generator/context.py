@@ -243,21 +243,15 @@ class EngineContext:
     def encode(self) -> None:
         """Encodes appended text, and finds the tokens of the beginnings to keep."""
         self.tokens.cut()
-        if self.kept_messages:
-            self._find_kept()
-
-    def encoded_ids(self) -> list[int]:
-        """Encodes appended text, and returns all ids, for reading."""
-        ids = self.tokens.cut_ids()
-        if self.kept_messages:
-            self._find_kept()
-        return ids
-
-    def _find_kept(self) -> None:
-        if self.tools is not None:
+        if self.kept_messages and self.tools is not None:
             num_turns = self.tools.num_turns
             kept = [(self.tokens.num_ids_through(num_turns(n)), s) for n, s in self.kept_messages]
             self.kept_messages, self.kept_prefixes = (), [(count, s) for count, s in kept if count]
+
+    def encoded_ids(self) -> list[int]:
+        """``encode``, and then the ids of the whole prompt."""
+        self.encode()
+        return self.tokens.ids()
 
     def mark_encoded(self) -> None:
         """Records that all appended text is encoded."""

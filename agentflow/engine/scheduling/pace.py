@@ -11,7 +11,7 @@ or bounds, nothing of this applies.
   bound, less the time that these tokens took. A step may take MEAN_PART of the bound plus the lowest balance
   of all urgent requests. So errors of the learned costs are corrected in the next steps, and time that every
   urgent request has saved goes to other work. The step stays between PLANNED_PART and MOST_PART of the bound,
-  so that nobody sees a pause.
+  so that no stream pauses.
 - *Decoding* takes at most DECODE_PART of the step beyond its constant cost: all urgent requests, then as
   many others as fit. The others take turns: those that were left out of a step come first in the next one,
   and a step has at least one.

@@ -78,7 +78,7 @@ def test_an_actor_that_hears_nothing_is_silent(monkeypatch):
             while ours.recv(1):
                 pass
         ours.sendall(b".")
-        assert ours.recv(1) == b"."  # it hears the server again
+        assert ours.recv(1) == b"."  # it receives from the server again
         ours.close()
         beats.join(30)
         assert not beats.is_alive()

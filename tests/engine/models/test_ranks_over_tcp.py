@@ -1,4 +1,4 @@
-"""A model whose other rank is reached over TCP, as on another machine: somebody else has started it."""
+"""A model whose other rank is reached over TCP, as on another machine. The test starts its process."""
 
 from __future__ import annotations
 

@@ -373,11 +373,6 @@ class TokenState:
             self._ids_read = _joined(self._segments_now())
         return list(self._ids_read)
 
-    def cut_ids(self) -> list[int]:
-        """``cut``, and then ``ids``."""
-        self.cut()
-        return self.ids()
-
     def ids_ahead(self) -> list[int]:
         """Returns the ids that the next prompt probably begins with: those of ``ids``, and after an answer of
         the assistant those that the template gives the conversation once another turn follows, the result of
