@@ -31,7 +31,7 @@ def _run(options: argparse.Namespace) -> int:
 def _compile_kernels() -> None:
     """Compiles the CPU kernels now, so that the first engine starts without a delay; not if
     ``AGENTFLOW_KERNELS`` names others."""
-    if os.environ.get("AGENTFLOW_KERNELS", "native") != "native":
+    if os.environ.get("AGENTFLOW_KERNELS") not in (None, "", "native"):
         return
     from agentflow.kernels.native_library import NoNativeKernels, is_compiled, load_best, native_level
 

@@ -7,12 +7,11 @@ longer and whose answer closes it.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 
 from agentflow.protocol.events import CircuitStatus
-from agentflow.runtime.backoff import doubled_s
+from agentflow.runtime.backoff import doubled_s, spread
 
 MAX_FAILURES = 3
 """The failures in a row that open a circuit."""
@@ -77,7 +76,7 @@ class Circuit:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
+        jitter: Callable[[], float] = lambda: spread(0.5, 1.0),
     ) -> None:
         self._clock = clock
         self._jitter = jitter

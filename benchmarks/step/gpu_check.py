@@ -530,12 +530,16 @@ def _compare_flashinfer(check: Check) -> None:
 
 @contextlib.contextmanager
 def _forced_kernels(name: str) -> Iterator[None]:
-    before = os.environ.get("AGENTFLOW_KERNELS", "")
-    os.environ["AGENTFLOW_KERNELS"] = name or before
+    before = os.environ.get("AGENTFLOW_KERNELS")
+    if name:
+        os.environ["AGENTFLOW_KERNELS"] = name
     try:
         yield
     finally:
-        os.environ["AGENTFLOW_KERNELS"] = before
+        if before is None:
+            os.environ.pop("AGENTFLOW_KERNELS", None)
+        else:
+            os.environ["AGENTFLOW_KERNELS"] = before
 
 
 def _read_bytes_s(device: Any, is_small: bool) -> float:

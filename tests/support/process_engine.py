@@ -11,7 +11,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
-from support.holds import Hold
+from support.holds import Hold, until
 from support.plain_model import alone
 from support.processes import signal_child
 
@@ -96,6 +96,13 @@ async def generate(
 
 def text_after(prompt: list[int]) -> str:
     return alone(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)).text
+
+
+async def progress(client: EngineClient) -> None:
+    """Waits until each running request has a token of the present process. A request that meets two deaths
+    without one is suspected."""
+    journal = client.engine._journal
+    await until(lambda: not any(entry.deaths_since_progress for entry in journal._sent.values()))
 
 
 def kill(client: EngineClient, held_at: Hold) -> None:

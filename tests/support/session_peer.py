@@ -37,6 +37,7 @@ class HangingGenerator(ScriptedGenerator):
         self.stats_fault: Exception | None = None
         self.generate_fault: Exception | None = None
         self.has_hung = anyio.Event()
+        self.num_begun = 0
 
     async def generate(
         self,
@@ -46,6 +47,7 @@ class HangingGenerator(ScriptedGenerator):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
+        self.num_begun += 1
         if self.generate_fault is not None:
             raise self.generate_fault
         if not context.text.removesuffix("</user><assistant>").endswith(HANG):

@@ -19,7 +19,7 @@ from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.plain_model import alone
-from support.process_engine import PLAIN, generate
+from support.process_engine import PLAIN, generate, progress
 from support.processes import has_ended
 from support.server.http_clients import only_asyncio
 from support.tcp_proxy import proxied
@@ -72,6 +72,7 @@ async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_
         group.start_soon(run)
         for fault in ("engine", "actor", "silence"):
             await hold.reached()
+            await progress(client)
             engine = psutil.Process(client.engine.pid)
             actor = engine.parent()
             ended += [engine, actor]
@@ -119,6 +120,7 @@ async def test_a_stream_continues_when_the_network_splits(ray_nodes, tmp_path, m
         group.start_soon(run)
         for side in ("up", "down"):
             await hold.reached()
+            await progress(client)
             engine = psutil.Process(client.engine.pid)
             for proxy in proxies:
                 proxy.split(side)

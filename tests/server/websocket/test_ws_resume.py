@@ -79,7 +79,7 @@ async def test_a_stuck_connection_cannot_keep_its_session() -> None:
     async with bench() as server, connected(server, binary=[True, True]) as [stuck, new]:
         welcome = await stuck.greet()
         stuck.put_ops(1, ops.Open(1), ops.Text(1, ("much #300",)), gen(1, 2))
-        await until(lambda: server.generator.num_running > 0)
+        await until(lambda: server.generator.num_begun > 0)
         # The first connection is not read any more: its writer is blocked.
         again = await new.greet(Resume(welcome.session, welcome.secret, {2: 0}, {1: 0}))
         assert again.ack == 3

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -27,7 +26,7 @@ from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventRead
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
 from agentflow.backends.apis.http.pacing import Pace
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
-from agentflow.runtime.backoff import doubled_s
+from agentflow.runtime.backoff import doubled_s, spread
 from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.runtime.turns import Starts
 
@@ -326,10 +325,10 @@ class ApiTransport:
         return num_failed <= self._max_retries and is_transient(error) and is_soon
 
     def _pause_s(self, error: AgentflowError, num_failed: int) -> float:
-        pause_s = doubled_s(self._first_pause_s, MAX_PAUSE_S, num_failed) * random.uniform(0.5, 1.0)
+        pause_s = doubled_s(self._first_pause_s, MAX_PAUSE_S, num_failed) * spread(0.5, 1.0)
         asked_s = error.retry_after_s if isinstance(error, Overloaded) else None
         # Spreads the clients that received the same time.
-        return pause_s if asked_s is None else asked_s * random.uniform(1.0, 1.1)
+        return pause_s if asked_s is None else asked_s * spread(1.0, 1.1)
 
     async def _attempt(
         self, exchange: _Exchange, path: str, body: bytes, sink: EventSink, headers: Mapping[str, str]
