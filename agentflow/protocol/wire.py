@@ -13,6 +13,7 @@ malformed frame ends the session.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -151,6 +152,7 @@ class _Declared(msgspec.Struct):
 _UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
+@functools.cache
 def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
     """A function that decodes one op of a frame. For a malformed op it returns a ``Rejected`` with
     ``BadArgument``; it raises ``ProtocolError`` if the op's state cannot be read either."""
@@ -198,11 +200,13 @@ class FrameDecoder(Generic[ReceivedT]):
             raise ProtocolError(f"a frame cannot be read: {why}") from None
 
 
+@functools.cache
 def client_frames() -> FrameDecoder[ReceivedFrame]:
     """The decoder of a client's frames."""
     return FrameDecoder(ReceivedFrame)  # type: ignore[arg-type]
 
 
+@functools.cache
 def server_frames() -> FrameDecoder[ServerFrame]:
     """The decoder of a server's frames."""
     return FrameDecoder(ServerFrame)  # type: ignore[arg-type]

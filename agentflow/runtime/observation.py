@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic
@@ -259,7 +258,7 @@ class WatchAnswers(Generic[ContextT]):
         self._events = events
         self._memory = memory
         self._watch: _Watch | None = None
-        self._peeks: deque[ops.Peek] = deque()
+        self._peeks: list[ops.Peek] = []
         self._replies: list[Event] = []
 
     def watch(self, op: ops.Watch) -> None:
@@ -340,7 +339,7 @@ class WatchAnswers(Generic[ContextT]):
                 self._reply(Peeked(op.ticket, text, num_tokens))
             except AgentflowError as error:
                 self._reply(Peeked(op.ticket, error=ErrorInfo.of(error)))
-            self._peeks.popleft()
+            del self._peeks[0]
 
     async def _text_of(self, node_id: int) -> NodeText:
         watch = self._watch

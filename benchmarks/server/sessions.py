@@ -8,7 +8,7 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import AsyncExitStack
 
 import psutil
-from websockets.asyncio.client import connect
+from websockets.asyncio.client import ClientConnection, connect
 
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
 from benchmarks.report import Report, median_of
@@ -56,7 +56,7 @@ async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
     async def one() -> None:
         socket = await stack.enter_async_context(connect(url, compression=None, ping_interval=None))
         # A session whose connection breaks is kept, so that its client can resume it.
-        stack.push_async_callback(socket.send, encode(Bye(), binary=True))
+        stack.push_async_callback(_leave, socket)
         await socket.send(encode(Hello(VERSION), binary=True))
         data = await socket.recv()
         assert isinstance(data, bytes)
@@ -65,6 +65,12 @@ async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
             group.create_task(one())
+
+
+async def _leave(socket: ClientConnection) -> None:
+    """Ends the session, and waits until it has ended: those of the warm-up would count against the limit."""
+    await socket.send(encode(Bye(), binary=True))
+    await socket.wait_closed()
 
 
 def _resident(server: Process) -> int:

@@ -201,19 +201,27 @@ async def test_of_the_sessions_too():
 
 
 @pytest.mark.parametrize(("tenant", "most"), [("one", 2), ("", 4)])
-async def test_f29b_sessions_that_open_at_the_same_time_count(tenant: str, most: int):
+@pytest.mark.parametrize("turns_between", [0, 1, 2])
+async def test_f29b_sessions_that_open_at_the_same_time_count_once(
+    tenant: str, most: int, turns_between: int
+):
     generator = HangingGenerator()
-    opened: list[object] = []
+    opened: list[int] = []
 
-    async def open_one(sessions: Any) -> None:
+    async def open_one(sessions: Any, number: int) -> None:
+        for _ in range(number * turns_between):
+            await anyio.lowlevel.checkpoint()
         with suppress(Overloaded):
-            opened.append(await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant=tenant))
+            await sessions.open(SessionModels(generator), anyio.CancelScope(), tenant=tenant)
+            opened.append(number)
 
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         async with anyio.create_task_group() as group:
-            for _ in range(10):
-                group.start_soon(open_one, sessions)
+            for number in range(10):
+                group.start_soon(open_one, sessions, number)
         assert len(opened) == len(sessions) == most
+        if turns_between:
+            assert opened == list(range(most))
 
 
 async def test_answers_are_let_in_together_or_not_at_all():

@@ -28,6 +28,7 @@ from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
 
 # Of one request: its headers with their names, and the trailers of a chunked body.
 MAX_HEADER_BYTES = 65_536
@@ -355,6 +356,10 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.transport.is_closing():
             self.transport.pause_reading()
             self._turns.add(self)
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        event.headers.clear()  # the scope has them, and the parser would keep these 2 KB as well
 
     def handle_cont(self, event: Frame) -> None:
         if len(self.frames) < MAX_FRAGMENTS:

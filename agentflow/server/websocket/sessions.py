@@ -161,7 +161,7 @@ class Sessions(Generic[ContextT]):
         self.limits = limits
         self.graphs = OpenGraphs()
         self._num_connections_of: Counter[str] = Counter()
-        self._num_opening: Counter[str] = Counter()  # sessions whose tasks have not begun
+        self._opening: dict[anyio.CancelScope, str] = {}  # tenants of sessions whose tasks have not begun
         self._memory = TenantMemory(
             limits.sessions_bytes, "all sessions together may hold", "close some, or try again later"
         )
@@ -217,26 +217,24 @@ class Sessions(Generic[ContextT]):
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
         """Opens a session. ``Overloaded`` if there are too many, or the tenant has too many."""
-        if len(self._sessions) + self._num_opening.total() >= self.limits.max_sessions:
+        if len(self._sessions) + len(self._opening) >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} open sessions, which is its limit: "
                 "try again later"
             )
         most = part_of(self.limits.max_sessions, tenant)
         num_open = sum([session.tenant == tenant for session in self._sessions.values()])
-        if num_open + self._num_opening[tenant] >= most:
+        if num_open + list(self._opening.values()).count(tenant) >= most:
             raise Overloaded(
                 f"this tenant has {most} open sessions, which is the limit for one: try again later"
             )
-        self._num_opening[tenant] += 1
+        self._opening[holder] = tenant
         try:
             session: ServedSession[ContextT] = await self._tasks.start(
                 self._run, models, holder, tenant, is_valid
             )
         finally:
-            self._num_opening[tenant] -= 1
-            if not self._num_opening[tenant]:
-                del self._num_opening[tenant]
+            self._opening.pop(holder, None)
         return session
 
     async def resume(
@@ -291,6 +289,7 @@ class Sessions(Generic[ContextT]):
                     models, group, holder, tenant, memory, is_valid, self.graphs.of(tenant), self._front
                 )
                 self._sessions[session.id] = session
+                self._opening.pop(holder, None)  # not counted twice until ``open`` goes on
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)
                 group.cancel_scope.cancel()
