@@ -183,7 +183,7 @@ async def test_a_model_that_cannot_be_reloaded_is_retried_with_growing_delays(tm
             reasons.append(str(failure.value))
         client.compute_ahead([5, 6], origin=Origin())  # is dropped
         assert len(client.engine._journal) == len(client._unfinished) == 0
-        await until(lambda: client.engine.restarts == 5)
+        await until(lambda: client.engine.restarts >= 5)
         assert ticks.delays[:4] == [1.0, 2.0, 4.0, 8.0]
         model.touch()
         await until(lambda: client.engine._outgoing is not None)

@@ -261,7 +261,7 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
     limits = ServerLimits(frame_bytes=4096)
     async with bench(limits) as server, connected(server, binary=[False], greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("much #3000",)), gen(1, 2))
-        await until(lambda: server.generator.num_running > 0)
+        await until(lambda: server.generator.num_begun > 0)
         await until(lambda: server.generator.num_running == 0)
         listener = Listener()
         while 2 not in listener.ends:
