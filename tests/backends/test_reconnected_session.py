@@ -17,7 +17,9 @@ from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow.backends.remote import Remote
+from agentflow.backends.websocket import WebSocket
 from agentflow.language.batch import retries
+from agentflow.protocol.wire import Resume, Welcome
 from agentflow.server.config.limits import ServerLimits
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
@@ -32,12 +34,15 @@ def servers() -> Iterator[list[ThreadServer]]:
 
 
 @asynccontextmanager
-async def restartable(servers: list[ThreadServer], **options: Any) -> AsyncIterator[tuple[Proxy, af.Session]]:
+async def restartable(
+    servers: list[ThreadServer], kind: type[Remote] = Remote, **options: Any
+) -> AsyncIterator[tuple[Proxy, af.Session]]:
     """A session over a proxy to the first server."""
-    async with proxied(servers[0].port) as proxy:
-        remote = Remote(proxy.url, keepalive_s=0.05, **options)
-        async with af.session(backend=remote, seed=7) as flow:
-            yield proxy, flow
+    async with (
+        proxied(servers[0].port) as proxy,
+        af.session(backend=kind(proxy.url, **options), seed=7) as flow,
+    ):
+        yield proxy, flow
 
 
 def restart(proxy: Proxy, servers: list[ThreadServer]) -> None:
@@ -61,6 +66,7 @@ async def test_f18a_runs_in_progress_fail_and_later_runs_succeed(servers: list[T
         with pytest.raises(af.ServerLost):  # noqa: PT012
             async for _ in flow.stream(ask, HANG):
                 restart(proxy, servers)
+                proxy.sever()  # nothing is sent any more
         assert flow.is_alive
         assert (await flow.run(ask, "later #4")).split()[-1].endswith("3é")
         assert flow.is_connected
@@ -90,8 +96,18 @@ async def test_f18b_a_map_with_retries_finishes_over_restarts(
         assert all(len(text.split()) == 2 for text in answers)
 
 
+class Impatient(Remote):
+    """Its runs wait for a server for a fifth of a second, and it waits for the server's answer as usual."""
+
+    async def open(self, resume: Resume | None) -> tuple[WebSocket, Welcome]:
+        self.open_timeout_s = 10.0
+        opened = await super().open(resume)
+        self.open_timeout_s = 0.2
+        return opened
+
+
 async def test_f18c_a_run_without_a_server_waits_and_then_fails(servers: list[ThreadServer]) -> None:
-    async with restartable(servers, open_timeout_s=0.2) as (proxy, flow):
+    async with restartable(servers, Impatient) as (proxy, flow):
         proxy.refuses = True
         restart(proxy, servers)
         with pytest.raises(af.ServerLost):
@@ -164,9 +180,13 @@ async def test_f18g_a_recording_over_a_restart_can_be_replayed(
 
     path = tmp_path / "run.jsonl"
     async with proxied(servers[0].port) as proxy:
-        remote = Remote(proxy.url, keepalive_s=0.05)
-        async with af.session(backend=remote, record=path) as flow:
-            recorded = await twice(flow, lambda: restart(proxy, servers))
+
+        def lose() -> None:
+            restart(proxy, servers)
+            proxy.sever()
+
+        async with af.session(proxy.url, record=path) as flow:
+            recorded = await twice(flow, lose)
     async with af.session(backend=af.Replay(path)) as flow:
         assert await twice(flow, lambda: None) == recorded
 

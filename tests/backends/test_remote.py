@@ -301,6 +301,7 @@ async def test_an_op_over_the_limit_is_refused_before_it_is_sent(strict_server: 
         connection.send([ops.Text(1, ("x" * 3900,)), ops.Text(1, ("y" * 3900,)), ops.Text(1, (" #2",))])
         connection.send([gen(1, 2)])
         assert await listener.text(2) == count_words("keep #2" + "x" * 3900 + "y" * 3900 + " #2")
+    await strict_server.wait_until_idle()  # it has one session only
 
 
 async def test_a_lone_surrogate_is_rejected_before_it_is_sent(server: ThreadServer) -> None:

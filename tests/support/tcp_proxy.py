@@ -45,12 +45,17 @@ class Proxy:
     refuses: bool = False
     answers: list[bytes] = field(default_factory=list)
     last_down: bytes = b""  # the latest that came from the server
+    _latest: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # the connection that is carried
     # Set, and replaced by a new one, when something is carried or dropped, or the split ends.
     carried: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def url(self) -> str:
         return f"ws://127.0.0.1:{self.port}"
+
+    def sever(self) -> None:
+        """Closes the latest connection."""
+        self._latest.cancel()
 
     def split(self, *sides: Side) -> None:
         """Drops what goes in these directions; by default in both."""
@@ -77,6 +82,10 @@ class Proxy:
                 await client.send(self.answers.pop(0))
             return
         self.current = budget = self.budgets.pop(0) if self.budgets else Budget()
+        with anyio.CancelScope() as self._latest:
+            await self._connect(client, budget)
+
+    async def _connect(self, client: SocketStream, budget: Budget) -> None:
         async with client:
             while self.dropped:  # nobody answers a connection that is opened now
                 await self.carried.wait()

@@ -174,22 +174,24 @@ async def test_a_session_goes_on_at_its_server_after_a_broken_connection(
             )
             for name in "ab"
         ]
-        async with before(servers) as route, proxied(int(route.url.rpartition(":")[2])) as proxy:
-            backend = Remote(proxy.url, keepalive_s=0.05)
-            async with af.session(backend=backend) as flow:
-                state = flow.state()
-                state += "hello" + af.gen("x", max_tokens=4)
-                before_text = await state["x"]
-                [own] = [target for target in route.gateway.targets if target.num_websockets]
-                own.num_websockets += 10  # a session that is not known would go to the other one
-                if is_shared:  # as if the gateway had been restarted: the other server refuses the session
-                    route.gateway.placement._owners.clear()
-                proxy.current.up = 0
-                state += af.gen("y", max_tokens=4)
-                assert isinstance(await state["y"], str)
-                assert await state["x"] == before_text
-                assert proxy.num_connections == 2
-                own.num_websockets -= 10
+        async with (
+            before(servers) as route,
+            proxied(int(route.url.rpartition(":")[2])) as proxy,
+            af.session(proxy.url) as flow,
+        ):
+            state = flow.state()
+            state += "hello" + af.gen("x", max_tokens=4)
+            before_text = await state["x"]
+            [own] = [target for target in route.gateway.targets if target.num_websockets]
+            own.num_websockets += 10  # a session that is not known would go to the other one
+            if is_shared:  # as if the gateway had been restarted: the other server refuses the session
+                route.gateway.placement._owners.clear()
+            proxy.current.up = 0
+            state += af.gen("y", max_tokens=4)
+            assert isinstance(await state["y"], str)
+            assert await state["x"] == before_text
+            assert proxy.num_connections == 2
+            own.num_websockets -= 10
 
 
 async def test_a_websocket_that_a_server_refuses() -> None:

@@ -275,11 +275,10 @@ async def test_a_body_that_breaks_is_not_complete_for_the_client() -> None:
 
 async def test_targets_that_do_not_answer_in_time() -> None:
     hold = Answer([b"data: 1\n\n", Hold()], content_type=EVENTS)
-    limits = Limits(first_byte_s=0.2, stall_s=0.2)
-    async with routed_fakes(always(Answer([Hold()])), limits=limits) as route:
+    async with routed_fakes(always(Answer([Hold()])), limits=Limits(first_byte_s=0.2)) as route:
         got = await route.chat()
         assert (got.status_code, got.json()["error"]["code"]) == (504, "timeout")
-    async with routed_fakes(always(hold), limits=limits) as route:
+    async with routed_fakes(always(hold), limits=Limits(stall_s=0.2)) as route:
         got = await route.chat(stream=True)
         assert '"target_failed"' in got.text
 
