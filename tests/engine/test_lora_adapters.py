@@ -221,18 +221,26 @@ async def expected_with(folder: Path) -> list[int]:
 async def test_f4a_a_request_keeps_its_adapter_in_a_new_process(tmp_path: Path, is_replaced: bool) -> None:
     old, new = adapter(tmp_path / "old"), adapter(tmp_path / "new", 2.0)
     first = Hold(tmp_path / "first")
-    steps = {str(step): str(tmp_path / "second") for step in range(8, COUNT)}  # there is none yet
+    steps = {str(step): str(tmp_path / "later") for step in range(8, COUNT)}  # there is none yet
     async with process_engine(hold_at={"7": first.path, **steps}) as client:
         await client.load_adapter("one", old)
         replaced = Replaced(client, first)
         async with replaced.running():
             if is_replaced:
+                has_loaded = anyio.Event()
+
+                async def load() -> None:
+                    await client.load_adapter("one", new)
+                    has_loaded.set()
+
+                held = first
                 async with anyio.create_task_group() as group:
-                    group.start_soon(client.load_adapter, "one", new)
-                    first.release()
-                second = Hold(tmp_path / "second")
-                await second.reached()
-                kill(client, second)
+                    group.start_soon(load)
+                    while not has_loaded.is_set():  # step by step: the request is not to end before
+                        before, held = held, Hold(tmp_path / "later")
+                        before.release()
+                        await held.reached()
+                kill(client, held)
             else:
                 client.unload_adapter("one")
                 kill(client, first)
