@@ -289,11 +289,24 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_tls_context() -> None:
-    """All HTTP clients share a context: to create one takes longer than several requests."""
+def _http_clients() -> None:
+    """All HTTP clients share a context: to create one takes longer than several requests. And they wait until
+    the test ends where they would wait for 5 s by default: a busy machine may take longer."""
     import httpcore2
+    from httpx2._config import DEFAULT_TIMEOUT_CONFIG as DEFAULT
 
     httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+    DEFAULT.connect = DEFAULT.read = DEFAULT.write = DEFAULT.pool = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unchanged_process() -> Iterator[None]:
+    """A file of tests leaves the settings of the process as they were."""
+    from support.process_state import changed, process_state
+
+    before = process_state()
+    yield
+    assert not changed(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -123,6 +123,7 @@ async def test_what_clients_see_survives_a_killed_server(tmp_path: Path) -> None
             client_of(first.url) as here,
             client_of(second.url) as there,
         ):
+            began_s = anyio.current_time()
             talk = (await here.post("/v1/conversations", json={})).json()["id"]
             kept = (await here.post("/v1/responses", json=asked | {"conversation": talk})).json()
             program = (await here.post("/v1/programs", json={})).json()["id"]
@@ -159,7 +160,9 @@ async def test_what_clients_see_survives_a_killed_server(tmp_path: Path) -> None
             pending = await there.get(f"/v1/programs/{program}/variables/pending")
             assert (pending.status_code, pending.json()["error"]["code"]) == (503, "engine_down")
             # Both servers have admitted requests within one limit.
-            statuses = [(await there.post("/v1/responses", json=asked)).status_code for _ in range(14)]
-            assert 200 in statuses
-            assert statuses[-1] == 429
-            assert statuses.count(200) < 10
+            num_admitted = 0
+            while (admitted := await there.post("/v1/responses", json=asked)).status_code == 200:
+                num_admitted += 1
+            assert admitted.status_code == 429
+            returned = 14 * (anyio.current_time() - began_s) / 60  # more of it, the busier the machine
+            assert 0 < num_admitted < 10 + returned
