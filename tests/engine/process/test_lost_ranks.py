@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import psutil
 import pytest
-from anyio.lowlevel import checkpoint
 from support.engine.random_model import write_random_model
 from support.processes import has_ended
 
@@ -21,12 +21,12 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full, pytest.mark.timeout(180)]
-LENGTH = 240
+LENGTH = 80
 SAMPLING = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.0)
 
 
-async def text(client: EngineClient) -> str:
-    return (await client.generate([5, 6, 7, 8], SAMPLING, seed=3)).text
+async def text(client: EngineClient, on_text: Callable[[str], object] | None = None) -> str:
+    return (await client.generate([5, 6, 7, 8], SAMPLING, seed=3, on_text=on_text)).text
 
 
 def ranks() -> list[psutil.Process]:
@@ -48,15 +48,14 @@ async def test_a_rank_that_stops_is_replaced_and_its_requests_go_on(tmp_path: Pa
     )
     async with open_engine(divided) as client:
         (first,) = ranks()
-        found = []
+        found, has_begun = [], anyio.Event()
 
         async def generate() -> None:
-            found.append(await text(client))
+            found.append(await text(client, lambda _: has_begun.set()))
 
         async with anyio.create_task_group() as requests:
             requests.start_soon(generate)
-            while (await client.stats()).generated_tokens == 0:
-                await checkpoint()
+            await has_begun.wait()
             first.send_signal(signal.SIGSTOP)
         assert found == [expected]
         assert has_ended(first)
