@@ -304,8 +304,11 @@ def _unchanged_process() -> Iterator[None]:
     """A file of tests leaves the settings of the process as they were."""
     from support.process_state import changed, process_state
 
-    before = process_state()
+    before, torch = process_state(), sys.modules.get("torch")
+    num_threads = None if torch is None else torch.get_num_threads()
     yield
+    if torch is not None and torch.get_num_threads() != num_threads:  # an engine in this process has its own
+        torch.set_num_threads(num_threads)
     assert not changed(before)
 
 

@@ -41,6 +41,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Embedded, "connect", lambda self, *args: af.Scripted(answer).connect(*args))
     monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("agentflow.cli.run.collect_garbage_rarely", lambda: None)  # others run here later
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("judge.py").write_text(PROGRAM)

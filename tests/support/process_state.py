@@ -32,7 +32,7 @@ def process_state() -> dict[str, object]:
     if _STATUS.exists():
         [found["umask"]] = [line for line in _STATUS.read_text().splitlines() if line.startswith("Umask:")]
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_default_dtype"):
-        found["torch"] = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())
+        found["torch"] = (torch.get_default_dtype(), torch.is_grad_enabled())
     return found
 
 

@@ -18,6 +18,14 @@ from agentflow.server.tenants.keys import Tenants, hashed_key
 WATCH = {"op": "watch", "ticket": 1, "interval_s": 0.1}
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots come as often as they are asked for, however long one took. The engine may do all its work
+    in a pause."""
+    monkeypatch.setattr(hub, "ENGINE_PART", 1e9)
+    monkeypatch.setattr(hub, "LOOP_PART", 1e9)
+
+
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[ApiServer]:
     file = tmp_path / "keys.toml"
