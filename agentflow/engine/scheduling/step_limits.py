@@ -72,11 +72,9 @@ class StepCost:
         if seconds <= 0:
             return 0
         linear, quadratic = self._token_s + self._pair_s * context, self._pair_s / 2
-        if linear <= 0:
-            return 2**31
         # The positive root of quadratic * n**2 + linear * n = seconds, in the form without cancellation.
-        root = 2 * seconds / (linear + math.sqrt(linear * linear + 4 * quadratic * seconds))
-        return int(min(root, 2**31))
+        divisor = linear + math.sqrt(linear * linear + 4 * quadratic * seconds)
+        return int(min(2 * seconds / divisor, 2**31)) if divisor > 0 else 2**31
 
     def observe(self, features: Features, took_s: float) -> None:
         """Learns from a step with these features and duration."""

@@ -6,7 +6,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine.requests import request_of
 
@@ -263,15 +263,18 @@ def test_for_throughput_alone_streams_do_not_hold_prompts_back():
     assert all(COST.step_s(batch) > 1.2 * MAX_STRETCH * alone_s for batch in steps.batches[-2:])
 
 
-coefficients = st.floats(1e-9, 1e-2)
-
-
 @given(
-    row_s=coefficients, pair_s=st.floats(0, 1e-5), read_s=st.floats(0, 1e-6), context=st.integers(0, 10_000)
+    token_s=st.just(0.0) | st.floats(1e-9, 1e-2),
+    pair_s=st.just(0.0) | st.floats(1e-12, 1e-5),
+    read_s=st.floats(0, 1e-6),
+    context=st.just(0) | st.integers(0, 10_000),
 )
-def test_the_tokens_that_fit_take_the_time_there_is(row_s, pair_s, read_s, context):
+@example(token_s=0.0, pair_s=1e-7, read_s=0.0, context=0)
+@example(token_s=0.0, pair_s=5e-324, read_s=0.0, context=0)
+def test_the_tokens_that_fit_take_the_time_there_is(token_s, pair_s, read_s, context):
+    """Also where all the time of noisy steps was put down to the pairs of their chunks."""
     cost = StepCost()
-    cost._row_s, cost._pair_s, cost._read_s = row_s, pair_s, read_s
+    cost._token_s, cost._pair_s, cost._read_s = token_s, pair_s, read_s
     for seconds in (0.001, 0.05, 1.0):
         num_tokens = cost.tokens_within(seconds, context, is_first=True)
         if num_tokens:
