@@ -25,8 +25,9 @@ def only_line(text: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def kept_logs() -> Iterator[None]:
-    """``serve`` in this process sets up its log."""
+def kept_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``serve`` in this process sets up its log, and would lower the priority of all later tests."""
+    monkeypatch.setattr("agentflow.cli.operating.serve.lower_priority", lambda: None)
     logger = logging.getLogger(LOGGER)
     before = logger.handlers[:], logger.propagate, logger.level
     yield
