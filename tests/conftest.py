@@ -125,41 +125,6 @@ def _patch_triton_once() -> None:
     interpreter._patch_lang = patch_once
 
 
-# A file of tests that leaves settings behind
-
-
-def _settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("AGENTFLOW_")}
-
-
-_settings_before: tuple[Path, dict[str, str]] | None = None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    global _settings_before
-    if _settings_before is None or _settings_before[0] != item.path:
-        _settings_before = (item.path, _settings())
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
-    """Fails the last test of a file that sets ``AGENTFLOW_…`` variables, which the next file on this worker
-    would meet."""
-    result = yield
-    if _settings_before is not None and (nextitem is None or nextitem.path != item.path):
-        before, after = _settings_before[1], _settings()
-        changed = sorted({name for name, _ in before.items() ^ after.items()})
-        for name in changed:
-            os.environ.pop(name, None)
-        os.environ.update(before)
-        assert not changed, f"{item.path.name} changes {', '.join(changed)}"
-    return result
-
-
 # A test that hangs
 
 GRACE_S = 60.0

@@ -16,9 +16,10 @@ _STATUS = Path("/proc/self/status")
 
 
 def process_state() -> dict[str, object]:
-    """The settings by their names. The variables of the environment are not among them."""
+    """The settings by their names; of the environment, agentflow's variables."""
     found: dict[str, object] = {
         "working folder": os.getcwd(),
+        "variables": {name: value for name, value in os.environ.items() if name.startswith("AGENTFLOW_")},
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
