@@ -87,8 +87,8 @@ NATIVE = Kernels(
 
 def triton_kernels() -> Kernels:
     """Returns the kernels for GPUs. Raises ``ImportError`` if there is no Triton."""
-    from agentflow.kernels.triton_ops.triton_attention import TritonAttention
-    from agentflow.kernels.triton_ops.triton_linear import TritonLinear
+    from agentflow.kernels.triton_ops.attention.triton_attention import TritonAttention
+    from agentflow.kernels.triton_ops.linear.triton_linear import TritonLinear
     from agentflow.kernels.triton_ops.triton_rows import TritonRows
     from agentflow.kernels.triton_ops.triton_sampler import TritonSampler
 

@@ -116,7 +116,7 @@ class Case:
 @contextmanager
 def sharing(shares: bool) -> Iterator[None]:
     """Makes plans that share reads, as always, or plans that do not."""
-    from agentflow.kernels.triton_ops import units
+    from agentflow.kernels.triton_ops.attention import units
 
     with patch.object(units, "LEAST_SAVING", units.LEAST_SAVING if shares else NEVER):
         yield

@@ -208,7 +208,7 @@ def wrong_8_bit_floats(device: Any) -> list[str]:
     kernels, wrong = kernels_for(device), []
     if not kernels.linear.has_fp8(device):
         return []
-    from agentflow.kernels.triton_ops import fp8
+    from agentflow.kernels.triton_ops.linear import fp8
 
     def check(name: str, result: Any, expected: Any, tolerance: float) -> None:
         error = float((result.double() - expected).norm() / expected.norm())

@@ -35,7 +35,7 @@ def test_f42q_the_check_of_8_bit_floats_finds_nothing_under_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
-    from agentflow.kernels.triton_ops import fp8
+    from agentflow.kernels.triton_ops.linear import fp8
 
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
     assert gpu_check.wrong_8_bit_floats(CPU) == []
@@ -123,7 +123,9 @@ def test_a_workload_has_the_same_requests_under_all_settings(name: str, runner: 
 
 
 def test_a_setting_without_shared_reads_shares_none(runner: RandomRunner) -> None:
-    units = pytest.importorskip("agentflow.kernels.triton_ops.units", reason="triton is for x86-64 and Linux")
+    units = pytest.importorskip(
+        "agentflow.kernels.triton_ops.attention.units", reason="triton is for x86-64 and Linux"
+    )
     [setting] = [setting for setting in WITHOUT if not setting.shares_reads]
     least = units.LEAST_SAVING
     with gpu_workloads._changed(setting, runner):

@@ -64,7 +64,7 @@ def test_requests_over_shared_prefixes_have_the_tokens_that_they_have_alone(
 ) -> None:
     """In a pool that is too small for all of them: rows of the table and slots are used again."""
     pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
-    from agentflow.kernels.triton_ops import units
+    from agentflow.kernels.triton_ops.attention import units
     from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED
 
     if not IS_INTERPRETED.value:

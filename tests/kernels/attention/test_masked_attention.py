@@ -44,7 +44,7 @@ ON_CPU = [
     *NATIVE_PARAMS,
 ]
 try:
-    from agentflow.kernels.triton_ops import units
+    from agentflow.kernels.triton_ops.attention import units
 except ImportError:  # for x86-64 and Linux
     IMPLEMENTATIONS: list[Any] = ON_CPU
 else:

@@ -37,8 +37,9 @@ from benchmarks.step.random_llama import llama_config, random_llama
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels.triton_ops import early_start, interpreted, units
-from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups, joined_slots
+from agentflow.kernels.triton_ops import early_start, interpreted
+from agentflow.kernels.triton_ops.attention import units
+from agentflow.kernels.triton_ops.attention.units import EVERYWHERE, Units, cut, find_groups, joined_slots
 
 TRITON = triton_kernels()
 pytestmark = pytest.mark.gpu

@@ -23,8 +23,9 @@ pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 import triton
 import triton.language as tl
 
-from agentflow.kernels.triton_ops import fp8, split_products, units
+from agentflow.kernels.triton_ops.attention import units
 from agentflow.kernels.triton_ops.interpreted import from_fp8, to_fp8
+from agentflow.kernels.triton_ops.linear import fp8, split_products
 
 TRITON = triton_kernels()
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -32,10 +32,10 @@ from agentflow.kernels.platforms import REFERENCE, triton_kernels
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels.triton_ops import grouped_products, low_rank, mixture
-from agentflow.kernels.triton_ops.low_rank import AdapterTable
-from agentflow.kernels.triton_ops.quantised import dequantised_rows
-from agentflow.kernels.triton_ops.row_blocks import most_blocks, sorted_rows
+from agentflow.kernels.triton_ops.linear import grouped_products, low_rank, mixture
+from agentflow.kernels.triton_ops.linear.low_rank import AdapterTable
+from agentflow.kernels.triton_ops.linear.quantised import dequantised_rows
+from agentflow.kernels.triton_ops.linear.row_blocks import most_blocks, sorted_rows
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

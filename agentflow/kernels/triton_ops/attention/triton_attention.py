@@ -11,9 +11,9 @@ from agentflow.kernels.attention.backend import AttentionBackend, AttentionRule
 from agentflow.kernels.attention.groups import MaskedPlans
 from agentflow.kernels.attention.masked_attention import masked_attention
 from agentflow.kernels.inputs import MAX_HEAD_DIM, AttentionBatch
-from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
-from agentflow.kernels.triton_ops.paged_attention import attend
-from agentflow.kernels.triton_ops.units import find_groups
+from agentflow.kernels.triton_ops.attention.device_plan import StaticPlans, TritonPlan
+from agentflow.kernels.triton_ops.attention.paged_attention import attend
+from agentflow.kernels.triton_ops.attention.units import find_groups
 
 
 class TritonAttention(AttentionBackend):

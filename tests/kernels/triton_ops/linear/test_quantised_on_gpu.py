@@ -11,7 +11,7 @@ from agentflow.kernels.platforms import triton_kernels
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
-from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES, MAX_ROWS, dequantised_rows
+from agentflow.kernels.triton_ops.linear.quantised import BLOCK_TYPES, MAX_ROWS, dequantised_rows
 
 TRITON = triton_kernels()
 pytestmark = pytest.mark.only_gpu

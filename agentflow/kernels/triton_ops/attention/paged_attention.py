@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentflow.kernels.triton_ops.device_plan import DeviceUnits
+from agentflow.kernels.triton_ops.attention.device_plan import DeviceUnits
+from agentflow.kernels.triton_ops.attention.units import UNIT_COLUMNS, block_rows
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 from agentflow.kernels.triton_ops.interpreted import dot, from_fp8, rounded
-from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, block_rows
 
 FP8 = torch.float8_e4m3fn
 _COLUMNS = tl.constexpr(UNIT_COLUMNS)

@@ -13,9 +13,9 @@ from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
 from agentflow.kernels.linear.grouped import GroupedAdapters, Mixture
 from agentflow.kernels.linear.torch_linear import TorchLinear
-from agentflow.kernels.triton_ops import fp8, low_rank, mixture
-from agentflow.kernels.triton_ops.one_row import is_one_row, multiply_row
-from agentflow.kernels.triton_ops.quantised import BLOCK_TYPES, dequantised_rows, multiply, pack_blocks
+from agentflow.kernels.triton_ops.linear import fp8, low_rank, mixture
+from agentflow.kernels.triton_ops.linear.one_row import is_one_row, multiply_row
+from agentflow.kernels.triton_ops.linear.quantised import BLOCK_TYPES, dequantised_rows, multiply, pack_blocks
 from agentflow.kernels.triton_ops.triton_rows import silu_and_multiply
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from agentflow.kernels.attention.groups import MaskedPlans
 from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut, joined_slots
+from agentflow.kernels.triton_ops.attention.units import (
+    UNIT_COLUMNS,
+    Groups,
+    Units,
+    block_rows,
+    cut,
+    joined_slots,
+)
 from agentflow.kernels.uploads import ALIGNMENT, upload
 
 

@@ -21,14 +21,14 @@ from agentflow.kernels.decoder_weights import Experts, Mlp, Routing
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.linear.routing import routed
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
-from agentflow.kernels.triton_ops.grouped_products import (
+from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED, rounded
+from agentflow.kernels.triton_ops.linear.grouped_products import (
     StackedWeight,
     block_size,
     multiply_grouped,
     stacked,
 )
-from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED, rounded
-from agentflow.kernels.triton_ops.row_blocks import RowBlocks, sorted_rows
+from agentflow.kernels.triton_ops.linear.row_blocks import RowBlocks, sorted_rows
 
 logger = logging.getLogger(__name__)
 

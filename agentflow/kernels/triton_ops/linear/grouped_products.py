@@ -24,8 +24,8 @@ from agentflow.kernels.activations import CLAMP_ALPHA, CLAMP_LIMIT
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 from agentflow.kernels.triton_ops.interpreted import dot, from_fp8, rounded
-from agentflow.kernels.triton_ops.quantised import FORMATS, dequantised
-from agentflow.kernels.triton_ops.row_blocks import RowBlocks
+from agentflow.kernels.triton_ops.linear.quantised import FORMATS, dequantised
+from agentflow.kernels.triton_ops.linear.row_blocks import RowBlocks
 
 _ALPHA = tl.constexpr(CLAMP_ALPHA)
 _LIMIT = tl.constexpr(CLAMP_LIMIT)

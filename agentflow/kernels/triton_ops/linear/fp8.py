@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agentflow.kernels.inputs import BlockMatrix, QuantisedPanels
 from agentflow.kernels.triton_ops.interpreted import dot, from_fp8, to_fp8
-from agentflow.kernels.triton_ops.split_products import divide, finish
+from agentflow.kernels.triton_ops.linear.split_products import divide, finish
 
 logger = logging.getLogger(__name__)
 

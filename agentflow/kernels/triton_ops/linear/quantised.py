@@ -27,9 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight, QuantisedPanels
-from agentflow.kernels.triton_ops import fp8
 from agentflow.kernels.triton_ops.interpreted import dot, rounded
-from agentflow.kernels.triton_ops.split_products import divide, finish
+from agentflow.kernels.triton_ops.linear import fp8
+from agentflow.kernels.triton_ops.linear.split_products import divide, finish
 
 MAX_ROWS = 256
 """The most rows of a fused product. With more, reading dequantised weights costs less than dequantising
