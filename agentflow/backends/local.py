@@ -17,7 +17,7 @@ from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.generator import ContextT, Embedder, Generator
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.task_group import open_task_group
 
 

@@ -30,8 +30,8 @@ from agentflow.protocol.chat import CallBegun, ReplyWriter, TextPiece
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime import wired_text
 from agentflow.runtime.generator import Generated, OnText
+from agentflow.runtime.interpreter import wired_text
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 

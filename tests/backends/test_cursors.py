@@ -22,8 +22,8 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
+from agentflow.runtime.interpreter.state_tree import EventCursor, StateRecord, VariableRecord
 from agentflow.runtime.limits import MemoryBudget, Reservation
-from agentflow.runtime.state_tree import EventCursor, StateRecord, VariableRecord
 
 FAILURE = ErrorInfo("run_failed", "why")
 steps = st.lists(

@@ -67,7 +67,7 @@ UNUSED = (  # by a gen of plain text
     "language/failures/user_code.py",
     "language/typed/values.py",
     "runtime/limits.py",
-    "runtime/image_store.py",
+    "runtime/interpreter/image_store.py",
     "runtime/programs/deduction.py",
     "engine/known_media.py",
     "engine/text/reasoning.py",

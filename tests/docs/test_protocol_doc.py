@@ -27,7 +27,8 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.images import Image, PlacedImage
 from agentflow.protocol.wire import ClientFrame, ServerFrame
-from agentflow.runtime import generator, interpreter, state_tree
+from agentflow.runtime import generator
+from agentflow.runtime.interpreter import interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket import connection as ws_session
 

@@ -19,7 +19,7 @@ from agentflow.language.typed.replies import read_message
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ import agentflow as af
 from agentflow.backends import scripted
 from agentflow.language.batch.map import READ_AHEAD
 from agentflow.language.markers import MARKERS
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 

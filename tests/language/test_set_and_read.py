@@ -10,7 +10,7 @@ from support.programs import echo
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.runtime import state_tree
+from agentflow.runtime.interpreter import state_tree
 
 pytestmark = pytest.mark.anyio
 

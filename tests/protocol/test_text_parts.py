@@ -22,7 +22,7 @@ import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops, text_parts
 from agentflow.protocol.transform import Transform, apply_transforms
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 

@@ -28,7 +28,7 @@ from agentflow.errors import (
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, SessionModels
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
 from agentflow.runtime.programs.live import OpenGraphs, TenantGraphs
 from agentflow.runtime.task_group import open_task_group

@@ -35,7 +35,7 @@ from agentflow.errors import EngineDown, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event, Watched
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from agentflow.errors import RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, Reached, StateFailed, VarFailed
 from agentflow.protocol.ops import MAX_NUMBER, Op
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from agentflow.protocol.events import Reached, Value
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.wire import Resume
 from agentflow.runtime import turns
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 

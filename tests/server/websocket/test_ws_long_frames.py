@@ -10,7 +10,7 @@ from support.session_peer import gen
 
 from agentflow.protocol import ops
 from agentflow.runtime import turns as turns_module
-from agentflow.runtime.state_tree import MAX_LIMITS
+from agentflow.runtime.interpreter.state_tree import MAX_LIMITS
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ from support.api_server import ApiServer, api_server
 from support.session_errors import Session, gen, session, text
 
 from agentflow.engine.watching import hub
-from agentflow.runtime import observation
+from agentflow.runtime.interpreter import observation
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.keys import Tenants, hashed_key
 

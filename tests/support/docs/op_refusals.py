@@ -21,7 +21,7 @@ from support.session_errors import session as session_on
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.runtime import interpreter, state_tree
+from agentflow.runtime.interpreter import interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.rate_limit import TenantGate
 

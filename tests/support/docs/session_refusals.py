@@ -17,8 +17,8 @@ from support.session_errors import ASK, HELLO, NO_CODE, OPEN, address, gen, refu
 from support.session_errors import session as session_on
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.runtime import interpreter
-from agentflow.runtime import observation as stats_answers
+from agentflow.runtime.interpreter import interpreter
+from agentflow.runtime.interpreter import observation as stats_answers
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.keys import hashed_key
 

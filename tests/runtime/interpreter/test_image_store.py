@@ -13,7 +13,7 @@ from agentflow.errors import AgentflowError, BadArgument, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.images import MAX_IMAGE_BYTES, Image, PlacedImage, image_file
-from agentflow.runtime.image_store import ImageStore
+from agentflow.runtime.interpreter.image_store import ImageStore
 from agentflow.runtime.limits import MemoryBudget
 
 FILES = [b"\x89PNG\r\n" + bytes([number]) * (8 + number) for number in range(3)]

@@ -21,9 +21,9 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime import interpreter as interpreter_module
 from agentflow.runtime.generator import Generated, OnText, StateHint
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter import interpreter as interpreter_module
+from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.programs.graph import ProgramGraph
 from agentflow.runtime.programs.place import Place
 

@@ -20,11 +20,11 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
-from agentflow.runtime import interpreter as interpreter_module
-from agentflow.runtime import state_tree, wired_text
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter import interpreter as interpreter_module
+from agentflow.runtime.interpreter import state_tree, wired_text
+from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.state_tree import EventCursor, VariableRecord
 from agentflow.runtime.limits import MemoryBudget, Reservation
-from agentflow.runtime.state_tree import EventCursor, VariableRecord
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,14 @@ from agentflow.errors import (
     RunFailed,
 )
 from agentflow.protocol.events import Delta, Usage, Value, VarFailed
-from agentflow.runtime import state_tree
+from agentflow.runtime.interpreter import state_tree
+from agentflow.runtime.interpreter.state_tree import (
+    EventCursor,
+    StateRecord,
+    StateTree,
+    VariableRecord,
+    derived_error,
+)
 from agentflow.runtime.limits import (
     OWN_CHAR_BYTES,
     Budget,
@@ -31,7 +38,6 @@ from agentflow.runtime.limits import (
     text_bytes,
     value_bytes,
 )
-from agentflow.runtime.state_tree import EventCursor, StateRecord, StateTree, VariableRecord, derived_error
 
 pytestmark = pytest.mark.anyio
 

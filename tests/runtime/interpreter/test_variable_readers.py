@@ -16,9 +16,9 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.state_tree import EventCursor, VariableRecord
 from agentflow.runtime.limits import READER_BYTES, MemoryBudget, Reservation
-from agentflow.runtime.state_tree import EventCursor, VariableRecord
 
 pytestmark = pytest.mark.anyio
 MOST_READERS = 3

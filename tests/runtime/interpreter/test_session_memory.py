@@ -22,7 +22,7 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, Reservation, TenantMemory
 
 GREEDY = GenParams(max_tokens=4)

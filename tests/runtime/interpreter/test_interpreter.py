@@ -31,9 +31,10 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
-from agentflow.runtime import interpreter as interpreter_module
-from agentflow.runtime import state_tree, turns, wired_text
-from agentflow.runtime.interpreter import MAX_PENDING_OPS, Interpreter
+from agentflow.runtime import turns
+from agentflow.runtime.interpreter import interpreter as interpreter_module
+from agentflow.runtime.interpreter import state_tree, wired_text
+from agentflow.runtime.interpreter.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]

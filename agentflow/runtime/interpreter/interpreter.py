@@ -69,7 +69,20 @@ from agentflow.runtime.generator import (
     Upcoming,
     UpcomingGen,
 )
-from agentflow.runtime.image_store import ImageStore
+from agentflow.runtime.interpreter.image_store import ImageStore
+from agentflow.runtime.interpreter.observation import GraphAnswers, StatsAnswers, WatchAnswers
+from agentflow.runtime.interpreter.state_tree import (
+    EventCursor,
+    GraphExecution,
+    PendingOp,
+    StateRecord,
+    StateTree,
+    VariableRecord,
+    derived_error,
+    drop_tracebacks,
+    with_place,
+)
+from agentflow.runtime.interpreter.wired_text import MAX_OP_CHARS, Ahead, WiredTexts, check_length
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
@@ -83,24 +96,11 @@ from agentflow.runtime.limits import (
     text_bytes,
     variable_bytes,
 )
-from agentflow.runtime.observation import GraphAnswers, StatsAnswers, WatchAnswers
 from agentflow.runtime.programs.graph import FOLLOWED, ProgramGraph
 from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.programs.place import Place
-from agentflow.runtime.state_tree import (
-    EventCursor,
-    GraphExecution,
-    PendingOp,
-    StateRecord,
-    StateTree,
-    VariableRecord,
-    derived_error,
-    drop_tracebacks,
-    with_place,
-)
 from agentflow.runtime.task_group import first_of
 from agentflow.runtime.turns import Turn, end_turn
-from agentflow.runtime.wired_text import MAX_OP_CHARS, Ahead, WiredTexts, check_length
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,10 @@ from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import Transform, apply_transforms
-from agentflow.runtime import state_tree, turns
-from agentflow.runtime.interpreter import Interpreter
-from agentflow.runtime.state_tree import StateTree
+from agentflow.runtime import turns
+from agentflow.runtime.interpreter import state_tree
+from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.state_tree import StateTree
 
 pytestmark = pytest.mark.anyio
 

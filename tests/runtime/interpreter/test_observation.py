@@ -29,8 +29,8 @@ from agentflow.protocol.events import (
 from agentflow.protocol.images import digest_of
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Snapshot, SnapshotNode
-from agentflow.runtime.interpreter import Interpreter
-from agentflow.runtime.observation import SentTree
+from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.observation import SentTree
 from agentflow.runtime.programs.graph import MAX_MEDIA
 from agentflow.runtime.programs.live import MAX_SHOWN_EDGES
 
