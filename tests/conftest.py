@@ -207,7 +207,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     code, which no fault handler sees."""
     if error is None:
         return
-    from agentflow.engine.child_process import exit_phrase
+    from agentflow.engine.machine.child_process import exit_phrase
 
     try:
         how = exit_phrase(node.gateway._io.popen.wait(10))

@@ -114,8 +114,6 @@ ROOMS = {
     ),
     "recording": ("images", "file", "places", "runs"),
     "engine": (
-        "child_process",
-        "child_limits",
         "machine",
         "store",
         "grammar",

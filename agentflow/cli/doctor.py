@@ -68,7 +68,7 @@ class TorchBuild:
 
 def checks(model: str, host: str, port: int) -> Iterator[Check]:
     """All checks of this machine, in the order of the table."""
-    from agentflow.engine.machine import has_driver
+    from agentflow.engine.machine.resources import has_driver
 
     build, is_nvidia = torch_build(), has_driver()
     yield check_python()
@@ -199,7 +199,7 @@ def check_torch(build: TorchBuild | None, *, is_nvidia: bool, system: str) -> Ch
 
 def check_processor() -> Check:
     """Which instructions the native kernels find."""
-    from agentflow.engine.machine import usable_cpus
+    from agentflow.engine.machine.resources import usable_cpus
     from agentflow.kernels.native_library import NoNativeKernels, cpu_flags, native_level
 
     there = cpu_flags()
@@ -277,7 +277,7 @@ def check_memory(name: str, folder: Path, *, asks_gpu: bool) -> Check:
     """Whether the model fits into the memory that is free now."""
     import anyio
 
-    from agentflow.engine.machine import free_memory
+    from agentflow.engine.machine.resources import free_memory
     from agentflow.engine.models.memory_need import divide_memory, memory_need
 
     try:

@@ -92,7 +92,7 @@ class _Room:
         self._free_bytes: int | None = None
         self.is_on_gpu = False
         with contextlib.suppress(ImportError, EngineFailed):
-            from agentflow.engine.machine import free_memory
+            from agentflow.engine.machine.resources import free_memory
             from agentflow.server.config.schema import EngineConfig
 
             free = anyio.run(free_memory, [None])

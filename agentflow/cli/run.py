@@ -29,7 +29,7 @@ import msgspec
 from agentflow.backends.open_session import session
 from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, Row, function_of
 from agentflow.language.batch.map import ProgramMap

@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.machine import devices_from, free_cuda_bytes, free_host_bytes, gpu_number
+from agentflow.engine.machine.resources import devices_from, free_cuda_bytes, free_host_bytes, gpu_number
 from agentflow.engine.media.reader import open_reader
 from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import MemoryNeed, fitting_kv_tokens, memory_need

@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.process.shutdown_budget import DRAIN_S, ShutdownBudget
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol.wire import DEFAULT_PORT

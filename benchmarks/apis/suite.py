@@ -18,7 +18,7 @@ import anyio.lowlevel
 from rich.console import Console
 
 import agentflow as af
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from benchmarks.apis.chat_server import Counters
 from benchmarks.apis.decisions import measure_decisions
 from benchmarks.apis.forms import FIELDS, PEOPLE, page_of

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import open_generator
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.protocol.events import Usage
 from agentflow.protocol.images import image_file
 from agentflow.protocol.sampling import GenParams

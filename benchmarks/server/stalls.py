@@ -22,7 +22,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from rich.console import Console
 
-from agentflow.engine.child_process import lower_priority
+from agentflow.engine.machine.child_process import lower_priority
 from agentflow.engine.messages import FromEngine, Progress
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.submit import Submit

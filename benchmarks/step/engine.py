@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from agentflow.engine.child_process import to_frame
 from agentflow.engine.engine import Engine
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.child_process import to_frame
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.messages import PHASES, Abort, FromEngine
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

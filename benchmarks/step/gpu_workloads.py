@@ -21,7 +21,7 @@ import torch
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.engine import Engine
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.messages import Failed, Finished, FromEngine, Stop
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import DeviceStep

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 
-from agentflow.engine.child_process import lower_priority
+from agentflow.engine.machine.child_process import lower_priority
 from agentflow.server.models.models import EngineModel
 from benchmarks.report import Report, median_of
 from benchmarks.server.load_process import LoadProcess, load_process

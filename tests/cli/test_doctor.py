@@ -30,7 +30,7 @@ from agentflow.cli.doctor import (
     torch_build,
 )
 from agentflow.cli.main import main
-from agentflow.engine import machine
+from agentflow.engine.machine import resources
 from agentflow.kernels import native_library
 
 CPU, CUDA = TorchBuild("2.13.0+cpu", None), TorchBuild("2.13.0", "12.8")
@@ -188,7 +188,7 @@ def small_model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("free_bytes", "status"), [(4_000_000_000, "ok"), (500_100_000, "error")])
 def test_the_memory_is_compared_with_the_model(monkeypatch, small_model, free_bytes, status):
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: free_bytes)
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: free_bytes)
     check = check_memory("small", small_model, asks_gpu=False)
     assert (check.status, bool(check.advice)) == (status, status == "error")
 

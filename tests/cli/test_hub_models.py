@@ -19,8 +19,8 @@ from support.hub_server import HubServer, hub_on_loopback, read_folder
 from agentflow.cli import models
 from agentflow.cli.models import LOCAL_COLUMNS, local_models
 from agentflow.cli.operating.serve import pull_missing
-from agentflow.engine import machine
-from agentflow.engine.machine import FreeMemory
+from agentflow.engine.machine import resources
+from agentflow.engine.machine.resources import FreeMemory
 from agentflow.engine.models.memory_need import PROCESS_BYTES, memory_need
 from agentflow.engine.store.adapter_folder import resolve_adapter
 from agentflow.engine.store.catalog import CATALOG
@@ -158,7 +158,7 @@ def test_whether_a_model_fits(
     async def free_memory(devices: object) -> FreeMemory:
         return FreeMemory(int(needed / 0.8) + 1)
 
-    monkeypatch.setattr(machine, "free_memory", free_memory)
+    monkeypatch.setattr(resources, "free_memory", free_memory)
     assert rows()["smollm2-360m"]["fits"] == fits
     assert rows()["smollm2-360m"]["here"] == "no"
 

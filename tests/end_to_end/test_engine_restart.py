@@ -12,7 +12,7 @@ from support.commands import engine_of, served
 from support.processes import has_ended
 
 import agentflow as af
-from agentflow.engine.child_process import NICENESS
+from agentflow.engine.machine.child_process import NICENESS
 
 NUM_STORIES = 3
 NUM_TOKENS = 150

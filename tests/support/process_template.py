@@ -94,7 +94,7 @@ def forked_processes() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    from agentflow.engine import child_process
+    from agentflow.engine.machine import child_process
 
     templates: dict[str, ProcessTemplate] = {}
     lock = threading.Lock()

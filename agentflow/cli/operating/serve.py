@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentflow.cli.command import Command
 from agentflow.cli.operating.served_apis import api_backend, open_api_generator
-from agentflow.engine.child_process import lower_priority
+from agentflow.engine.machine.child_process import lower_priority
 from agentflow.server.addresses import is_loopback
 from agentflow.server.config.config import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig, StoresConfig

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agentflow.cli.command import Command
 from agentflow.cli.operating.serve import pull_missing, run_serve
-from agentflow.engine.child_process import lower_priority
+from agentflow.engine.machine.child_process import lower_priority
 from agentflow.server.config.config import Effective, add_config_flags, read_flags
 from agentflow.server.config.schema import ServeConfig
 from agentflow.version import __version__

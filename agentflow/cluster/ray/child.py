@@ -32,7 +32,7 @@ from agentflow.cluster.ray.host import (
     EngineHost,
     connected,
 )
-from agentflow.engine.child_process import FrameConnection, to_frame
+from agentflow.engine.machine.child_process import FrameConnection, to_frame
 from agentflow.engine.messages import Start
 from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
 

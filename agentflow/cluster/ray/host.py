@@ -26,7 +26,7 @@ import threading
 import time
 from typing import NoReturn
 
-from agentflow.engine.child_process import KILL_S, exit_phrase, import_path
+from agentflow.engine.machine.child_process import KILL_S, exit_phrase, import_path
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import anyio
 
-from agentflow.engine.machine import FreeMemory, devices_from, free_memory
+from agentflow.engine.machine.resources import FreeMemory, devices_from, free_memory
 from agentflow.engine.store.model_folder import weight_files
 from agentflow.version import __version__
 

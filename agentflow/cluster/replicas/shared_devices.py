@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentflow.cluster.routing.devices import SharedDevices, SharedEngine
-from agentflow.engine.machine import devices_from, gpu_number
+from agentflow.engine.machine.resources import devices_from, gpu_number
 from agentflow.engine.messages import Failed, Finished, FromEngine
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.submit import Submit

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from agentflow.engine.machine import gpu_number, usable_cpus
+from agentflow.engine.machine.resources import gpu_number, usable_cpus
 from agentflow.engine.options import EngineOptions
 from agentflow.errors import BadArgument
 

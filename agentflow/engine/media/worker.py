@@ -22,14 +22,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.child_limits import (
+from agentflow.engine.machine.child_limits import (
     LimitedWork,
     OverCpuTime,
     ServerGone,
     be_killed_first,
     inherited_files,
 )
-from agentflow.engine.child_process import NICENESS, received_frames, to_frame
+from agentflow.engine.machine.child_process import NICENESS, received_frames, to_frame
 from agentflow.engine.media.decoding import decode_image, decode_video
 from agentflow.engine.media.messages import (
     MAX_SAMPLED_FRAMES,

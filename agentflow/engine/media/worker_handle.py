@@ -13,8 +13,8 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.child_limits import ONE_THREAD, OWN_FAULTS
-from agentflow.engine.child_process import ChildProcess, to_frame
+from agentflow.engine.machine.child_limits import ONE_THREAD, OWN_FAULTS
+from agentflow.engine.machine.child_process import ChildProcess, to_frame
 from agentflow.engine.media.messages import (
     ArrayPlace,
     MediaLimits,

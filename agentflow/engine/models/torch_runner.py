@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, joined
-from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, gpu_number, usable_cpus
+from agentflow.engine.machine.resources import free_cuda_bytes, free_host_bytes, gpu_number, usable_cpus
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from agentflow.engine.child_process import ChildProcess
+from agentflow.engine.machine.child_process import ChildProcess
 from agentflow.engine.messages import Start
 
 

@@ -24,8 +24,8 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec.structs import replace
 
-from agentflow.engine.child_process import to_frame
 from agentflow.engine.client import EngineClient
+from agentflow.engine.machine.child_process import to_frame
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,

@@ -20,9 +20,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from agentflow.engine.child_process import received_frames, to_frame
 from agentflow.engine.engine import Engine, EngineBroken
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.child_process import received_frames, to_frame
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.messages import (
     FromEngine,
     KeepMedium,

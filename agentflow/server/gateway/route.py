@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.errors import BadArgument, ServerUnreachable
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits

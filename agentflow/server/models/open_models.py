@@ -20,7 +20,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import engine_need, read_template
-from agentflow.engine.machine import FreeMemory, devices_from, free_memory, gpu_number
+from agentflow.engine.machine.resources import FreeMemory, devices_from, free_memory, gpu_number
 from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory
 from agentflow.engine.options import EngineOptions

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.engine.cgroups import write_membership
 from support.engine.family_models import saved_model
 
-from agentflow.engine.machine import usable_cpus
+from agentflow.engine.machine.resources import usable_cpus
 from agentflow.engine.models import torch_runner
 from agentflow.engine.models.torch_runner import TorchRunner
 

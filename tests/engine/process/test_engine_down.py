@@ -344,7 +344,7 @@ async def test_a_hung_engine_does_not_delay_the_servers_shutdown(tmp_path):
 
 
 def test_all_phases_of_an_end_stay_under_25_s():
-    from agentflow.engine.child_process import KILL_S
+    from agentflow.engine.machine.child_process import KILL_S
     from agentflow.engine.process.supervisor import END_S
     from agentflow.server.config.schema import OverloadConfig
     from agentflow.server.serve import SHUTDOWN_S

@@ -17,8 +17,8 @@ from support.engine_loaders import POISON, SLOW_POISON, start
 from support.holds import Hold
 from support.process_engine import PLAIN, Ticks, generate, process_engine, text_after
 
-from agentflow.engine import child_process as child_module
-from agentflow.engine.child_process import ChildProcess, to_frame
+from agentflow.engine.machine import child_process as child_module
+from agentflow.engine.machine.child_process import ChildProcess, to_frame
 from agentflow.engine.messages import Finished, from_engine_decoder
 from agentflow.engine.process.child import EngineChild
 from agentflow.engine.submit import Origin, Submit

@@ -22,9 +22,9 @@ from support.engine.fake_vision import (
 from support.holds import Hold, stand
 from support.processes import signal_child
 
-from agentflow.engine.child_process import to_frame
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.machine.child_process import to_frame
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
 from agentflow.engine.messages import Start, to_engine_decoder
 from agentflow.engine.process.medium_parts import PART_BYTES, MediumAssembly, medium_parts

@@ -16,7 +16,7 @@ from support.faults import has_param
 from support.server.http_clients import only_asyncio
 from support.small_tokenizers import byte_level, write_folder
 
-from agentflow.engine.machine import FreeMemory
+from agentflow.engine.machine.resources import FreeMemory
 from agentflow.engine.models.memory_need import (
     PROCESS_BYTES,
     WANTED_KV_TOKENS,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.child_process import received_frames
+from agentflow.engine.machine.child_process import received_frames
 from agentflow.engine.models.tensor_parallel.joining import join, prepare
 from agentflow.engine.models.tensor_parallel.rank_group import framed
 from agentflow.engine.models.tensor_parallel.steps import StepReader, StepWriter

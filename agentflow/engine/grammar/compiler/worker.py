@@ -15,14 +15,6 @@ import socket
 import sys
 from typing import BinaryIO
 
-from agentflow.engine.child_limits import (
-    LimitedWork,
-    OverCpuTime,
-    ServerGone,
-    be_killed_first,
-    inherited_files,
-)
-from agentflow.engine.child_process import received_frames, to_frame
 from agentflow.engine.grammar.compiler.messages import (
     CompileConstraint,
     CompileEnd,
@@ -33,6 +25,14 @@ from agentflow.engine.grammar.compiler.messages import (
     over_limit,
     start_decoder,
 )
+from agentflow.engine.machine.child_limits import (
+    LimitedWork,
+    OverCpuTime,
+    ServerGone,
+    be_killed_first,
+    inherited_files,
+)
+from agentflow.engine.machine.child_process import received_frames, to_frame
 from agentflow.errors import AgentflowError, incident
 from agentflow.protocol.constraint import Constraint
 

@@ -7,8 +7,6 @@ import signal
 
 import psutil
 
-from agentflow.engine.child_limits import ONE_THREAD, OWN_FAULTS
-from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.grammar.compiler.messages import (
     CompileEnd,
     CompileFailure,
@@ -19,6 +17,8 @@ from agentflow.engine.grammar.compiler.messages import (
     over_cpu_time,
     ready_decoder,
 )
+from agentflow.engine.machine.child_limits import ONE_THREAD, OWN_FAULTS
+from agentflow.engine.machine.child_process import ChildProcess, to_frame
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.engine.child_process import import_path, received_frames, start_process, to_frame
+from agentflow.engine.machine.child_process import import_path, received_frames, start_process, to_frame
 from agentflow.errors import EngineFailed
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentflow.engine.child_process import received_frames, to_frame
+from agentflow.engine.machine.child_process import received_frames, to_frame
 from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, PartFailed, PartLoaded, PartLogged
 from agentflow.engine.models.tensor_parallel.steps import StepReader
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.machine import gpu_number, usable_cpus
+from agentflow.engine.machine.resources import gpu_number, usable_cpus
 from agentflow.engine.models.config import read_folder
 from agentflow.engine.models.families.registry import FAMILIES, is_native, read_config
 from agentflow.engine.models.tensor_parallel.joining import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentflow.engine import child_process
+from agentflow.engine.machine import child_process
 
 
 @pytest.fixture(autouse=True)

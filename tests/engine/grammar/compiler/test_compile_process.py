@@ -16,12 +16,12 @@ from support.compile_loaders import LOADER
 from support.holds import Hold, until
 from support.processes import signal_child
 
-from agentflow.engine.child_process import to_frame
 from agentflow.engine.grammar.compiler import compiler as compiler_module
 from agentflow.engine.grammar.compiler import worker
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits, end_decoder
 from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
+from agentflow.engine.machine.child_process import to_frame
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
 from agentflow.protocol.constraint import Constraint
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.engine.cgroups import write_membership
 from support.faults import has_param
 
-from agentflow.engine import machine as free_memory_module
-from agentflow.engine.machine import FreeMemory, free_host_bytes, free_memory, gpu_number
+from agentflow.engine.machine import resources
+from agentflow.engine.machine.resources import FreeMemory, free_host_bytes, free_memory, gpu_number
 from agentflow.errors import BadArgument, EngineFailed
 
 AVAILABLE = 10_000
@@ -126,7 +126,7 @@ def test_the_device_follows_from_the_free_memory() -> None:
 async def test_gpu_memory_is_queried_in_a_separate_process_if_a_model_may_run_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
+    monkeypatch.setattr(resources, "has_driver", lambda: True)
     found = (await free_memory([None])).cuda_bytes
     if torch.cuda.is_available():
         assert found is not None
@@ -165,9 +165,9 @@ async def test_torchs_free_memory_of_a_gpu_is_used(
     """With a fake torch that has a GPU."""
     (tmp_path / "torch.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
+    monkeypatch.setattr(resources, "has_driver", lambda: True)
     assert (await free_memory(devices)).cuda_bytes == cuda_bytes
-    monkeypatch.setattr(free_memory_module, "has_driver", lambda: False)
+    monkeypatch.setattr(resources, "has_driver", lambda: False)
     assert (await free_memory(devices)).cuda_bytes is None
 
 
@@ -181,7 +181,7 @@ async def test_the_memory_of_each_gpu_that_models_name(
         + "    def device_count():\n        return 2\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
+    monkeypatch.setattr(resources, "has_driver", lambda: True)
     free = await free_memory(["cuda:1", "cuda", "cuda:4", "cpu"])
     assert (free.cuda_bytes, free.other_cuda_bytes) == (5_000, {1: 6_000})
     assert [free.is_on_gpu(device) for device in ("cuda:1", "cuda", "cpu")] == [True, True, False]
@@ -200,6 +200,6 @@ async def test_a_gpu_that_does_not_answer_is_a_one_line_error(
 ) -> None:
     (tmp_path / "torch.py").write_text(TORCH.format("raise RuntimeError('CUDA error: no memory')"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
+    monkeypatch.setattr(resources, "has_driver", lambda: True)
     with pytest.raises(EngineFailed, match="RuntimeError: CUDA error: no memory"):
         await free_memory(["cuda"])

@@ -2,7 +2,7 @@
 
 The machine may have more than the container of this process may use, so the limits of Linux cgroups count.
 The server never loads torch; it asks a child process for the GPU's free memory:
-``python -m agentflow.engine.machine 0 1`` prints a list with the bytes of two GPUs, ``null`` for a GPU that
+``python -m agentflow.engine.machine.resources 0 1`` prints a list with the bytes of two GPUs, ``null`` for a GPU that
 torch does not find.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import anyio
 
-from agentflow.engine.child_process import import_path
+from agentflow.engine.machine.child_process import import_path
 from agentflow.errors import BadArgument, EngineFailed
 
 # The files of limit and usage, and the cached part of the usage in memory.stat, by version of cgroups.

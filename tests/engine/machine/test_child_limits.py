@@ -11,7 +11,7 @@ import pytest
 WRITING = """
 import errno, os, sys
 from pathlib import Path
-from agentflow.engine.child_limits import LimitedWork
+from agentflow.engine.machine.child_limits import LimitedWork
 
 lifeline, _ = os.pipe()
 with os.fdopen(lifeline, "rb") as opened:
