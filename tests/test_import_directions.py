@@ -136,7 +136,6 @@ ROOMS = {
         "tenant",
         "watching",
         "engine",
-        "known_media",
         "client",
         "generator",
         "process",

@@ -8,9 +8,9 @@ stand-in without a model), ``cache`` from ``cache/radix_cache`` on, ``scheduling
 ``scheduling/scheduler`` on, and ``engine``, in this order.
 
 Below this core: ``machine`` (processors, free memory, and processes that may fail), ``store`` (model files),
-``media`` (decodes images and prepares them for a model), ``known_media`` (finds the images in prompts),
-``grammar`` (constraints and their automata), ``text`` (tokenizer, chat templates, tools), ``models`` (forward
-passes on torch), and ``tenant`` (whose states and cache a snapshot shows). Around it: ``adapters`` and
+``media`` (decodes images, prepares them for a model, and finds them in prompts), ``grammar`` (constraints and
+their automata), ``text`` (tokenizer, chat templates, tools), ``models`` (forward passes on torch), and
+``tenant`` (whose states and cache a snapshot shows). Around it: ``adapters`` and
 ``constrained`` are parts of the engine, and ``watching`` shows what it does. ``client`` and ``generator`` are
 the event loop's side, ``process`` runs an engine in a separate process, ``options`` are its settings, and
 ``local_engine`` starts one. ``simulator`` schedules without a model.

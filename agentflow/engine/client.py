@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.known_media import KnownMedia
+from agentflow.engine.media.known_media import KnownMedia
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,

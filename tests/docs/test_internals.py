@@ -69,7 +69,7 @@ UNUSED = (  # by a gen of plain text
     "runtime/limits.py",
     "runtime/interpreter/image_store.py",
     "runtime/programs/deduction.py",
-    "engine/known_media.py",
+    "engine/media/known_media.py",
     "engine/text/reasoning.py",
     "engine/text/chat_template.py",
 )

@@ -30,7 +30,7 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.media import MOST_AT_ONCE
-from agentflow.engine.known_media import KnownMedia
+from agentflow.engine.media.known_media import KnownMedia
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
