@@ -123,7 +123,6 @@ ROOMS = {
         "submit",
         "token_tree",
         "batch",
-        "table_copy",
         "runner",
         "request",
         "media",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, IntArray
-from agentflow.engine.table_copy import TableCopy
+from agentflow.engine.models.table_copy import TableCopy
 
 
 class DeviceTable:

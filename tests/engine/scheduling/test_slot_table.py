@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.engine.scheduler_harness import Harness, expected_output
 
 from agentflow.engine.batch import Batch
+from agentflow.engine.models.table_copy import TableCopy
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.in_flight import COMMIT_RUN
 from agentflow.engine.scheduling.kv_memory import SlotTable
-from agentflow.engine.table_copy import TableCopy
 
 
 class LossyHarness(Harness):

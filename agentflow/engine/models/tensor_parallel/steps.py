@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch, IntArray, SampledRows, TreeAttention
-from agentflow.engine.table_copy import TableCopy
+from agentflow.engine.models.table_copy import TableCopy
 
 _NUM_ARRAYS: Final = 18
 
