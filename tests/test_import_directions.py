@@ -126,7 +126,6 @@ ROOMS = {
         "runner",
         "request",
         "media",
-        "fake_runner",
         "models",
         "scheduling",
         "messages",

@@ -24,8 +24,8 @@ from support.api_server import api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 
 from agentflow.engine.batch import BatchOutput, SampledRows
-from agentflow.engine.fake_runner import FakeRunner, masks_by_row
 from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.simulator.fake_runner import FakeRunner, masks_by_row
 
 END = 1
 TURN = "<|im_start|>"

@@ -21,9 +21,9 @@ import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine import client as engine_client
 from agentflow.engine.client import running_engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.backend import Connection, Deliver, Lost
 
 pytestmark = [pytest.mark.on_trio, pytest.mark.timeout(60)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.server.http_clients import only_asyncio
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from benchmarks.engine import ablation

@@ -24,7 +24,7 @@ from support.tcp_proxy import Budget, proxied
 from support.wire_server import ThreadServer
 
 import agentflow as af
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.version import __version__
 

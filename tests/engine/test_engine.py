@@ -29,7 +29,6 @@ from support.small_tokenizers import byte_level
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.engine import Engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.messages import (
     Abort,
     EngineStats,
@@ -44,6 +43,7 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.submit import Origin, Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder, EngineFailed, PromptTooLong

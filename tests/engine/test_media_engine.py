@@ -27,13 +27,13 @@ from support.faults import has_param
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.media import MOST_AT_ONCE
 from agentflow.engine.media.known_media import KnownMedia
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.text.state.token_state import medium_mark
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded, PromptTooLong
 from agentflow.protocol.backend import Connection, Deliver, Lost

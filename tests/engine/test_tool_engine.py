@@ -28,8 +28,8 @@ from support.engine.tool_requests import (
 from support.engine.tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.chat import CallBegun, CalledTool, Message, Piece, TextPiece, ToolChoice

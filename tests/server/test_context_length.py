@@ -7,7 +7,7 @@ import pytest
 from support.api_server import MODEL, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.server.config.limits import HttpLimits
 
 

@@ -20,10 +20,10 @@ from support.plain_model import END_ID, plain_token
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.messages import Start
 from agentflow.engine.runner import AcceleratorFault, ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder
 

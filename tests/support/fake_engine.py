@@ -15,9 +15,9 @@ from support.small_tokenizers import byte_level
 from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.backend import Connection, Deliver, Lost

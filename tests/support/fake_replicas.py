@@ -18,9 +18,9 @@ from support.process_engine import Ticks
 from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
 from agentflow.engine.engine import Engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.messages import BlocksUpdate, FromEngine, Loaded, Start, to_engine_decoder
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 
 _LENGTH_BYTES = 4
 

@@ -15,7 +15,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.backends.apis.prices import Costs, Price, Spending
 from agentflow.engine.batch import Batch
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.config.limits import HttpLimits

@@ -15,9 +15,9 @@ from support.plain_model import END_ID, PLAIN_IDS, alone, plain_model_engine, ru
 
 from agentflow.engine.batch import BatchOutput, SampledRows
 from agentflow.engine.client import EngineClient
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.kernels.platforms import TORCH
 from agentflow.protocol.sampling import SamplingParams
 

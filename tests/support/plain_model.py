@@ -14,8 +14,8 @@ from support.fake_engine import TOKENIZER
 from support.plain_engine import End, Model, PlainEngine
 
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.fake_runner import FakeRunner, NextToken
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner, NextToken
 from agentflow.protocol.sampling import SamplingParams
 
 # Tokens that are whole characters, so that every id of an output has its own text.

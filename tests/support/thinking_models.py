@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from support.small_tokenizers import byte_level
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 

@@ -25,13 +25,13 @@ from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.cluster.routing.router import Policy
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.radix_cache import TokenArray, token_run
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import CacheIdentity, Request, Row
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.decode_run import DecodeRun, decoding
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.program_graphs import PlacedState
 from agentflow.engine.simulator.simulation import Origins, Served, Simulated, tell_places
 from agentflow.engine.simulator.workload import Workload

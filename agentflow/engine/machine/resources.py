@@ -2,8 +2,8 @@
 
 The machine may have more than the container of this process may use, so the limits of Linux cgroups count.
 The server never loads torch; it asks a child process for the GPU's free memory:
-``python -m agentflow.engine.machine.resources 0 1`` prints a list with the bytes of two GPUs, ``null`` for a GPU that
-torch does not find.
+``python -m agentflow.engine.machine.resources 0 1`` prints a list with the bytes of two GPUs, ``null`` for a
+GPU that torch does not find.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from support.server.http_clients import only_asyncio
 
 import agentflow as af
 from agentflow.backends.apis.anthropic import Anthropic
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.errors import NotAuthorized, UnknownModel
 
 pytestmark = pytest.mark.anyio

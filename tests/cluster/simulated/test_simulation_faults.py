@@ -15,9 +15,9 @@ from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS
 from agentflow.cluster.simulated.simulation import MODEL, Loss, MakePrompt, Network, SimulatedCluster
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.workload import Arrival, Workload
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)

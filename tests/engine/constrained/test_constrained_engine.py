@@ -25,7 +25,6 @@ from support.small_tokenizers import byte_level_of
 
 from agentflow.engine.batch import BatchOutput, SampledRows
 from agentflow.engine.client import EngineClient
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
@@ -33,6 +32,7 @@ from agentflow.engine.messages import Finished, FromEngine, Progress
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused

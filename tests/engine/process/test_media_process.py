@@ -22,7 +22,6 @@ from support.engine.fake_vision import (
 from support.holds import Hold, stand
 from support.processes import signal_child
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.machine.child_process import to_frame
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
@@ -30,6 +29,7 @@ from agentflow.engine.messages import Start, to_engine_decoder
 from agentflow.engine.process.medium_parts import PART_BYTES, MediumAssembly, medium_parts
 from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import GenParams
 

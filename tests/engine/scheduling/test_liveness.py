@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from support.engine.requests import request_of
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import kv_memory
 from agentflow.engine.scheduling.kv_memory import Liveness
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
 

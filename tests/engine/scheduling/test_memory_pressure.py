@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.engine.requests import request_of
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import admission
@@ -21,6 +20,7 @@ from agentflow.engine.scheduling.admission import (
     need_at_peak,
 )
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.workload import Arrival, Workload, unshared
 from agentflow.protocol.sampling import SamplingParams

@@ -14,9 +14,9 @@ from support.engine.requests import request_of
 from support.engine.scheduler_harness import Harness
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.sampling_table import TokenCounts
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
 tokens = st.integers(0, 5)

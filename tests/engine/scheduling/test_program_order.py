@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from support.engine.requests import request_of
 from support.examples import examples
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
 
 TOKEN_BUDGET = 256

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.engine.requests import request_of
 from support.examples import examples
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import program_pauses
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.summary import program_times
 from agentflow.engine.simulator.workload import Arrival, Workload, agent_sessions

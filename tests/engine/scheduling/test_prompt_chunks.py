@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from support.engine.requests import request_of
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import StepCost, batch_features
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
 BUDGET = 64

@@ -3,10 +3,10 @@
 import numpy as np
 from support.engine.requests import request_of
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
 

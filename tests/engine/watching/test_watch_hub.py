@@ -17,7 +17,6 @@ from support.observed_backends import settle
 from support.process_engine import generate, kill, process_engine
 
 from agentflow.engine.cache.radix_cache import Node
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import (
     Answer,
@@ -27,6 +26,7 @@ from agentflow.engine.messages import (
     Query,
     SnapshotRequest,
 )
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.watching import hub as hub_module
 from agentflow.engine.watching import snapshot as snapshot_module

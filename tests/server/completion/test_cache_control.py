@@ -13,7 +13,7 @@ from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.sent_requests import SentRequests
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 
 Fields: TypeAlias = dict[str, Any]
 

@@ -12,8 +12,8 @@ from support.fake_engine import TEMPLATE, FakeEngine
 from support.thinking_models import QWEN_MODEL
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import Tenant
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Usage

@@ -16,8 +16,8 @@ from support.fake_engine import FakeEngine
 from support.sent_requests import SentRequests
 from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, Answered, Api, ask, post
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.messages import Finished, FromEngine
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
 pytestmark = pytest.mark.timeout(60)

@@ -18,9 +18,9 @@ from support.holds import Hold
 from support.server.apis import CHAT, MESSAGES, TEXT, Api
 from support.server.disconnecting_clients import disconnect, post
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
 from agentflow.server.http.call import ApiCall

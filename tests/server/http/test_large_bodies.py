@@ -20,8 +20,8 @@ from support.faulty_servers import KEY, tenants
 from support.server.apis import CHAT, MESSAGES, TEXT, Api, post, refused
 from support.server.exchanges import Exchange, exchange, service
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.context import PIECE_CHARS
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
 from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES

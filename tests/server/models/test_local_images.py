@@ -14,9 +14,9 @@ from support.engine.fake_vision import TEMPLATE, TOKENIZER, FakeReader, clip, pi
 
 import agentflow as af
 from agentflow.engine.client import running_engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.server.app import create_app
 from agentflow.server.models.models import one_model
 from agentflow.server.serve import running_server

@@ -14,7 +14,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.server.ollama_peer import error, post
 from support.server.openai_peer import logit_server, sync_client
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.config.limits import HttpLimits

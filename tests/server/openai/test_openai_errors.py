@@ -16,7 +16,7 @@ from support.server.http_clients import CLIENTS, ClientKind
 from support.server.openai_peer import MESSAGES as TURNS
 from support.server.openai_peer import called, sync_client
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 
 ASK: Any = {"model": MODEL, "messages": TURNS, "max_tokens": 4}
 CALLS: list[tuple[str, Any]] = [

@@ -18,7 +18,7 @@ from support.server.openai_peer import (
     sync_client,
 )
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 
 
 class Mood(StrEnum):

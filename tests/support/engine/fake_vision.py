@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 from support.small_tokenizers import byte_level
 
-from agentflow.engine.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.media_run import MediaPiece, MediaRun, PreparedMedium, pseudo_tokens, rope_positions
+from agentflow.engine.simulator.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument

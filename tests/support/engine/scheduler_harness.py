@@ -11,7 +11,6 @@ import numpy as np
 from support.engine.requests import request_of
 
 from agentflow.engine.batch import Batch
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.models.table_copy import TableCopy
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
@@ -19,6 +18,7 @@ from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.policies import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams()

@@ -9,9 +9,9 @@ import msgspec
 from support.fake_engine import TOKENIZER
 
 from agentflow.engine.engine import Engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Stop, ToEngine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.submit import Submit
 
 

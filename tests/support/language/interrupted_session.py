@@ -22,9 +22,9 @@ from agentflow.backends.local import interpreted
 from agentflow.engine import client as engine_client
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import running_engine
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.runtime.task_group import loop_caller
 

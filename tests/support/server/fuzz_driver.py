@@ -18,9 +18,9 @@ from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.server.fuzzed_frames import FRAME_BYTES, Conversation, conversation
 from support.session_peer import Listener, gen
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint

@@ -9,7 +9,7 @@ from typing import Any
 from support.api_server import ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.simulator.fake_runner import FakeRunner
 
 END = 1
 
