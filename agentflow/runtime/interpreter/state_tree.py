@@ -49,6 +49,7 @@ from agentflow.protocol.events import (
     Event,
     Reached,
     StateFailed,
+    Usage,
     Value,
     VarFailed,
 )
@@ -286,6 +287,10 @@ class VariableRecord:
         self._text, self._growing, self.num_chars = value.text, None, len(value.text)
         self.value = value
         self._end()
+
+    def complete_text(self, text: str, reason: str) -> None:
+        """Completes the variable with text that no generation made. ``Overloaded``."""
+        self.complete(Value(self.id, 0, text, reason, Usage()))
 
     def fail(self, error: AgentflowError) -> None:
         """Ends the variable without a value. Has no effect after its end."""
