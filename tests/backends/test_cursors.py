@@ -22,7 +22,8 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.runtime.interpreter.state_tree import EventCursor, StateRecord, VariableRecord
+from agentflow.runtime.interpreter.state_tree import StateRecord
+from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
 from agentflow.runtime.limits import MemoryBudget, Reservation
 
 FAILURE = ErrorInfo("run_failed", "why")

@@ -61,16 +61,15 @@ from agentflow.runtime.interpreter.image_store import ImageStore
 from agentflow.runtime.interpreter.observation import GraphAnswers, StatsAnswers, WatchAnswers
 from agentflow.runtime.interpreter.op_execution import OpExecution, opened_context
 from agentflow.runtime.interpreter.state_tree import (
-    EventCursor,
     GraphExecution,
     PendingOp,
     StateRecord,
     StateTree,
-    VariableRecord,
     derived_error,
     drop_tracebacks,
     with_place,
 )
+from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
 from agentflow.runtime.interpreter.wired_text import MAX_OP_CHARS
 from agentflow.runtime.limits import (
     Budget,

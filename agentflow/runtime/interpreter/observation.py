@@ -32,7 +32,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import spec_of
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
-from agentflow.runtime.interpreter.state_tree import EventCursor
+from agentflow.runtime.interpreter.variables import EventCursor
 from agentflow.runtime.limits import MemoryBudget, Reservation
 from agentflow.runtime.programs.graph import ProgramGraph
 from agentflow.runtime.programs.live import Room, TenantGraphs, live_graph

@@ -30,7 +30,8 @@ from agentflow.runtime.generator import (
     Upcoming,
     UpcomingGen,
 )
-from agentflow.runtime.interpreter.state_tree import PendingOp, StateRecord, VariableRecord, with_place
+from agentflow.runtime.interpreter.state_tree import PendingOp, StateRecord, with_place
+from agentflow.runtime.interpreter.variables import VariableRecord
 from agentflow.runtime.interpreter.wired_text import Ahead, WiredTexts, check_length
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,

@@ -24,7 +24,7 @@ from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.interpreter.interpreter import Interpreter
-from agentflow.runtime.interpreter.state_tree import EventCursor, Reports, VariableRecord
+from agentflow.runtime.interpreter.variables import EventCursor, Reports, VariableRecord
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, Reservation, text_bytes, variable_bytes
 from agentflow.runtime.programs.deduction import How
 from agentflow.runtime.programs.live import TenantGraphs

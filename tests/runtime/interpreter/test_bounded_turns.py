@@ -24,7 +24,7 @@ from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import Transform, apply_transforms
 from agentflow.runtime import turns
-from agentflow.runtime.interpreter import state_tree
+from agentflow.runtime.interpreter import state_tree, variables
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.state_tree import StateTree
 
@@ -190,8 +190,8 @@ async def test_f27d_a_failure_climbs_a_chain_of_task_groups_once(
 
 
 async def test_f27e_events_of_many_records_come_in_several_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_tree, "MAX_DRAINED_RECORDS", 7)
-    monkeypatch.setattr(state_tree, "MAX_DRAINED_CHARS", 40)
+    monkeypatch.setattr(variables, "MAX_DRAINED_RECORDS", 7)
+    monkeypatch.setattr(variables, "MAX_DRAINED_CHARS", 40)
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(ScriptedGenerator("x"), group)
         session = Session(interpreter)
@@ -303,7 +303,7 @@ async def test_branches_begin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_states_that_wait_for_one_variable_continue_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch, num_woken: int, fails: bool
 ) -> None:
-    monkeypatch.setattr(state_tree, "MAX_WOKEN", num_woken)
+    monkeypatch.setattr(variables, "MAX_WOKEN", num_woken)
     async with anyio.create_task_group() as group:
         session = Session(Interpreter(ScriptedGenerator("x"), group))
         session.submit(ops.Open(1), ops.Expect(1, 1, "v"), ops.Fork(1, CHILDREN))

@@ -21,9 +21,9 @@ from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.interpreter import interpreter as interpreter_module
-from agentflow.runtime.interpreter import state_tree, wired_text
+from agentflow.runtime.interpreter import variables, wired_text
 from agentflow.runtime.interpreter.interpreter import Interpreter
-from agentflow.runtime.interpreter.state_tree import EventCursor, VariableRecord
+from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
 from agentflow.runtime.limits import MemoryBudget, Reservation
 
 pytestmark = pytest.mark.anyio
@@ -262,7 +262,7 @@ async def test_waits_end_with_the_characters_that_they_are_for(waits: list[float
 
 async def test_many_states_go_on_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part wakes at most ``MAX_WOKEN`` of the states that wait for it in one turn."""
-    monkeypatch.setattr(state_tree, "MAX_WOKEN", 2)
+    monkeypatch.setattr(variables, "MAX_WOKEN", 2)
     later: list[object] = []
     variable = VariableRecord(
         1, "x", EventCursor(), Reservation(MemoryBudget(), 0), later.append, is_expected=True

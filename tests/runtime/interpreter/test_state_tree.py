@@ -1,4 +1,4 @@
-"""The records of a session without an interpreter: which events a reader gets, and what a tree counts."""
+"""The states of a session without an interpreter: what a tree counts and drops."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import pytest
-from msgspec.structs import replace
 
 from agentflow.errors import (
     BudgetExceeded,
@@ -20,107 +18,18 @@ from agentflow.errors import (
     PromptTooLong,
     RunFailed,
 )
-from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime.interpreter import state_tree
-from agentflow.runtime.interpreter.state_tree import (
-    EventCursor,
-    StateRecord,
-    StateTree,
-    VariableRecord,
-    derived_error,
-)
+from agentflow.runtime.interpreter.state_tree import StateRecord, StateTree, derived_error
+from agentflow.runtime.interpreter.variables import EventCursor
 from agentflow.runtime.limits import (
     OWN_CHAR_BYTES,
     Budget,
     MemoryBudget,
     Reservation,
-    error_bytes,
     text_bytes,
-    value_bytes,
 )
 
 pytestmark = pytest.mark.anyio
-
-
-def value_of(text: str) -> Value:
-    return Value(1, 0, text, "eos", Usage(1, 0, 1))
-
-
-class Variables:
-    """Variables of one session. ``later``: the functions that were left for later turns of the event loop."""
-
-    def __init__(self) -> None:
-        self.cursor = EventCursor()
-        self.memory = MemoryBudget()
-        self.later: list[Callable[[], object]] = []
-
-    def make(self, **options: bool) -> VariableRecord:
-        reservation = Reservation(self.memory, 0)
-        return VariableRecord(1, "x", self.cursor, reservation, self.later.append, **options)
-
-
-REASONING, TEXT = Delta(1, 0, "", "why", 0), Delta(1, 0, "so")
-
-
-@pytest.mark.parametrize(
-    ("reports", "expected"),
-    [
-        ("all", [[REASONING], [TEXT], [replace(value_of("so"), at=2, text="")]]),
-        ("end", [[], [], [value_of("so")]]),
-        ("nothing", [[], [], []]),
-    ],
-)
-def test_a_variable_reports_all_or_its_end_or_nothing(reports, expected):
-    variables = Variables()
-    variable = variables.make()
-    variable.reports = reports
-    found = []
-    for step in (
-        lambda: variable.extend_reasoning("why"),
-        lambda: variable.extend("so"),
-        lambda: variable.complete(value_of("so")),
-    ):
-        step()
-        found.append(variables.cursor.drain())
-    assert found == expected
-
-
-def test_after_a_rewind_reasoning_is_sent_again():
-    variables = Variables()
-    variable = variables.make()
-    variable.extend_reasoning("why")
-    variable.extend("because")
-    variables.cursor.drain()
-    variable.rewind(2)
-    assert variables.cursor.drain() == [Delta(1, 2, "cause", "why", 0)]
-
-
-@pytest.mark.parametrize("end", [value_of("so"), EngineFailed("broken")], ids=["value", "failure"])
-def test_an_end_is_counted_and_sent_once(end):
-    variables = Variables()
-    variable = variables.make()
-    variable.extend("so")
-    variables.cursor.drain()
-    if isinstance(end, Value):
-        variable.complete(end)
-        assert variables.memory.num_bytes == value_bytes(end) > 0
-    else:
-        variable.fail(end)
-        assert variables.memory.num_bytes == error_bytes(end, "so") > 0
-    assert [type(event) for event in variables.cursor.drain()] in ([Value], [VarFailed])
-    variable.extend("late")
-    assert variables.cursor.drain() == []
-
-
-@pytest.mark.parametrize(("limit", "most"), [("MAX_DRAINED_CHARS", 5), ("MAX_DRAINED_RECORDS", 2)])
-async def test_a_drain_is_bounded_and_the_rest_is_there_at_once(limit, most, monkeypatch):
-    monkeypatch.setattr(state_tree, limit, most)
-    variables = Variables()
-    for text in ("first", "2", "3"):
-        variables.make().extend(text)
-    assert variables.cursor.drain() == [Delta(1, 0, "first"), Delta(1, 0, "2")]
-    with anyio.fail_after(10):
-        assert await variables.cursor.next() == [Delta(1, 0, "3")]
 
 
 class Contexts:

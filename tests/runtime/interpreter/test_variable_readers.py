@@ -17,7 +17,7 @@ from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.interpreter.interpreter import Interpreter
-from agentflow.runtime.interpreter.state_tree import EventCursor, VariableRecord
+from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
 from agentflow.runtime.limits import READER_BYTES, MemoryBudget, Reservation
 
 pytestmark = pytest.mark.anyio
