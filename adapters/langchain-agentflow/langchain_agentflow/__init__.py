@@ -14,7 +14,8 @@ if tuple(int(number) for number in re.findall(r"\d+", _CORE)[:2]) < (1, 7):
         "pip install -U langchain-core"
     )
 
-from langchain_agentflow.chains import UnwiredPart, WiredChain, wired
+from langchain_agentflow.chains.parts import UnwiredPart
+from langchain_agentflow.chains.wired_chain import WiredChain, wired
 from langchain_agentflow.chat_model import ChatAgentflow
 from langchain_agentflow.embeddings import AgentflowEmbeddings
 from langchain_agentflow.errors import (
