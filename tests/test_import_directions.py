@@ -43,8 +43,8 @@ MAY_IMPORT = {
 ROOMS = {
     "protocol": (
         "constraint",
+        "bounds",
         "record",
-        "client_pattern",
         "sampling",
         "images",
         "events",
@@ -56,8 +56,6 @@ ROOMS = {
         "ops",
         "backend",
         "batches",
-        "json_bounds",
-        "sized",
         "op_table",
         "stop_pattern",
         "wire",

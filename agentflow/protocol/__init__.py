@@ -5,7 +5,6 @@ interface between them. ``op_table`` lists the properties of each op. ``sampling
 ``transform`` (with ``text_parts``) and ``chat`` are the parameters of generations, and ``decisions`` the
 questions of a decide. ``images`` has the images of a conversation. ``wire`` has the frames of the websocket
 protocol, ``batches`` is between maps and the batches of vendors, and ``record`` is the base of records that
-programs show as JSON. Input of clients has limits: ``json_bounds`` checks JSON before it is decoded,
-``sized`` measures kept objects, ``client_pattern`` bounds regular expressions, and ``stop_pattern`` searches
-for them in growing text. ``schema_walk`` walks through JSON schemas.
+programs show as JSON. ``bounds`` are the limits of clients' input, and ``stop_pattern`` searches for their
+patterns in growing text. ``schema_walk`` walks through JSON schemas.
 """

@@ -11,7 +11,7 @@ import time
 import regex
 
 from agentflow.errors import RequestRefused
-from agentflow.protocol.client_pattern import InvalidPattern, compiled
+from agentflow.protocol.bounds.client_pattern import InvalidPattern, compiled
 from agentflow.protocol.sampling import MATCHES_NOTHING, stop_regex_error
 
 # Processor time that one request may use for its searches: a burst, and more with each token. A search with a

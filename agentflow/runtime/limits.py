@@ -17,9 +17,9 @@ import msgspec
 
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, LimitExceeded, Overloaded
 from agentflow.protocol import ops
+from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.events import Value
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.sized import sized
 
 STATE_BYTES = 3_500
 """A state with an empty context."""

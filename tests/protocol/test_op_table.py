@@ -9,6 +9,7 @@ import pytest
 
 from agentflow.errors import BadArgument, NotSupported, ProtocolError
 from agentflow.protocol import ops
+from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import MAX_FRAMES, Image, PlacedImage
@@ -25,7 +26,6 @@ from agentflow.protocol.op_table import (
     require,
 )
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.sized import sized
 
 GRAPH: tuple[ops.Op, ...] = (
     ops.Open(1),

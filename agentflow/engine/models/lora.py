@@ -27,7 +27,7 @@ from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart
 from agentflow.kernels.linear.method import LinearMethod
-from agentflow.protocol.client_pattern import InvalidPattern, compiled
+from agentflow.protocol.bounds.client_pattern import InvalidPattern, compiled
 from agentflow.protocol.sampling import is_number, is_whole
 
 MAX_RANK = 100_000

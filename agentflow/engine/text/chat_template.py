@@ -33,9 +33,9 @@ from agentflow.engine.text.tokenizer_files import (
     named_special_tokens,
 )
 from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
+from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.images import MediumKind, kind_of
-from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
 
 Mark: TypeAlias = Callable[[str], str]

@@ -36,6 +36,7 @@ from agentflow.engine.text.tool_format import (
 )
 from agentflow.engine.text.tool_output import CallMarks, ToolOutput
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, pieces_of
 from agentflow.protocol.chat import (
     Conversation,
     Message,
@@ -48,7 +49,6 @@ from agentflow.protocol.chat import (
     hoisted,
 )
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, pieces_of
 from agentflow.protocol.schema_walk import resolved
 
 

@@ -38,6 +38,7 @@ from agentflow.errors import (
     incident,
 )
 from agentflow.protocol import ops
+from agentflow.protocol.bounds.sized import sized, sizing
 from agentflow.protocol.events import Capabilities, ErrorInfo
 from agentflow.protocol.images import Image, Medium, Video
 from agentflow.protocol.op_table import (
@@ -50,7 +51,6 @@ from agentflow.protocol.op_table import (
     rejected,
     require,
 )
-from agentflow.protocol.sized import sized, sizing
 from agentflow.runtime.generator import (
     ContextT,
     Embedder,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, placed_in
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
 from agentflow.server.anthropic.types import (
     AnyChoice,
     AutoChoice,

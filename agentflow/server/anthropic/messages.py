@@ -14,9 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
+from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import read_conversation, tool_choice_of, tools_of

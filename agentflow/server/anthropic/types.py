@@ -17,7 +17,7 @@ from agentflow.protocol.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 
 MAX_BLOCKS = 2048
 
-# An object that is decoded later, after its bounds are checked (protocol/json_bounds.py).
+# An object that is decoded later, after its bounds are checked (protocol/bounds/json_bounds.py).
 GivenObject: TypeAlias = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 

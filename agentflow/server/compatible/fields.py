@@ -56,7 +56,7 @@ Biases: TypeAlias = Annotated[
 Unsupported: TypeAlias = Annotated[
     Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")
 ]
-# An object that is decoded later, after its bounds are checked (protocol/json_bounds.py).
+# An object that is decoded later, after its bounds are checked (protocol/bounds/json_bounds.py).
 GivenObject: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
 GivenSchema: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "string", "null"]})]
 OnlyTrue: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": True})]

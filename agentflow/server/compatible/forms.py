@@ -12,8 +12,8 @@ import msgspec
 
 from agentflow.engine.grammar.compiler.ebnf import lark_of_ebnf
 from agentflow.errors import BadArgument
+from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.errors import invalid_field
 

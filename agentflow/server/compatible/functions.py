@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from agentflow.protocol.bounds.json_bounds import JsonScan, object_of
 from agentflow.protocol.chat import ToolSpec
-from agentflow.protocol.json_bounds import JsonScan, object_of
 from agentflow.server.compatible.fields import GivenObject, ToolName, is_given
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -32,7 +32,7 @@ from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import Finished
-from agentflow.protocol.client_pattern import compiled
+from agentflow.protocol.bounds.client_pattern import compiled
 from agentflow.server.completion.request import Check, CompletionRequest
 
 Path: TypeAlias = tuple[str, ...]

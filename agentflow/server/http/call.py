@@ -27,7 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError, drop_traceback
-from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
+from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.protocol.wire import HALF_PAIR, json_fault
 from agentflow.runtime.limits import MemoryBudget

@@ -13,10 +13,10 @@ import msgspec
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.errors import no_chat_template
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
 from agentflow.protocol.chat import IMAGE_ROLES, CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.images import PlacedImage, image_in_base64
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_param
 from agentflow.server.compatible.fields import Unread, is_given

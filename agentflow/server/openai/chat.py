@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
+from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.forms import ANY_OBJECT

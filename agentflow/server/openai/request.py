@@ -12,11 +12,11 @@ import msgspec
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.chat_template import RESERVED_VALUES
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Medium, PlacedImage, placed_in
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.cache_marks import (
     KeptBeginnings,

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import CalledTool, Message
-from agentflow.protocol.sized import sized
 
 
 @dataclass(frozen=True, slots=True)

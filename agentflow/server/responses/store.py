@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import Message
-from agentflow.protocol.sized import sized
 from agentflow.server.responses.background import EventLog
 from agentflow.server.responses.item import Item
 

@@ -13,8 +13,8 @@ import anyio.lowlevel
 import msgspec
 
 from agentflow.errors import FrameTooLarge
+from agentflow.protocol.bounds.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
 from agentflow.protocol.events import Delta, ErrorInfo, Event, StateFailed, Value, VarFailed
-from agentflow.protocol.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
 from agentflow.protocol.wire import Events, encode
 
 FRAME_BOUNDS: Final = JsonBounds(values=500_000, parts=70_000)

@@ -24,7 +24,7 @@ from agentflow.engine.generator.context import PIECE_CHARS
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
-from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
+from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
 from agentflow.server.completion.completion import COUNTED_CONTEXTS
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import SMALL_BODY_BYTES, ApiCall

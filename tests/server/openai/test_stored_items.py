@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.api_server import MODEL, ApiServer, api_server
 
+from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import CalledTool, Message
-from agentflow.protocol.sized import sized
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.errors import ApiError
 from agentflow.server.openai.responses.items import ItemReader, Turns

@@ -16,9 +16,9 @@ from support.asgi_peer import bench, check_still_served, connected
 from agentflow.backends.op_queue import USUAL_FRAME_BYTES
 from agentflow.errors import FrameTooLarge
 from agentflow.protocol import ops
+from agentflow.protocol.bounds.json_bounds import JsonBounds, TooMuchJson
 from agentflow.protocol.chat import Conversation, Message, ToolSpec
 from agentflow.protocol.events import Reached, Value
-from agentflow.protocol.json_bounds import JsonBounds, TooMuchJson
 from agentflow.protocol.wire import MAX_FRAME_BYTES, Ops, encode
 from agentflow.runtime import turns
 from agentflow.server.websocket import connection

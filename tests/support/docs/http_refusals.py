@@ -49,7 +49,7 @@ from support.server.apis import CHAT, MESSAGES, Api
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
+from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.http.call import SMALL_BODY_BYTES
 

@@ -18,10 +18,10 @@ import msgspec
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.errors import Overloaded, PromptTooLong
+from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
-from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param

@@ -74,7 +74,7 @@ class JsonScan:
     >>> scan.push(b'{"a": [1, 2, ')
     >>> scan.push(b'"b"]}')
     Traceback (most recent call last):
-    agentflow.protocol.json_bounds.TooMuchJson: more than 3 objects, lists and strings
+    agentflow.protocol.bounds.json_bounds.TooMuchJson: more than 3 objects, lists and strings
     """
 
     def __init__(self, bounds: JsonBounds) -> None:

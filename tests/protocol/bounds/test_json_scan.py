@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.protocol.json_bounds import JsonBounds, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.bounds.json_bounds import JsonBounds, JsonScan, TooMuchJson, pieces_of
 
 values = st.recursive(
     st.none() | st.integers() | st.text(alphabet='ab"\\,[]{}\n\u00e9', max_size=8),

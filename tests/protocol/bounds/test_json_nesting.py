@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.api_server import MODEL, ApiServer, api_server
 
 from agentflow.engine.text.chat_template import ToolDialect, message_values, to_json
+from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.chat import CalledTool, Message
-from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 
 VALUES = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(max_size=2)),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument
-from agentflow.protocol.client_pattern import (
+from agentflow.protocol.bounds.client_pattern import (
     CACHE_BYTES,
     MAX_WRITTEN_OUT,
     InvalidPattern,
