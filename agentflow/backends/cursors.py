@@ -19,6 +19,7 @@ from agentflow.protocol.events import (
     StatsReply,
     Value,
     VarFailed,
+    Watched,
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened
 from agentflow.protocol.wire import Resume
@@ -54,6 +55,7 @@ class Cursors:
         # Tickets of ops.GetStats and ops.GetGraph, with the op's number; those of ops.GetGraph with the op.
         self.unanswered: dict[int, int] = {}
         self.asked_graphs: dict[int, ops.GetGraph] = {}
+        self.watched: int | None = None  # the ticket of the session's watch
         self._states: dict[int, _StateCursor] = {}
         self._variables: dict[int, _VariableCursor] = {}
         self._due: list[ops.Close] = []
@@ -77,6 +79,10 @@ class Cursors:
                     state.is_closing = True
                     return False
                 self._states.pop(op.state, None)
+            case ops.Watch():
+                self.watched = op.ticket
+            case ops.Unwatch():
+                self.watched = None
             case _:
                 pass
         return True
@@ -84,7 +90,7 @@ class Cursors:
     @property
     def is_waiting(self) -> bool:
         """Whether any state is open, or an answer is due."""
-        return bool(self._states or self.unanswered)
+        return bool(self._states or self.unanswered) or self.watched is not None
 
     def failures(self, error: ErrorInfo) -> list[Event]:
         """The events that end everything with ``error``."""
@@ -101,6 +107,7 @@ class Cursors:
                 else StatsReply(ticket, None, error)
                 for ticket in self.unanswered
             ],
+            *([] if self.watched is None else [Watched(self.watched, error=error)]),
         ]
 
     def receive(self, events: Iterable[Event]) -> list[Event]:
@@ -135,6 +142,8 @@ class Cursors:
                 return event if self._receive_state(event) else None
             case StatsReply() | GraphReply() if self.unanswered.pop(event.ticket, None) is not None:
                 self.asked_graphs.pop(event.ticket, None)
+                return event
+            case Watched(ticket=ticket) if ticket == self.watched:
                 return event
             case _:  # a reply received before, or an event that only other clients request
                 return None

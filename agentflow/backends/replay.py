@@ -48,6 +48,7 @@ from agentflow.protocol.events import (
     ErrorInfo,
     Event,
     GraphReply,
+    GraphsDelta,
     LiveGraph,
     Reached,
     StateFailed,
@@ -55,6 +56,7 @@ from agentflow.protocol.events import (
     StatsReply,
     Value,
     VarFailed,
+    Watched,
 )
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, spec_of
@@ -198,6 +200,9 @@ class _ReplayConnection:
                 return None
             case ops.GetGraph():  # a replay has no live graph
                 self._outgoing.append(GraphReply(op.ticket, LiveGraph()))
+                return None
+            case ops.Watch():
+                self._outgoing.append(Watched(op.ticket, graphs=GraphsDelta(reset=True)))
                 return None
             case _ if is_content or isinstance(op, CONTROL):
                 state = self._tree.node(op.state)  # type: ignore[union-attr]

@@ -39,6 +39,7 @@ from agentflow.protocol.events import (
     StatsReply,
     Value,
     VarFailed,
+    Watched,
     summed,
 )
 from agentflow.protocol.images import known_file
@@ -235,6 +236,7 @@ class SeveralConnection:
         self._asked: dict[int, _Asked] = {}  # by the tickets of ops.GetStats
         self._images: set[str] = set()  # the sources of those that the session has uploaded
         self._asked_graphs: set[int] = set()  # tickets of ops.GetGraph without an answer
+        self._watched: int | None = None  # the ticket of the session's watch
 
     def add(self, place: _Place) -> None:
         """Adds a place that is open."""
@@ -331,7 +333,12 @@ class SeveralConnection:
                 for place in self._places.values():
                     if place.has_media:
                         yield place, op
-            case ops.Watch() | ops.Unwatch() | ops.Peek():
+            case ops.Watch():  # of the default place
+                yield self._place(""), op
+                self._watched = op.ticket
+            case ops.Unwatch() | ops.Peek():
+                if isinstance(op, ops.Unwatch):
+                    self._watched = None
                 yield self._default, op
             case _ if (state := self._states.get(getattr(op, "state", 0))) is not None:
                 if state.lost is None:
@@ -628,6 +635,7 @@ class SeveralConnection:
                 failures.append(StatsReply(ticket, None, info))
         if place is self._default:
             failures += [GraphReply(ticket, None, info) for ticket in self._asked_graphs]
+            failures += [] if self._watched is None else [Watched(self._watched, error=info)]
         self.receive(place, failures)
         if not is_final:  # the limits and images of the session are lost as well
             self._react(self._left((None,), place, 0))

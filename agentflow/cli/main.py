@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _commands() -> list[Command]:
     """The commands, in the order of the help. A bare install can import all of them."""
     from agentflow.cli import chat, doctor, models, pull, replay, run
-    from agentflow.cli.operating import config, keys, route, serve, simulate, top, up
+    from agentflow.cli.operating import config, keys, route, serve, simulate, top, up, watch
 
-    modules = (doctor, up, pull, models, chat, run, serve, route, config, keys, top, replay, simulate)
+    modules = (doctor, up, pull, models, chat, run, serve, route, config, keys, top, watch, replay, simulate)
     return [module.COMMAND for module in modules]
 
 

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol
+from weakref import ref
 
 import anyio
 from anyio.abc import TaskGroup
@@ -31,6 +32,7 @@ from agentflow.errors import (
 )
 from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.observing.blocking import LoopWatch, threshold_s
+from agentflow.language.observing.graph_watch import GraphWatch
 from agentflow.language.observing.runs import Runs
 from agentflow.language.observing.spans import SessionSpan, spans_of_session
 from agentflow.language.uploads import REFERRING, Uploads
@@ -134,6 +136,9 @@ class Link:
         self._ids = _Ids()
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply | GraphReply]]] = {}
+        # Only the watch's reader holds it, so that a loop ends it by being left.
+        self._graph_watch: Callable[[], GraphWatch | None] = lambda: None
+        self._watched = 0  # its ticket
         self.is_replay = False
         """Whether the backend has the texts that the client provided when the session was recorded."""
         self._watch: LoopWatch | None = None
@@ -399,6 +404,23 @@ class Link:
             raise EngineFailed("no graph came") if reply.error is None else reply.error.to_exception()
         return [reply.graph, *reply.others]
 
+    def watch(self, interval_s: float) -> GraphWatch:
+        """Watches the graphs of the tenant, in place of an earlier watch."""
+        watch = GraphWatch(self.next_id(), self._unwatch)
+        op = ops.Watch(watch.ticket, steps=False, tree=False, interval_s=interval_s, graphs=True)
+        self.check_alive()
+        self.send([op])
+        if (earlier := self._graph_watch()) is not None:
+            earlier.end()
+        self._graph_watch, self._watched = ref(watch), watch.ticket
+        return watch
+
+    def _unwatch(self, ticket: int) -> None:
+        if ticket == self._watched:
+            self._watched = 0
+            with suppress(AgentflowError):
+                self.send([ops.Unwatch()])
+
     async def _ask(self, question: ops.GetStats | ops.GetGraph) -> StatsReply | GraphReply:
         """Sends a question and waits for its answer."""
         self.check_alive()
@@ -444,8 +466,13 @@ class Link:
                     if event.ticket in self._answers:
                         self._answers[event.ticket][1].append(event)
                         self._answers[event.ticket][0].set()
-                case Watched() | Peeked():
-                    pass  # a program sends neither op
+                case Watched():
+                    if (watch := self._graph_watch()) is None:
+                        self._unwatch(event.ticket)
+                    elif event.ticket == watch.ticket:
+                        watch.receive(event)
+                case Peeked():
+                    pass  # a program does not send the op
 
     def _lose(self, error: Exception, *, is_final: bool = True) -> None:
         is_known = isinstance(error, AgentflowError)
@@ -475,3 +502,5 @@ class Link:
             state.fail(error)
         for arrived, _ in self._answers.values():
             arrived.set()
+        if (watch := self._graph_watch()) is not None:
+            watch.fail(error)

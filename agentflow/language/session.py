@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
@@ -403,6 +403,19 @@ class Session(AsyncOnly):
         True
         """
         return await self._link.graphs(of_tenant=True)
+
+    def watch(self, *, interval_s: float = 0.5) -> AsyncIterator[list[LiveGraph]]:
+        """Follows ``graphs()``: the graphs now, and then whenever something has changed, at most every
+        ``interval_s`` (0.1 to 60) seconds. The backend sends only the changes, and a slow loop gets the
+        newest graphs. States and nodes are in the order of their ids. Leaving the loop ends the watch, and
+        so does another watch of the session. Raises the error that ended the session.
+
+        >>> async for graphs in flow.watch():
+        ...     print(graphs[0])
+        ...     break
+        nothing is unfinished
+        """
+        return self._link.watch(interval_s)
 
     @property
     def runs(self) -> Runs:

@@ -591,8 +591,29 @@ class TreeDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     num_nodes_left_out: int = 0  # nodes of the tree beyond ``max_nodes``
 
 
+class GraphDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The changes in the live graph of one session since the last event."""
+
+    id: int  # its number in this watch; 1: the session that watches
+    states: tuple[LiveState, ...] = ()  # new or changed
+    nodes: tuple[LiveNode, ...] = ()  # new or changed
+    states_gone: tuple[int, ...] = ()  # the ids of states that are no longer shown
+    nodes_gone: tuple[int, ...] = ()  # the ids of nodes that are no longer shown
+    num_states_left_out: int = 0  # as in ``LiveGraph``
+    num_nodes_left_out: int = 0
+
+
+class GraphsDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The changes in the live graphs of the tenant's sessions since the last event."""
+
+    reset: bool = False  # forget all earlier graphs first
+    graphs: tuple[GraphDelta, ...] = ()  # new or changed
+    gone: tuple[int, ...] = ()  # the numbers of the sessions that have ended, or have no open state
+    num_graphs_left_out: int = 0  # of further sessions with open states
+
+
 class Watched(_Event, frozen=True):
-    """The scheduler and the radix tree, for the ``Watch`` with this ticket."""
+    """The scheduler, the radix tree and the programs, for the ``Watch`` with this ticket."""
 
     ticket: int
     time_s: float = 0.0  # on the engine's clock
@@ -602,6 +623,7 @@ class Watched(_Event, frozen=True):
     stats: Stats | None = None
     tree: TreeDelta | None = None
     error: ErrorInfo | None = None  # why nothing can be shown now
+    graphs: GraphsDelta | None = None
 
 
 class Peeked(_Event, frozen=True):

@@ -395,6 +395,7 @@ class Watch(_Op, frozen=True):
     tree: bool = True  # whether the events contain the radix tree
     interval_s: float = 0.5  # at least, between two events
     max_nodes: int = 1000  # of the tree, the most recently used ones
+    graphs: bool = False  # whether the events contain the live graphs of the tenant's sessions
 
 
 class Unwatch(_Op, frozen=True):

@@ -27,13 +27,15 @@ import msgspec
 from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
-from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply
-from agentflow.protocol.ops import GetGraph, GetStats, Op, Upload, Want
+from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply, Watched
+from agentflow.protocol.ops import GetGraph, GetStats, Op, Unwatch, Upload, Want, Watch
 from agentflow.recording.images import RecordedImages
 from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
+
+_UNRECORDED_OPS = (GetGraph, Want, Watch, Unwatch)
 
 VERSION = 2
 """Version 1 had the capabilities of a single model, and a gen always had all parameters of sampling."""
@@ -197,7 +199,7 @@ class _RecordedConnection:
     def send(self, ops: Sequence[Op]) -> None:
         at_s = self._writer.now_s()
         try:  # first, so that an op that cannot be written does not run
-            dropped = (GetGraph, Want) if self._has_stats else (GetGraph, Want, GetStats)
+            dropped = _UNRECORDED_OPS if self._has_stats else (*_UNRECORDED_OPS, GetStats)
             lines = [
                 _encode(Entry(at_s, sent=self._writer.without_bytes(op)))
                 for op in ops
@@ -302,7 +304,7 @@ class _Writer:
 
     def recording(self, deliver: Deliver, *, has_stats: bool = True) -> Deliver:
         """``deliver``, before which the events are written. ``has_stats``: counters are, too."""
-        dropped = GraphReply if has_stats else (GraphReply, StatsReply)
+        dropped = (GraphReply, Watched) if has_stats else (GraphReply, Watched, StatsReply)
 
         def receive(events: Iterable[Event]) -> None:
             received, at_s = list(events), self.now_s()  # one time, because they are delivered together

@@ -65,6 +65,8 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     events.LiveNode,
     events.StepRecord,
     events.WatchedRequest,
+    events.GraphDelta,
+    events.GraphsDelta,
     events.TreeDelta,
     events.TreeNode,
 )

@@ -1,3 +1,3 @@
-"""Observation of a session: ``runs`` lists its runs, ``spans`` reports them to OpenTelemetry, and
-``blocking`` warns of lines that block the event loop.
+"""Observation of a session: ``runs`` lists its runs, ``spans`` reports them to OpenTelemetry, ``graph_watch``
+follows the live graphs of its tenant, and ``blocking`` warns of lines that block the event loop.
 """

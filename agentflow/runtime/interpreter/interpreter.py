@@ -148,14 +148,16 @@ class Interpreter(Generic[ContextT]):
         self._images = ImageStore(self._memory)
         self._graph = ProgramGraph(program=program, replica_of=self._replica_of)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
-        self._tenant_graphs[self._graph] = None
+        self._tenant_graphs.add(self._graph)
         # Generators without a scheduler have no use for places.
         self._takes_places = any(getattr(one, "takes_places", True) for one in self._generators.values())
         self._reports_places = False  # in a later turn of the event loop
         self._ops = OpExecution(self._find, self._embedders, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(counted or (generator,), task_group, self.events)
         self._graphs = GraphAnswers(self._graph, self._tenant_graphs, self.events, self._later)
-        self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
+        self._watch = WatchAnswers(
+            generator, task_group, self.events, self._memory, self._graph, self._tenant_graphs
+        )
 
     @property
     def models(self) -> dict[str, Capabilities]:
@@ -296,7 +298,8 @@ class Interpreter(Generic[ContextT]):
             while self._states.remove_one():
                 pass
         finally:
-            self._tenant_graphs.pop(self._graph, None)
+            self._watch.unwatch()
+            self._tenant_graphs.remove(self._graph)
             self._variables.clear()
             self._images.close()
             self._memory.close()

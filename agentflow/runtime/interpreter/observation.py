@@ -1,4 +1,4 @@
-"""Lets a client observe the backend: its counters, and a watch of its scheduler and radix trees.
+"""Lets a client observe the backend: its counters, and a watch of its scheduler, radix trees and programs.
 
 Like all events, the events of a watch are made when the client reads: each is the difference between the
 newest snapshot and the one that the client has. A snapshot is taken when the client has read the one before,
@@ -36,6 +36,7 @@ from agentflow.runtime.interpreter.variables import EventCursor
 from agentflow.runtime.limits import MemoryBudget, Reservation
 from agentflow.runtime.programs.graph import ProgramGraph
 from agentflow.runtime.programs.live import Room, TenantGraphs, live_graph
+from agentflow.runtime.programs.watch import GraphsWatch
 
 MAX_PEEKS = 100
 """Per session: peeks without an answer, and answers that it has not received."""
@@ -44,6 +45,10 @@ MAX_TENANTS = 1000
 WATCH_BYTES = 200_000
 NODE_BYTES = 1_000
 """Estimated memory of a watch, and of each of its nodes."""
+GRAPHS_BYTES = 1_500_000
+"""Estimated memory of the graphs of a watch."""
+MAX_GRAPH_WATCHES = 32
+"""The watches of one tenant that see its graphs."""
 MAX_TICKETS = 1_000
 
 
@@ -187,14 +192,17 @@ class SentTree:
 
 
 class _Watch:
-    """One watch, and how much of it the client has received. ``pending``: the newest snapshot, until the
-    client reads; no other one is taken meanwhile."""
+    """One watch, and how much of it the client has received. ``is_due``: the client gets an event when it
+    reads. ``pending``: the newest snapshot for it; no other one is taken meanwhile. ``graphs``: its changes
+    of the graphs, if it has them."""
 
-    def __init__(self, op: ops.Watch, reservation: Reservation) -> None:
+    def __init__(self, op: ops.Watch, reservation: Reservation, graphs: GraphsWatch | None) -> None:
         self.op = op
         self.scope = anyio.CancelScope()
         self.view: View | None = None
         self.tree = SentTree()
+        self.graphs = graphs
+        self.is_due = False
         self.pending: Snapshot | None = None
         self.has_read = anyio.Event()
         self._epoch: int | None = None
@@ -208,8 +216,24 @@ class _Watch:
         """The number of the last step that is known."""
         return self._last_step or 0
 
-    def take_event(self, snapshot: Snapshot) -> Watched:
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the events have more than graphs."""
+        return self.op.steps or self.op.tree or not self.op.graphs
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        self.scope.cancel()
+        if self.graphs is not None:
+            self.graphs.close()
+
+    def take_event(self) -> Watched:
         """The event that brings the client up to date."""
+        snapshot, self.pending, self.is_due = self.pending, None, False
+        self.has_read.set()
+        if snapshot is None:
+            assert self.graphs is not None
+            return Watched(self.op.ticket, graphs=self.graphs.look())
         began_s = time.thread_time()
         if snapshot.epoch != self._epoch:
             self._epoch, self._last_step = snapshot.epoch, None
@@ -231,6 +255,7 @@ class _Watch:
             requests=self._requests(snapshot.requests),
             stats=snapshot.stats,
             tree=self.tree.delta(snapshot) if self.op.tree else None,
+            graphs=None if self.graphs is None else self.graphs.look(),
         )
         if self.view is not None:
             self.view.spent(time.thread_time() - began_s)
@@ -248,12 +273,29 @@ class _Watch:
 
 
 class WatchAnswers(Generic[ContextT]):
-    """Answers ``Watch`` and ``Peek``. A session has one watch."""
+    """Answers ``Watch`` and ``Peek``. A session has one watch.
+
+    Args:
+        generator: Is watched.
+        tasks: Owns the tasks.
+        events: Receives the answers.
+        memory: Counts the memory of the watch.
+        graph: The graph of the session.
+        graphs: The graphs of the tenant.
+    """
 
     def __init__(
-        self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor, memory: MemoryBudget
+        self,
+        generator: Generator[ContextT],
+        tasks: TaskGroup,
+        events: EventCursor,
+        memory: MemoryBudget,
+        graph: ProgramGraph,
+        graphs: TenantGraphs,
     ) -> None:
         self._generator = generator
+        self._graph = graph
+        self._graphs = graphs
         self._tasks = tasks
         self._events = events
         self._memory = memory
@@ -268,19 +310,22 @@ class WatchAnswers(Generic[ContextT]):
         self.unwatch()
         try:
             spec_of(op).check(op)
-            reservation = Reservation(
-                self._memory, WATCH_BYTES + NODE_BYTES * (op.max_nodes if op.tree else 0)
-            )
+            if op.graphs and len(self._graphs.watchers) >= MAX_GRAPH_WATCHES:
+                raise Overloaded("too many sessions of this tenant watch its programs: end another watch")
+            num_nodes = op.max_nodes if op.tree else 0
+            num_bytes = WATCH_BYTES + NODE_BYTES * num_nodes + (GRAPHS_BYTES if op.graphs else 0)
+            reservation = Reservation(self._memory, num_bytes)
         except AgentflowError as error:
             self._reply(Watched(op.ticket, error=ErrorInfo.of(error)))
             return
-        self._watch = _Watch(op, reservation)
+        graphs = GraphsWatch(self._graph, self._graphs) if op.graphs else None
+        self._watch = _Watch(op, reservation, graphs)
         self._tasks.start_soon(self._run, self._watch)
 
     def unwatch(self) -> None:
         """Ends the watch, if there is one."""
         if self._watch is not None:
-            self._watch.scope.cancel()
+            self._watch.end()
             self._watch = None
 
     def peek(self, op: ops.Peek) -> None:
@@ -292,28 +337,49 @@ class WatchAnswers(Generic[ContextT]):
             self._tasks.start_soon(self._answer_peeks)
 
     def rewind(self) -> None:
-        """Events may have been lost with a connection: the next one has the whole tree."""
+        """Events may have been lost with a connection: the next one has the whole tree and all graphs."""
         if self._watch is not None:
             self._watch.tree.reset()
+            if self._watch.graphs is not None:
+                self._watch.graphs.reset()
 
     def take_events(self) -> list[Event]:
         """The answers since the last call."""
         replies, self._replies = self._replies, []
         watch = self._watch
-        if watch is not None and watch.pending is not None:
-            replies.append(watch.take_event(watch.pending))
-            watch.pending = None
-            watch.has_read.set()
+        if watch is not None and watch.is_due:
+            began_s = time.thread_time()
+            replies.append(watch.take_event())
+            if not watch.needs_engine:
+                self._graphs.pace.spent(time.thread_time() - began_s, anyio.current_time())
         return replies
 
     async def _run(self, watch: _Watch) -> None:
         with watch.scope:
             try:
-                with self._generator.watching() as watch.view:
-                    await self._observe(watch, watch.view)
+                if watch.needs_engine:
+                    with self._generator.watching() as watch.view:
+                        await self._observe(watch, watch.view)
+                elif watch.graphs is not None:
+                    await self._observe_graphs(watch, watch.graphs)
             except AgentflowError as error:
                 self._reply(Watched(watch.op.ticket, error=ErrorInfo.of(error)))
+        watch.end()
         watch.view = None
+
+    async def _observe_graphs(self, watch: _Watch, graphs: GraphsWatch) -> None:
+        """Without the engine: only when something has changed."""
+        while True:
+            if graphs.has_news():
+                await self._show(watch)
+            pause_s = max(watch.op.interval_s, self._graphs.pace.next_s - anyio.current_time())
+            await anyio.sleep(pause_s)  # noqa: TID251  # the interval that the client asked for
+
+    async def _show(self, watch: _Watch) -> None:
+        """Waits until the client has read an event."""
+        watch.has_read, watch.is_due = anyio.Event(), True
+        self._events.mark(self)
+        await watch.has_read.wait()
 
     async def _observe(self, watch: _Watch, view: View) -> None:
         is_down = False
@@ -322,9 +388,7 @@ class WatchAnswers(Generic[ContextT]):
             try:
                 watch.pending = await view.snapshot(max_nodes, watch.steps_after)
                 is_down = False
-                watch.has_read = anyio.Event()
-                self._events.mark(self)
-                await watch.has_read.wait()
+                await self._show(watch)
             except EngineDown as error:
                 if not is_down:
                     self._reply(Watched(watch.op.ticket, error=ErrorInfo.of(error)))

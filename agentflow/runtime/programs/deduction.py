@@ -135,11 +135,18 @@ class Deduction:
     Args:
         next_number: Makes the numbers of stages.
         changed: Receives each node whose deduction has changed.
+        moved: Receives each node that has left the graph, or lost a node on which it depends.
     """
 
-    def __init__(self, next_number: Callable[[], int], changed: Callable[[Node], None]) -> None:
+    def __init__(
+        self,
+        next_number: Callable[[], int],
+        changed: Callable[[Node], None],
+        moved: Callable[[Node], None] = lambda node: None,
+    ) -> None:
         self._next_number = next_number
         self._changed = changed
+        self._moved = moved
         self._upstream: list[
             tuple[int, Node]
         ] = []  # with the negative numbers, so that later ones come first
@@ -185,6 +192,7 @@ class Deduction:
             if is_open:
                 self._drop_level(succ, level)
             self.update(succ)
+            self._moved(succ)
         for pred in node.preds:
             if is_open:
                 pred.num_open -= 1
@@ -193,6 +201,7 @@ class Deduction:
         for pred in node.preds:
             self._prune_later(pred)
         node.succs, node.preds = {}, {}
+        self._moved(node)
 
     def update(self, node: Node) -> None:
         """The deduction of the node must be made again."""
@@ -359,4 +368,5 @@ class Deduction:
             self._disconnect(pred, node)
         self._leave(node)
         node.succs, node.preds = {}, {}
+        self._moved(node)
         return num_visits

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from agentflow.protocol import ops
 from agentflow.protocol.events import LiveMedium, LiveNode, Usage
@@ -130,6 +130,16 @@ class _Named:
                 self._numbers[name] = number, num_states - 1
 
 
+class Watcher(Protocol):
+    """Follows the parts of graphs that a client sees."""
+
+    def note(self, graph: ProgramGraph, part: StateInGraph | Node) -> None:
+        """The state or the node is new, looks different, or is gone."""
+
+    def removed(self, graph: ProgramGraph) -> None:
+        """The session of the graph has ended."""
+
+
 class ProgramGraph:
     """The graph of one session.
 
@@ -163,7 +173,9 @@ class ProgramGraph:
         """Whether ``take_places`` may have something to report."""
         self.is_settled = True
         """Whether the places have taken all ops into account."""
-        self._deduction = Deduction(self._next_number, self._note)
+        self.watchers: dict[Watcher, None] = {}
+        """Those of the tenant."""
+        self._deduction = Deduction(self._next_number, self._note, self._tell)
         self._returns_s: dict[str, float] = {}  # by the labels of programs, the least recently used first
 
     # Ops.
@@ -183,6 +195,7 @@ class ProgramGraph:
                 state = self._states.get(op.state)
                 if state is not None and op.objective is not None:
                     state.objective = op.objective
+                    self._tell(state)
             case _ if isinstance(op, ops.Declaring):
                 self._declare(op, _KINDS[type(op)], now_s)
             case _:
@@ -201,6 +214,8 @@ class ProgramGraph:
         """The op runs, because all that it depends on has ended."""
         if (node := self._node_of(op)) is not None:
             node.is_running = True
+            if self.watchers:
+                self._tell(node)
 
     def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0, usage: Usage | None = None) -> None:
         """The op has run. The value of an expected variable comes later, in ``provide``."""
@@ -229,6 +244,7 @@ class ProgramGraph:
             return
         node = Node(next(self._node_numbers), "gather", False, root, 0, "", state.objective)
         state.nodes[node] = None
+        self._tell(node)
         self._deduction.add(node, last)
         self.is_settled = False
         self._settle()
@@ -282,6 +298,7 @@ class ProgramGraph:
         self.stop(number)
         del self._states[number]
         self._changed.pop(state, None)
+        self._tell(state)
         self._programs.close(number)
         self._groups.close(number)
 
@@ -343,6 +360,10 @@ class ProgramGraph:
         """The open states."""
         return self._states.values()
 
+    def state(self, number: int) -> StateInGraph | None:
+        """The open state with this number, or None."""
+        return self._states.get(number)
+
     @property
     def num_held(self) -> int:
         """The nodes and edges that the graph holds, for tests of its memory."""
@@ -377,6 +398,13 @@ class ProgramGraph:
         """The place of the state may have changed."""
         self._changed[state] = None
         self.has_changes = True
+        if self.watchers:
+            self._tell(state)
+
+    def _tell(self, part: StateInGraph | Node) -> None:
+        """The state or the node may look different to a client."""
+        for watcher in self.watchers:
+            watcher.note(self, part)
 
     def _settle(self) -> None:
         if not self.is_settled:
@@ -437,6 +465,8 @@ class ProgramGraph:
         is_request = kind in REQUESTS
         node = Node(next(self._node_numbers), kind, is_request, state.number, var, name, state.objective)
         state.nodes[node] = None
+        if self.watchers:
+            self._tell(node)
         if kind == "expect":  # runs nothing: the ops behind it do not wait for its value
             return node
         preds = [pred for pred in state.frontier if not pred.has_ended]
@@ -455,6 +485,8 @@ class ProgramGraph:
 
     def _end(self, node: Node, now_s: float) -> None:
         self._forget(node)
+        if self.watchers:
+            self._tell(node)
         state = self._states.get(node.state)
         if state is not None:
             state.nodes.pop(node, None)
@@ -481,6 +513,8 @@ class ProgramGraph:
 
     def _note(self, node: Node) -> None:
         """The deduction of the node has changed."""
+        if self.watchers:
+            self._tell(node)
         state = self._states.get(node.state)
         if state is not None and state.next_request() is node:
             self._mark(state)

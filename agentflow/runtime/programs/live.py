@@ -7,33 +7,18 @@ would reveal the activity of other tenants.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from weakref import WeakValueDictionary
 
 from agentflow.protocol.events import LiveGraph, LiveNode, LiveState
 from agentflow.runtime.programs.deduction import Node
-from agentflow.runtime.programs.graph import ProgramGraph
+from agentflow.runtime.programs.graph import ProgramGraph, StateInGraph, Watcher
 
 MAX_SHOWN = 1_000
 """The states, and the nodes, of one answer."""
 MAX_SHOWN_EDGES = 10_000
 """The edges of one answer. A node that has more than are left is left out."""
-
-
-class TenantGraphs(dict[ProgramGraph, None]):
-    """The graphs of one tenant's open sessions, in the order in which they were opened."""
-
-
-class OpenGraphs:
-    """The graphs of all tenants."""
-
-    def __init__(self) -> None:
-        self._of: WeakValueDictionary[str, TenantGraphs] = WeakValueDictionary()  # their sessions hold them
-
-    def of(self, tenant: str) -> TenantGraphs:
-        """The graphs of the tenant, to which sessions add theirs."""
-        return self._of.setdefault(tenant, TenantGraphs())
 
 
 @dataclass
@@ -45,37 +30,43 @@ class Room:
     num_edges: int = MAX_SHOWN_EDGES
 
 
-def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
+@dataclass(slots=True)
+class ShownNumbers:
+    """The numbers that a client gets for the programs and task groups of one graph."""
+
+    programs: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, int] = field(default_factory=lambda: {0: 0})
+
+    @property
+    def largest(self) -> int:
+        """The largest number."""
+        return max(len(self.programs), len(self.groups))
+
+    def program(self, number: int) -> int:
+        """The client's number of a program."""
+        return self.programs.setdefault(number, len(self.programs) + 1)
+
+    def group(self, number: int) -> int:
+        """The client's number of a task group; 0: none."""
+        return self.groups.setdefault(number, len(self.groups))
+
+
+def live_graph(graph: ProgramGraph, room: Room, numbers: ShownNumbers | None = None) -> LiveGraph:
     """The unfinished part of a session. Takes its parts from ``room``."""
-    programs: dict[int, int] = {}
-    groups: dict[int, int] = {0: 0}
+    numbers = ShownNumbers() if numbers is None else numbers
     states: list[LiveState] = []
     nodes: list[LiveNode] = []
     done: dict[Node, None] = {}  # ended nodes that unfinished ones depend on
     num_nodes = 0
 
-    def add(node: Node, group: int = 0) -> None:
+    def add(node: Node, state: StateInGraph | None = None) -> None:
         if room.num_nodes > 0 and len(node.preds) <= room.num_edges:
             room.num_nodes -= 1
             room.num_edges -= len(node.preds)
-            runs = node.is_request and node.is_running and not node.has_ended
-            replica = graph.replica_of(node.state) if runs else None
-            nodes.append(_live_node(node, group, groups, replica))
+            nodes.append(_shown_node(graph, node, state, numbers))
 
     for state in islice(graph.states(), room.num_states):
-        place = graph.place_of(state)
-        states.append(
-            LiveState(
-                state.number,
-                programs.setdefault(place.program, len(programs) + 1),
-                state.label,
-                place.objective,
-                groups.setdefault(place.group, len(groups)),
-                place.steps,
-                state.is_stopped,
-                *state.miss,
-            )
-        )
+        states.append(_shown_state(graph, state, numbers))
         if state.failed is not None:
             num_nodes += 1
             if room.num_nodes > 0:
@@ -83,7 +74,7 @@ def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
                 nodes.append(state.failed)
         num_nodes += len(state.nodes)
         for node in islice(state.nodes, room.num_nodes):
-            add(node, state.group)
+            add(node, state)
             done |= dict.fromkeys([pred for pred in node.preds if pred.has_ended])
     room.num_states -= len(states)
     num_nodes += len(done)
@@ -93,13 +84,46 @@ def live_graph(graph: ProgramGraph, room: Room) -> LiveGraph:
     return LiveGraph(tuple(states), tuple(nodes), graph.num_states - len(states), num_nodes - len(nodes))
 
 
-def _live_node(node: Node, group: int, groups: dict[int, int], replica: int | None) -> LiveNode:
-    """The node as clients see it. ``group``: the group of its state. ``groups``: maps groups to their numbers
-    in the answer. ``replica``: where it runs."""
+def live_state(graph: ProgramGraph, state: StateInGraph, numbers: ShownNumbers) -> LiveState | None:
+    """The state as clients see it, or None if it is closed."""
+    return _shown_state(graph, state, numbers) if graph.state(state.number) is state else None
+
+
+def live_node(graph: ProgramGraph, node: Node, numbers: ShownNumbers) -> LiveNode | None:
+    """The node as clients see it, or None if it has left the graph."""
+    state = graph.state(node.state)
+    if state is not None and state.failed is not None and state.failed.id == node.number:
+        return state.failed
+    if node.has_ended:
+        return _shown_node(graph, node, None, numbers) if node.num_open and not node.is_gone else None
+    is_unfinished = state is not None and node in state.nodes
+    return _shown_node(graph, node, state, numbers) if is_unfinished else None
+
+
+def _shown_state(graph: ProgramGraph, state: StateInGraph, numbers: ShownNumbers) -> LiveState:
+    place = graph.place_of(state)
+    return LiveState(
+        state.number,
+        numbers.program(place.program),
+        state.label,
+        place.objective,
+        numbers.group(place.group),
+        place.steps,
+        state.is_stopped,
+        *state.miss,
+    )
+
+
+def _shown_node(
+    graph: ProgramGraph, node: Node, state: StateInGraph | None, numbers: ShownNumbers
+) -> LiveNode:
+    """``state``: the state of an unfinished node."""
+    group = 0 if state is None else state.group
     if node.stage is not None and len(node.stage.members) > 1:
         group = node.stage.number
     if not node.is_request:
         group = 0
+    runs = node.is_request and node.is_running and not node.has_ended
     return LiveNode(
         node.number,
         node.state,
@@ -109,9 +133,64 @@ def _live_node(node: Node, group: int, groups: dict[int, int], replica: int | No
         "done" if node.has_ended else "running" if node.is_running else "waiting",
         tuple([pred.number for pred in node.preds]),
         node.objective,
-        groups.setdefault(group, len(groups)),
+        numbers.group(group),
         node.want or "",
         node.media,
         node.num_media,
-        replica,
+        graph.replica_of(node.state) if runs else None,
     )
+
+
+class WatchPace:
+    """The time before which no watch looks at graphs again, so that all of them together take at most
+    ``LOOP_PART`` of the event loop's time."""
+
+    LOOP_PART = 0.02
+
+    def __init__(self) -> None:
+        self.next_s = 0.0
+
+    def spent(self, loop_s: float, now_s: float) -> None:
+        """A look took ``loop_s`` seconds of processor time, until ``now_s``."""
+        self.next_s = max(self.next_s, now_s) + loop_s / self.LOOP_PART
+
+
+class TenantGraphs(dict[ProgramGraph, None]):
+    """The graphs of one tenant's open sessions, in the order in which they were opened.
+
+    Args:
+        pace: Of the watches of all tenants.
+    """
+
+    def __init__(self, pace: WatchPace | None = None) -> None:
+        super().__init__()
+        self.watchers: dict[Watcher, None] = {}
+        self.pace = WatchPace() if pace is None else pace
+
+    def add(self, graph: ProgramGraph) -> None:
+        """A session begins."""
+        self[graph] = None
+        graph.watchers = self.watchers
+
+    def remove(self, graph: ProgramGraph) -> None:
+        """A session has ended."""
+        if graph in self:
+            del self[graph]
+            graph.watchers = {}
+            for watcher in self.watchers:
+                watcher.removed(graph)
+
+
+class OpenGraphs:
+    """The graphs of all tenants."""
+
+    def __init__(self) -> None:
+        self._of: WeakValueDictionary[str, TenantGraphs] = WeakValueDictionary()  # their sessions hold them
+        self._pace = WatchPace()
+
+    def of(self, tenant: str) -> TenantGraphs:
+        """The graphs of the tenant, to which sessions add theirs."""
+        found = self._of.get(tenant)
+        if found is None:
+            found = self._of[tenant] = TenantGraphs(self._pace)
+        return found

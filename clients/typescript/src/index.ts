@@ -38,4 +38,4 @@ export type { Part, State, TextPart } from "./state.js";
 export type { ChatMessage } from "./transcript.js";
 export type { WebSocketConstructor, WebSocketLike } from "./transport.js";
 export type { ChangeListener, Reference, Span, Variable } from "./variable.js";
-export { mergeWatched, TreeView, type TreeViewNode, type Watched, type WatchOptions } from "./watch.js";
+export { GraphsView, type GraphView, mergeWatched, TreeView, type TreeViewNode, type Watched, type WatchOptions } from "./watch.js";

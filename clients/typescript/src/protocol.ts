@@ -788,9 +788,9 @@ export interface GetGraphOp {
 
 /**
  * Requests `watched` events, from now on until `unwatch`, at most one per interval. They are for pages
- * and tools that show what the engine does. A session has one watch: another one replaces it, and starts
- * with all nodes. Invalid values are answered with a `watched` that has an error, and do not end the
- * session.
+ * and tools that show what the engine and its programs do. A session has one watch: another one replaces
+ * it, and starts with all nodes. Invalid values are answered with a `watched` that has an error, and do
+ * not end the session.
  */
 export interface WatchOp {
   op: "watch";
@@ -804,6 +804,8 @@ export interface WatchOp {
   interval_s?: number;
   /** 1 to 5,000: the tree has the most recently used nodes, and those above them; by default `1000`. */
   max_nodes?: number;
+  /** Whether the events have `graphs`; by default `false`. */
+  graphs?: boolean;
 }
 
 /** Ends the watch of the session, if there is one. */
@@ -1044,9 +1046,9 @@ export interface GraphReplyEvent {
 }
 
 /**
- * Part of `graphreply`: the open states, and the requests, other variables and forks that are
- * unfinished, with those that they depend on. All graphs of an answer together have at most 1,000 states
- * and 1,000 nodes. What is cancelled leaves immediately.
+ * Part of `graphreply`, and in parts of `watched`: the open states, and the requests, other variables
+ * and forks that are unfinished, with those that they depend on. All graphs of an answer together have
+ * at most 1,000 states and 1,000 nodes. What is cancelled leaves immediately.
  */
 export interface LiveGraph {
   /** By default `[]`. */
@@ -1161,6 +1163,11 @@ export interface WatchedEvent {
    * resets it; after other errors it has ended.
    */
   error?: ErrorInfo | null;
+  /**
+   * The live graphs of the tenant's sessions and programs, if the watch has them; of no other tenant, also
+   * with `sees_metrics`.
+   */
+  graphs?: GraphsDelta | null;
 }
 
 /** Part of `watched`: one forward pass. Written as a list of its fields, in this order. */
@@ -1213,6 +1220,48 @@ export interface TreeDelta {
  * this order. A node that only grew older is not repeated.
  */
 export type TreeNode = [id: number, parent: number, num_tokens: number, num_generated: number, locks: number, keeps: number, age_s: number, tenant: number];
+
+/**
+ * Part of `watched`: the changes of the tenant's live graphs since the last event. A client keeps a map
+ * of graphs by their `id`, clears it at a `reset`, removes those that are `gone`, and applies each
+ * GraphDelta to its graph, or to a new one. It has the answer of a `getgraph` with `of_tenant` then,
+ * with the same limits, but with graphs, states and nodes in any order.
+ */
+export interface GraphsDelta {
+  /** Forget all graphs first: the first event, and after the connection was replaced; by default `false`. */
+  reset?: boolean;
+  /** New and changed graphs; by default `[]`. */
+  graphs?: GraphDelta[];
+  /**
+   * The ids of graphs whose session has ended or has no open state, or which no longer fit; by default
+   * `[]`.
+   */
+  gone?: number[];
+  /** Further sessions with open states; by default `0`. */
+  num_graphs_left_out?: number;
+}
+
+/**
+ * Part of `watched`: the changes of the live graph of one session or program. A client removes the
+ * states and nodes that are gone, and then adds or replaces the others. Its numbers of programs and task
+ * groups are kept over the events.
+ */
+export interface GraphDelta {
+  /** Its number in this watch; 1: the session that watches. */
+  id: number;
+  /** New and changed states; by default `[]`. */
+  states?: LiveState[];
+  /** New and changed nodes, each one after those of them that it needs; by default `[]`. */
+  nodes?: LiveNode[];
+  /** The ids of states that were closed, or no longer fit; by default `[]`. */
+  states_gone?: number[];
+  /** The ids of nodes that are no longer in the graph, or no longer fit; by default `[]`. */
+  nodes_gone?: number[];
+  /** As in a LiveGraph; by default `0`. */
+  num_states_left_out?: number;
+  /** As in a LiveGraph; by default `0`. */
+  num_nodes_left_out?: number;
+}
 
 /**
  * The answer to `peek`: the text of a node. Only of the session's own tenant's nodes; for others the

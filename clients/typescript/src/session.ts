@@ -212,7 +212,7 @@ export class Session {
   }
 
   /**
-   * Follows the scheduler and the radix tree, until the loop is left or `signal` aborts. A session has one watch:
+   * Follows the scheduler, the radix tree and the programs, until the loop is left or `signal` aborts. A session has one watch:
    * a second one ends the first. A slow loop gets several changes as one. While the engine restarts, there is only
    * an `error`.
    */
@@ -438,10 +438,11 @@ class Watch implements AsyncIterableIterator<Watched> {
   request(): void {
     if (this.#hasEnded) return;
     this.#ticket = this.#newTicket();
-    const { steps, tree, intervalS, maxNodes } = this.#options;
+    const { steps, tree, graphs, intervalS, maxNodes } = this.#options;
     const op: WatchOp = { op: "watch", ticket: this.#ticket };
     if (steps !== undefined) op.steps = steps;
     if (tree !== undefined) op.tree = tree;
+    if (graphs !== undefined) op.graphs = graphs;
     if (intervalS !== undefined) op.interval_s = intervalS;
     if (maxNodes !== undefined) op.max_nodes = maxNodes;
     this.#send(op);

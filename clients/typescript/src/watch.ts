@@ -1,6 +1,6 @@
-// What `session.watch` gives: the scheduler and the radix tree, as they change.
+// What `session.watch` gives: the scheduler, the radix tree and the programs, as they change.
 
-import type { TreeDelta, TreeNode, WatchedEvent } from "./protocol.js";
+import type { GraphDelta, GraphsDelta, LiveNode, LiveState, TreeDelta, TreeNode, WatchedEvent } from "./protocol.js";
 
 /** One look at the server: what has changed since the one before. */
 export type Watched = Omit<WatchedEvent, "event" | "ticket">;
@@ -11,6 +11,8 @@ export interface WatchOptions {
   steps?: boolean | undefined;
   /** Whether the radix tree is reported; by default it is. */
   tree?: boolean | undefined;
+  /** Whether the live graphs of the tenant's sessions and programs are reported; by default they are not. */
+  graphs?: boolean | undefined;
   /** The least number of seconds between two looks: 0.1 to 60; by default 0.5. */
   intervalS?: number | undefined;
   /** The largest number of nodes of the tree: 1 to 5000; by default 1000. */
@@ -32,7 +34,37 @@ export function mergeWatched(older: Watched, newer: Watched): Watched {
   };
   const tree = mergeTrees(older, newer);
   if (tree) merged.tree = tree;
+  const graphs = mergeGraphs(older.graphs ?? undefined, newer.graphs ?? undefined);
+  if (graphs) merged.graphs = graphs;
   return merged;
+}
+
+function mergeGraphs(older: GraphsDelta | undefined, newer: GraphsDelta | undefined): GraphsDelta | undefined {
+  if (!older || !newer || newer.reset) return newer ?? older;
+  const graphs = new Map((older.graphs ?? []).map((graph) => [graph.id, graph]));
+  for (const id of newer.gone ?? []) graphs.delete(id);
+  for (const graph of newer.graphs ?? []) graphs.set(graph.id, mergeGraph(graphs.get(graph.id), graph));
+  const gone = [...(older.gone ?? []), ...(newer.gone ?? [])];
+  return { ...newer, reset: older.reset ?? false, graphs: [...graphs.values()], gone };
+}
+
+function mergeGraph(older: GraphDelta | undefined, newer: GraphDelta): GraphDelta {
+  if (!older) return newer;
+  const [states, statesGone] = mergeParts(older.states, older.states_gone, newer.states, newer.states_gone);
+  const [nodes, nodesGone] = mergeParts(older.nodes, older.nodes_gone, newer.nodes, newer.nodes_gone);
+  return { ...newer, states, nodes, states_gone: statesGone, nodes_gone: nodesGone };
+}
+
+function mergeParts<T extends { id: number }>(
+  older: T[] = [],
+  olderGone: number[] = [],
+  newer: T[] = [],
+  newerGone: number[] = [],
+): [T[], number[]] {
+  const parts = new Map(older.map((part) => [part.id, part]));
+  for (const id of newerGone) parts.delete(id);
+  for (const part of newer) parts.set(part.id, part);
+  return [[...parts.values()], [...new Set([...olderGone, ...newerGone])]];
 }
 
 function mergeTrees(olderLook: Watched, newerLook: Watched): TreeDelta | undefined {
@@ -134,5 +166,40 @@ export class TreeView {
     const siblings = this.#children.get(node.parent);
     siblings?.delete(node.id);
     if (!siblings?.size) this.#children.delete(node.parent);
+  }
+}
+
+/** The live graph of one session or program. */
+export interface GraphView {
+  readonly states: Map<number, LiveState>;
+  readonly nodes: Map<number, LiveNode>;
+  numStatesLeftOut: number;
+  numNodesLeftOut: number;
+}
+
+/** The live graphs that the deltas of a watch describe, by their ids. The session that watches has the id 1. */
+export class GraphsView {
+  readonly graphs = new Map<number, GraphView>();
+
+  /** Applies what has changed. */
+  apply({ graphs }: Watched): void {
+    if (!graphs) return;
+    if (graphs.reset) this.graphs.clear();
+    for (const id of graphs.gone ?? []) this.graphs.delete(id);
+    for (const delta of graphs.graphs ?? []) {
+      const graph = this.graphs.get(delta.id) ?? {
+        states: new Map<number, LiveState>(),
+        nodes: new Map<number, LiveNode>(),
+        numStatesLeftOut: 0,
+        numNodesLeftOut: 0,
+      };
+      this.graphs.set(delta.id, graph);
+      for (const id of delta.states_gone ?? []) graph.states.delete(id);
+      for (const id of delta.nodes_gone ?? []) graph.nodes.delete(id);
+      for (const state of delta.states ?? []) graph.states.set(state.id, state);
+      for (const node of delta.nodes ?? []) graph.nodes.set(node.id, node);
+      graph.numStatesLeftOut = delta.num_states_left_out ?? 0;
+      graph.numNodesLeftOut = delta.num_nodes_left_out ?? 0;
+    }
   }
 }

@@ -5,7 +5,7 @@ import { test } from "node:test";
 import fc from "fast-check";
 import type { TreeNode } from "../src/protocol.js";
 import { connect } from "../src/session.js";
-import { mergeWatched, TreeView, type Watched } from "../src/watch.js";
+import { GraphsView, mergeWatched, TreeView, type Watched } from "../src/watch.js";
 import { FakeServer, settle, turn } from "./support/fake_server.js";
 
 const id = fc.integer({ min: 1, max: 8 });
@@ -96,4 +96,48 @@ test("a watch begins, merges while the loop is busy, and ends with the loop", as
   assert.equal((await third.next()).done, true);
   await turn();
   await Promise.all([session.close(), settle(server)]);
+});
+
+const part = fc.record({ id: fc.integer({ min: 1, max: 4 }), program: fc.nat({ max: 3 }) });
+const ids = fc.uniqueArray(fc.integer({ min: 1, max: 4 }));
+const graphLooks = fc.array(
+  fc.record({
+    reset: fc.boolean(),
+    graphs: fc.uniqueArray(
+      fc.record({
+        id: fc.integer({ min: 1, max: 3 }),
+        states: fc.uniqueArray(part, { selector: ({ id }) => id }),
+        nodes: fc.uniqueArray(
+          part.map(({ id, program }) => ({ id, state: program, kind: "gen" })),
+          { selector: ({ id }) => id },
+        ),
+        states_gone: ids,
+        nodes_gone: ids,
+        num_nodes_left_out: fc.nat({ max: 2 }),
+      }),
+      { selector: ({ id }) => id },
+    ),
+    gone: ids,
+    isNext: fc.boolean(),
+  }),
+  { minLength: 1, maxLength: 12 },
+);
+
+test("a slow reader sees the same graphs", () => {
+  fc.assert(
+    fc.property(graphLooks, (given) => {
+      const fast = new GraphsView();
+      const slow = new GraphsView();
+      let pending: Watched | undefined;
+      for (const [index, { isNext, ...graphs }] of given.entries()) {
+        const look: Watched = { graphs };
+        fast.apply(look);
+        pending = pending ? mergeWatched(pending, look) : look;
+        if (!isNext && index < given.length - 1) continue;
+        slow.apply(pending);
+        pending = undefined;
+      }
+      assert.deepEqual(slow.graphs, fast.graphs);
+    }),
+  );
 });

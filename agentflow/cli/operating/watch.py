@@ -1,0 +1,162 @@
+"""``agentflow watch``: the live graphs of the programs on a server.
+
+The server sends what changes (``Session.watch``), and ``frame`` draws the graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import anyio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from agentflow.backends.open_session import session as open_session
+from agentflow.cli.command import Command, printable
+from agentflow.cli.server_query import API_KEY_VARIABLE, DEFAULT_URL, http_url
+from agentflow.protocol.events import LiveGraph, LiveNode, LiveState
+from agentflow.protocol.ops import WATCH_INTERVALS_S
+
+MAX_ROWS = 2_000
+"""The rows of a frame without a terminal. In a terminal, as many as fit."""
+_HEADING_ROWS = 5
+_STYLES = {"running": "green", "failed": "red"}
+
+
+def frame(graphs: Sequence[LiveGraph], url: str, max_rows: int = MAX_ROWS) -> RenderableType:
+    """One frame: a row for each unfinished request, other variable or fork, and for each idle state."""
+    found = [row for number, graph in enumerate(graphs, 1) for row in _rows(number, graph)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    running, waiting = (sum(node.status == status for node in nodes) for status in ("running", "waiting"))
+    title = Text.assemble((f"agentflow {url}", "bold"), f"   {len(graphs):,} sessions with open states")
+    title.append(f"   {running:,} running, {waiting:,} waiting", "dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for header in ("session", "program", "state", "request", "status", "objective", "group", "after"):
+        table.add_column(header, no_wrap=True, overflow="ellipsis")
+    for row in found[:max_rows]:
+        table.add_row(*row)
+    num_left_out = sum([graph.num_states_left_out + graph.num_nodes_left_out for graph in graphs])
+    if left := len(found[max_rows:]) + num_left_out:
+        table.add_row(Text(f"and {left:,} more", style="dim"))
+    return Group(title, "", table if found else Text("nothing is unfinished", style="dim"))
+
+
+def _rows(number: int, graph: LiveGraph) -> Iterator[tuple[Text, ...]]:
+    names = {node.id: printable(node.name) or f"{node.kind} {node.id}" for node in graph.nodes}
+    unfinished = [node for node in graph.nodes if node.status != "done"]
+    open_ids = {node.id for node in unfinished}
+    of_state: dict[int, list[LiveNode]] = {}
+    for node in unfinished:
+        of_state.setdefault(node.state, []).append(node)
+    for state in graph.states:
+        label = printable(state.label) or str(state.program)
+        first = Text(str(number)), Text(label), Text(str(state.id))
+        for node in of_state.get(state.id, []):
+            after = ", ".join([names[one] for one in node.needs if one in open_ids])
+            yield (
+                *first,
+                Text(names[node.id]),
+                _status(node),
+                Text(node.objective if node.status != "failed" else ""),
+                Text(str(node.group or "")),
+                Text(after),
+            )
+        if state.id not in of_state:
+            yield *first, Text("-", style="dim"), Text(_idle(state), style="dim")
+
+
+def _status(node: LiveNode) -> Text:
+    where = "" if node.replica is None else f" on {node.replica}"
+    return Text(f"{node.status}{where}", style=_STYLES.get(node.status, ""))
+
+
+def _idle(state: LiveState) -> str:
+    return "failed or cancelled" if state.has_ended else "waits for its client"
+
+
+async def run_watch(
+    url: str, console: Console, *, api_key: str | None, interval_s: float, once: bool
+) -> None:
+    """Shows frames until it is cancelled, or one.
+
+    Args:
+        url: The http(s) URL of the server.
+        console: Shows the frames.
+        api_key: Of the tenant whose programs are shown.
+        interval_s: The least seconds between two frames.
+        once: Ends after one frame.
+    """
+    async with open_session(f"ws{url.removeprefix('http')}", api_key=api_key) as flow:
+        if once:
+            async for graphs in flow.watch(interval_s=interval_s):
+                console.print(frame(graphs[1:], url))  # without the graph of this session
+                return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            async for graphs in flow.watch(interval_s=interval_s):
+                max_rows = max(1, console.height - _HEADING_ROWS)
+                live.update(frame(graphs[1:], url, max_rows), refresh=True)
+
+
+def _interval(text: str) -> float:
+    least_s, most_s = WATCH_INTERVALS_S
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not least_s <= value <= most_s:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds from {least_s:g} to {most_s:g}, not {text!r}"
+        )
+    return value
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", help=f"URL of the server (default: AGENTFLOW_URL, or {DEFAULT_URL})")
+    add("--api-key", metavar="KEY", help=f"the key whose programs are shown (default: {API_KEY_VARIABLE})")
+    add(
+        "--interval",
+        type=_interval,
+        default=0.5,
+        metavar="SECONDS",
+        help="least time between updates (%(default)s)",
+    )
+    add("--once", action="store_true", help="show one frame and exit; the default without a terminal")
+
+
+def _run(options: argparse.Namespace) -> int:
+    console = Console()
+    once = options.once or not console.is_terminal
+
+    async def watch() -> None:
+        await run_watch(
+            http_url(options.url), console, api_key=options.api_key, interval_s=options.interval, once=once
+        )
+
+    try:
+        anyio.run(watch)
+    except KeyboardInterrupt:  # the way to leave it
+        if options.once:
+            raise
+    return 0
+
+
+COMMAND = Command(
+    name="watch",
+    summary="show the programs that run on a server, live",
+    description="""\
+Shows the live graphs of the programs on a server: the open states of all
+sessions and of programs over HTTP, with the requests that run or wait, their
+objectives, their task groups, and the requests that they wait for. A key sees
+the programs of its own tenant. Ctrl-C leaves.""",
+    examples="""\
+agentflow watch                                the server on this machine
+agentflow watch --url https://llm.example --interval 2
+agentflow watch --once                         one frame, for scripts
+""",
+    add_options=_add_options,
+    run=_run,
+)
