@@ -69,7 +69,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--only", metavar="PART", help="run only the figures whose id contains this")
     parser.add_argument(
-        "--exact", action="store_true", help="cluster: only simulated figures, which are equal on any machine"
+        "--exact",
+        action="store_true",
+        help="cluster, programs: only simulated figures, which are equal on any machine",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of a soak run (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="of a soak run's server (default: 1)")

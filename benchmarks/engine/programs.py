@@ -469,7 +469,7 @@ def run(report: Report, console: Console, only: str) -> None:
         with report.timed("recomputed_of_optimum"):
             measure_recomputed(report)
     program_policies.run(report, console, only)
-    if any(only in f"programs.real_{name}_gain" for name in PROGRAMS):
+    if not report.is_exact and any(only in f"programs.real_{name}_gain" for name in PROGRAMS):
         console.print("programs on the model", style="dim")
         with report.timed("real"):
             asyncio.run(measure_real(report))
