@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, Stepped, settle
 from support.programs import agen, ask, echo
 
@@ -178,6 +179,24 @@ async def test_f17a_by_default_as_many_run_at_once_as_the_backend_batches(batch_
     async with af.session(backend=backend) as flow:
         await flow.map(crowd, crowd.inputs([500] * 100))
     assert crowd.max_running == expected
+
+
+async def test_f17c_programs_that_have_begun_go_before_others_in_an_engine() -> None:
+    """However many a map begins. In turn, all of them would end at the end of the map."""
+    num_inputs, num_gens = 32, 4
+    ended: list[str] = []
+
+    @af.program
+    async def in_steps(s: af.State, number: int) -> None:
+        for step in range(num_gens):
+            s += f"{number} " + af.gen(f"x{step}", max_tokens=4)
+            await s[f"x{step}"]
+            ended.append("gen")
+        ended.append("run")
+
+    async with af.session(backend=FakeEngine(max_running=4, token_budget=64)) as flow:
+        await flow.map(in_steps, range(num_inputs), concurrency=num_inputs)
+    assert ended[: len(ended) // 2].count("run") > num_inputs // 3
 
 
 async def test_a_slow_first_run_does_not_block_later_ones():

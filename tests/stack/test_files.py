@@ -246,6 +246,33 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     run_tool("systemd-analyze", "verify", unit)
 
 
+def test_f41b_models_of_the_hub_are_kept_on_a_disk_and_gated_ones_can_be_pulled() -> None:
+    kept = Path("/var/cache/agentflow")
+    for target in ("cpu", "cuda"):
+        settings = " ".join(rest for name, rest in instructions(target) if name == "ENV")
+        set_there = dict(re.findall(r"(\w+)=(\S+)", settings))
+        assert Path(set_there["HF_HOME"]).is_relative_to(kept)
+        volumes = [
+            path for name, rest in instructions(target) if name == "VOLUME" for path in json.loads(rest)
+        ]
+        assert str(kept) in volumes
+    services = yaml.safe_load(COMPOSE)["services"].values()
+    loading = [one for one in services if "AGENTFLOW_SERVE_MODEL" in one.get("environment", {})]
+    assert len(loading) == 4
+    for service in loading:
+        assert f"models:{kept}" in service["volumes"]
+        assert "HF_TOKEN" in service["environment"]
+    pod = manifest("deployment")["spec"]["template"]["spec"]
+    for container in (*pod["containers"], *pod["initContainers"]):
+        assert {"name": "models", "mountPath": str(kept)} in container["volumeMounts"]
+        assert "HF_TOKEN" in [variable["name"] for variable in container["env"]]
+    assert [one["emptyDir"].get("medium") for one in pod["volumes"] if one["name"] == "models"] == [None]
+    unit = (ROOT / "deploy/systemd/agentflow.service").read_text(encoding="utf-8")
+    assert f"HF_HOME={kept}/" in unit
+    assert f"CacheDirectory={kept.name}\n" in unit
+    assert "HF_TOKEN_PATH=%d/" in unit
+
+
 def test_the_version_of_torch_is_that_of_make() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     versions = set(re.findall(r"TORCH_VERSION=(\S+)", DOCKERFILE))
