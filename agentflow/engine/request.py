@@ -26,6 +26,7 @@ from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
+_NO_LEADS: Mapping[int, int] = {}
 
 
 class CacheIdentity(NamedTuple):
@@ -81,7 +82,7 @@ class Request:
     embeds: bool = False  # it wants the hidden state of its last token
     end_ids: tuple[int, ...] = ()  # tokens that end it; forbidden before ``params.min_tokens``
     media: Sequence[MediaRun] = ()  # the runs of the prompt that are not text
-    leads: Mapping[int, int] = field(default_factory=dict)  # as ``lead_tokens``
+    leads: Mapping[int, int] = field(default_factory=lambda: _NO_LEADS)  # as ``lead_tokens``
     rope: Positions | None = None  # with media: [A, num_prompt + 1] rotary positions, up to the next token
     deadline: float = math.inf  # when it should be done, on the scheduler's clock
     patience_end: float = math.inf  # when it should have started, on the scheduler's clock
@@ -177,7 +178,7 @@ class Request:
             embeds=submit.embeds,
             end_ids=end_ids,
             media=media,
-            leads=lead_tokens(tokens[: len(prompt)], media) if media else {},
+            leads=lead_tokens(tokens[: len(prompt)], media) if media else _NO_LEADS,
             rope=rope_positions(len(prompt), media) if media else None,
         )
 

@@ -16,7 +16,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Hashable
 
-EVICTION_BATCH = 32
+EVICTION_BATCH = 64
 IDLE_WEIGHT = 1e-6
 """Factor of an owner's weight once it has not used the cache for long."""
 

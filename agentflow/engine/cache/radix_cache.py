@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ TokenArray = NDArray[np.int32]
 SlotArray = NDArray[np.int32]
 
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
+_NO_CHILDREN: dict[TokenRun, Node] = {}
+"""Of all leaves, which are the most of the nodes: it has no entries. ``_add_child`` replaces it."""
 
 INNER_IDS = range(-(2**30), -(2**29))
 """Token ids after which no prefix ends: the keys and values before them depend on tokens that follow."""
@@ -112,11 +114,11 @@ class Node:
     ) -> None:
         self.account = account  # its owner's
         self.start = start  # tokens above it
-        self.digests: list[bytes] = []  # of the blocks that end in it, if blocks are reported
+        self.digests: Sequence[bytes] = ()  # of the blocks that end in it, if blocks are reported
         self.run = run
         self.slots = slots
         self.parent = parent
-        self.children: dict[TokenRun, Node] = {}  # by their first token
+        self.children = _NO_CHILDREN  # by their first token
         self.extra_key: Hashable = None  # roots only
         self.num_prompt = len(slots)  # leading tokens that a prompt computed; the others were generated
         self.locks = 0
@@ -472,7 +474,7 @@ class RadixCache:
         self._add(leaf)
         self._used(leaf)
         was_leaf = parent.is_evictable
-        parent.children[leaf.run[:TOKEN_BYTES]] = leaf
+        _add_child(parent, leaf)
         leaf.account.leaves.num_leaves += 0 if was_leaf else 1
         leaf.account.leaves.push(leaf)
         self._entered(leaf.account, len(leaf.slots))
@@ -535,11 +537,11 @@ class RadixCache:
         node.start += length
         upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
         upper.needs = node.needs
-        parent.children[upper.run[:TOKEN_BYTES]] = upper
+        _add_child(parent, upper)
         node.run, node.slots = node.run[end:], node.slots[length:]
         node.num_prompt -= upper.num_prompt
         node.parent = upper
-        upper.children[node.run[:TOKEN_BYTES]] = node
+        _add_child(upper, node)
         if self.on_split is not None:
             self.on_split(node, upper)
         return upper
@@ -570,15 +572,15 @@ class RadixCache:
             above = above.parent
         parent = blocks.root_digest(self._model, extra_key) if above is None else above.digests[-1]
         digests = blocks.chain(parent, new)
-        node.digests += digests
+        node.digests = (*node.digests, *digests)
         on_blocks(BlocksStored(extra_key, parent, digests, new))
 
     def _remove_blocks(self, node: Node, num_kept: int, on_blocks: OnBlocks) -> None:
         """Reports the blocks that end after the first ``num_kept`` tokens of a leaf."""
         num_blocks = _num_blocks(node, num_kept)
         if num_blocks < len(node.digests):
-            on_blocks(BlocksRemoved(node.digests[num_blocks:]))
-            del node.digests[num_blocks:]
+            on_blocks(BlocksRemoved([*node.digests[num_blocks:]]))
+            node.digests = node.digests[:num_blocks]
 
     def stored_blocks(self) -> Iterator[BlocksStored]:
         """Reports all blocks that are cached, parents first: what a reader needs that missed reports."""
@@ -706,6 +708,12 @@ class EvictionQueue:
     def nodes(self) -> set[Node]:
         """All leaves in the queue. For checks."""
         return {entry[-1] for entry in self._entries if _is_current(entry)}
+
+
+def _add_child(parent: Node, child: Node) -> None:
+    if parent.children is _NO_CHILDREN:
+        parent.children = {}
+    parent.children[child.run[:TOKEN_BYTES]] = child
 
 
 def _prefix_hash(node: Node) -> PrefixHash:

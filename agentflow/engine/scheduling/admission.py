@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -288,16 +288,18 @@ class _Ring:
     __slots__ = ("_latest", "_sorted")
 
     def __init__(self) -> None:
-        self._latest: deque[int] = deque(maxlen=RING)
-        self._sorted: list[int] = []
+        self._latest: list[int] = []
+        self._sorted: list[int] | None = None
 
     def add(self, length: int) -> None:
         self._latest.append(length)
-        self._sorted = []
+        if len(self._latest) > RING:
+            del self._latest[0]
+        self._sorted = None
 
     def lengths(self) -> list[int]:
         """In ascending order."""
-        if not self._sorted:
+        if self._sorted is None:
             self._sorted = sorted(self._latest)
         return self._sorted
 

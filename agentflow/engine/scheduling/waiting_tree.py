@@ -57,9 +57,10 @@ class WaitingNode:
         self.end = start + len(run) // TOKEN_BYTES
         self.parent = parent
         self.rank = rank
-        self.children: dict[TokenRun, WaitingNode] = {}
-        self.uncached: dict[TokenRun, WaitingNode] = {}
-        self.requests: dict[int, Request] = {}
+        # Most nodes are leaves, and most others end no request: these have the empty dicts of all.
+        self.children = _NO_CHILDREN
+        self.uncached = _NO_CHILDREN
+        self.requests = _NO_REQUESTS
         self.cached = 0
         self.num_waiting = 0
         self.queued_match = -1
@@ -136,8 +137,7 @@ class WaitingTree:
             child = node.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
                 child = WaitingNode(run[done:], node.end, node, rank)
-                node.children[child.first_token] = child
-                node.uncached[child.first_token] = child
+                _add_child(node, child)
                 self._set_cached(child, max(0, min(match, child.end) - child.start))
             else:
                 piece = run[done : done + len(child.run)]
@@ -146,6 +146,8 @@ class WaitingTree:
             child.num_waiting += 1
             done += len(child.run)
             node = child
+        if node.requests is _NO_REQUESTS:
+            node.requests = {}
         node.requests[request.id] = request
         self.nodes[request.id] = node
         self._queue(node)
@@ -249,6 +251,8 @@ class WaitingTree:
             parent.uncached.pop(node.first_token, None)
             self._queue(node)
         else:
+            if parent.uncached is _NO_CHILDREN:
+                parent.uncached = {}
             parent.uncached[node.first_token] = node
             self._queue(parent)
 
@@ -258,11 +262,11 @@ class WaitingTree:
         assert parent is not None
         upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent, node.rank)
         upper.num_waiting = node.num_waiting
-        parent.children[upper.first_token] = upper
+        _add_child(parent, upper)
         parent.uncached.pop(upper.first_token, None)
         cached = node.cached
         node.run, node.start, node.parent = node.run[length * TOKEN_BYTES :], upper.end, upper
-        upper.children[node.first_token] = node
+        _add_child(upper, node)
         self._set_cached(node, max(0, cached - length))
         self._set_cached(upper, min(cached, length))
         return upper
@@ -283,6 +287,14 @@ class WaitingTree:
 
 _Frontier = tuple[Rank, int, int, WaitingNode]  # rank, -match, tie-break, node
 _NO_ROOTS: dict[Rank, WaitingNode] = {}
+_NO_CHILDREN: dict[TokenRun, WaitingNode] = {}
+_NO_REQUESTS: dict[int, Request] = {}
+
+
+def _add_child(parent: WaitingNode, child: WaitingNode) -> None:
+    if parent.children is _NO_CHILDREN:
+        parent.children = {}
+    parent.children[child.first_token] = child
 
 
 def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
