@@ -44,6 +44,8 @@ class ImageStore:
         memory: Counts the bytes of the images.
     """
 
+    __slots__ = ("_errors", "_images", "_memory", "_partial")
+
     def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
         self._images: dict[str, Image] = {}

@@ -55,6 +55,8 @@ MAX_TICKETS = 1_000
 class StatsAnswers(Generic[ContextT]):
     """Answers ``GetStats`` with the sums of the generators. Concurrent ones share one query of each."""
 
+    __slots__ = ("_events", "_generators", "_replies", "_tasks", "_tickets")
+
     def __init__(
         self, generators: Sequence[Generator[ContextT]], tasks: TaskGroup, events: EventCursor
     ) -> None:
@@ -93,6 +95,8 @@ class StatsAnswers(Generic[ContextT]):
 class GraphAnswers:
     """Answers ``GetGraph``, when the client reads its events: one at a time, because an answer may be large.
     ``graphs``: those of the tenant. ``later`` calls a function in another turn of the event loop."""
+
+    __slots__ = ("_events", "_graph", "_graphs", "_later", "_tickets")
 
     def __init__(
         self,
@@ -283,6 +287,18 @@ class WatchAnswers(Generic[ContextT]):
         graph: The graph of the session.
         graphs: The graphs of the tenant.
     """
+
+    __slots__ = (
+        "_events",
+        "_generator",
+        "_graph",
+        "_graphs",
+        "_memory",
+        "_peeks",
+        "_replies",
+        "_tasks",
+        "_watch",
+    )
 
     def __init__(
         self,

@@ -109,6 +109,8 @@ class StateInGraph:
 class _Named:
     """Numbers names. A name keeps its number while a state with this name is open."""
 
+    __slots__ = ("_names", "_next_number", "_numbers")
+
     def __init__(self, next_number: Callable[[], int]) -> None:
         self._next_number = next_number
         self._numbers: dict[str, tuple[int, int]] = {}  # with the number of open states

@@ -133,7 +133,10 @@ class ServedSession(Generic[ContextT]):
         """Waits until the session ends, or has had no holder for ``grace_s``."""
         while not self.has_ended:
             changed = self._changed
-            with anyio.move_on_after(None if self._holder is not None else grace_s) as scope:
+            if self._holder is not None:
+                await changed.wait()
+                continue
+            with anyio.move_on_after(grace_s) as scope:
                 await changed.wait()
             self.has_ended |= scope.cancelled_caught and not changed.is_set()
 
