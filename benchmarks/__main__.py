@@ -71,7 +71,8 @@ def main() -> int:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="cluster, programs: only simulated figures, which are equal on any machine",
+        help="cluster, programs: only simulated figures, which are equal on any machine; workloads of cluster "
+        "that --json has from a run of the same commit that was stopped are not run again",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of a soak run (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="of a soak run's server (default: 1)")
@@ -82,12 +83,12 @@ def main() -> int:
         from benchmarks.soak import run as soak
 
         return soak.main(options.minutes, options.out, console, options.replicas)
-    report = Report(options.scale, is_exact=options.exact)
+    report = Report(options.scale, is_exact=options.exact, file=options.json)
     benchmark = importlib.import_module(f"benchmarks.{NAMES[options.name][0]}")
     benchmark.run(report, console, options.only or "")
     report.show(console)
     if options.json is not None:
-        report.write(options.json)
+        report.write()
         console.print(f"written to {options.json}")
     return 0
 

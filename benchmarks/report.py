@@ -63,6 +63,8 @@ class Report:
     is_exact: bool = False  # only figures that do not depend on the speed of the machine
     seconds: dict[str, float] = field(default_factory=dict)
     """How long each part took that was ``timed``."""
+    file: Path | None = None
+    """Where ``write`` writes; None: nowhere."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -103,7 +105,18 @@ class Report:
         data = self.to_json()
         console.print(", ".join(f"{key}: {value}" for key, value in data["machine"].items()), style="dim")
 
-    def write(self, file: Path) -> None:
-        """Writes the JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+    def write(self) -> None:
+        """Writes the JSON, if there is a file for it: at the end, and after each part of a long run."""
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    def earlier(self) -> dict[str, Any]:
+        """Returns the content of the file, if it has exact figures of this commit and scale: a run that was
+        stopped can go on from there. Empty otherwise."""
+        if self.file is None or not self.is_exact or not self.file.exists():
+            return {}
+        found = json.loads(self.file.read_text(encoding="utf-8"))
+        commit = machine.commit()
+        is_same = found["commit"] == commit and found["scale"] == self.scale
+        return found if is_same and not commit.endswith("-dirty") else {}

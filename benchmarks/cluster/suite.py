@@ -11,6 +11,7 @@ are cores.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -49,21 +50,29 @@ def run(report: Report, console: Console, only: str) -> None:
     cases = [case for case in CASES if any(only in f"cluster.{figure}_{case.name}" for figure in _OF_A_CASE)]
     is_summary = any(only in f"cluster.{figure}" for figure in _SUMMARIES)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        chosen = cases or (CASES if is_summary else [])
+    chosen = cases or (CASES if is_summary else [])
+    earlier = report.earlier()
+    measured: dict[str, dict[str, float]] = earlier.get("workloads", {})
+    known = [Result(**one) for one in earlier.get("results", [])]
+    report.results += [one for one in known if any(one.id.endswith(f"_{name}") for name in measured)]
+    if chosen:
+        report.extra["workloads"] = measured
+    with ProcessPoolExecutor(os.cpu_count(), context, gc.disable) as pool:
         rates = {case.name: pool.submit(_programs_per_s, case.name) for case in chosen}
         served = {name: rate.result() for name, rate in rates.items()}
+        left = [case for case in chosen if case.name not in measured]
+        running = [_begin(case, report.scale, served[case.name], pool) for case in left]
         many: Future[_Many] | None = None
         if any(only in f"cluster.{figure}" for figure in _OF_MANY):
             many = pool.submit(_many, report.scale, LOAD * served.get("few_shot", 0.0))
-        running = [_begin(case, report.scale, served[case.name], pool) for case in chosen]
-        measured = [
-            _measure(case, report, console, of_case) for case, of_case in zip(chosen, running, strict=True)
-        ]
+        for case, of_case in zip(left, running, strict=True):
+            measured[case.name] = _measure(case, report, console, of_case)
+            report.write()
         if many is not None:
             _add_many(report, many.result())
+            report.write()
     if measured:
-        _summarise(report, measured)
+        _summarise(report, [*measured.values()])
     if not report.is_exact:
         if any(only in f"cluster.{figure}" for figure in ("router_overhead_ms", "router_throughput_share")):
             overhead(report)
@@ -96,15 +105,21 @@ def _decisions(report: Report) -> None:
     report.results.append(median_of("cluster.decisions_per_s", runs, "1/s", goal=">= 20000", note=note))
 
 
+# In processes of the pool, where the garbage of a simulation is collected when it has ended.
+
+
 def _programs_per_s(name: str) -> float:
+    gc.collect()
     return _case(name).programs_per_s()
 
 
 def _steady(name: str, policy: str, num_replicas: int, per_s: float, seed: int) -> Steady:
+    gc.collect()
     return _case(name).steady(policy, num_replicas, per_s, seed)
 
 
 def _overloaded_per_s(name: str, num_replicas: int, per_s: float) -> float:
+    gc.collect()
     return _case(name).overloaded_per_s(num_replicas, per_s)
 
 
@@ -134,7 +149,7 @@ def _begin(case: Case, scale: str, served_per_s: float, pool: ProcessPoolExecuto
     return _Running(overloaded, [ours, large], compared)
 
 
-def _measure(case: Case, report: Report, console: Console, running: _Running) -> Mapping[str, float]:
+def _measure(case: Case, report: Report, console: Console, running: _Running) -> dict[str, float]:
     """Adds the figures of one workload, and returns those of the summary."""
     few, many = COMPARED[report.scale], REPLICAS[report.scale]
     compared, gap, overloaded = running.compared, running.gap, running.overloaded
@@ -213,6 +228,7 @@ class _Many:
 
 
 def _many(scale: str, per_s: float) -> _Many:
+    gc.collect()
     case = _case("few_shot")
     count, num_requests = MANY[scale]
     per_s = per_s or LOAD * case.programs_per_s()

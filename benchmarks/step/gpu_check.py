@@ -97,14 +97,13 @@ def run(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None)
         part = "" if len(chosen) == len(SECTIONS) else "-" + "-".join(chosen)
         file = RESULTS / folder / f"gpu{part}.json"
     report.extra = {"gpu": name, "date": datetime.date.today().isoformat()}
-    target = file
-
-    def write() -> None:
-        report.write(target)
+    report.file = file
 
     console.print(f"checking {name} with torch {torch.__version__} …")
     config, num_slots = (TINY, 2_000) if is_tiny else (LLAMA_8B, 280_000)
-    shared = Check(report, device, config, num_slots, is_tiny, partial(console.print, markup=False), write)
+    shared = Check(
+        report, device, config, num_slots, is_tiny, partial(console.print, markup=False), report.write
+    )
     failed = {}
     for section in chosen:
         began = time.perf_counter()
@@ -114,7 +113,7 @@ def run(device_name: str, is_tiny: bool, only: Sequence[str], file: Path | None)
             failed[section] = one_line(error)
             report.extra["failed"] = failed
             shared.say(f"{section} failed: {failed[section]}")
-        write()
+        report.write()
         console.print(f"{section}: {time.perf_counter() - began:.0f} s")
         gc.collect()  # a model and its graphs refer to each other
         with contextlib.suppress(RuntimeError):  # of a GPU that has failed

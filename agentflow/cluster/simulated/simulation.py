@@ -27,10 +27,10 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.radix_cache import TokenArray, token_run
 from agentflow.engine.request import CacheIdentity, Request, Row
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling.decode_run import DecodeRun, decoding
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.cost_model import CostModel, features
+from agentflow.engine.simulator.counting_scheduler import CountingScheduler
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.program_graphs import PlacedState
 from agentflow.engine.simulator.simulation import Origins, Served, Simulated, tell_places
@@ -70,15 +70,13 @@ class Network:
 
 @dataclass(slots=True)
 class Engine:
-    """One engine, and the batch that it runs."""
+    """One engine, and the batch that it runs, if its scheduler makes batches."""
 
     number: Replica
     scheduler: Scheduler
     feed: Feed
     runner: FakeRunner | None
     batch: Batch | None = None
-    run: DecodeRun | None = None  # takes the place of batches while requests only decode
-    has_new: bool = False  # a request has come since the run began
     took_s: float = 0.0
     is_busy: bool = False  # a batch ends, or begins at this moment
     wakes: int = 0  # counts; an older event to begin a batch is void
@@ -151,8 +149,9 @@ class SimulatedCluster:
         self._followers: dict[int, list[int]] = {}
         self._num_missing: dict[int, int] = {}
         self._epochs: Counter[Replica] = Counter()
-        # A run knows all outputs before, and ends before its requests move.
-        self._may_run = new_runner is None and not losses
+        # The outputs of counted requests are known, and they do not move.
+        self._counts = new_runner is None and not losses
+        self._engines_with: dict[int, set[Replica]] = {}  # by state: those that may know it
         self._engines: dict[Replica, Engine] = {}
         for number in range(num_engines):
             self._engines[number] = self._new_engine(number)
@@ -211,7 +210,7 @@ class SimulatedCluster:
         feed = Feed(number, self._epochs[number])
         self._epochs[number] += 1
         config, kv_tokens = self._shape(number)
-        scheduler = Scheduler(
+        scheduler = (CountingScheduler if self._counts else Scheduler)(
             num_slots=kv_tokens,
             max_context=self._max_context,
             config=config,
@@ -286,12 +285,11 @@ class SimulatedCluster:
         submit = Submit(live.attempt, [], _PARAMS, origin=self._origins.origin(live.index))
         tokens = np.frombuffer(live.call.run, dtype=np.int32)
         request = live.request = Request.of(submit, tokens, arrival.max_new_tokens - len(live.output))
-        if self._may_run:
-            request.tokens[request.num_prompt : request.num_prompt + len(live.tokens)] = live.tokens
-        if engine.run is not None:
-            engine.has_new = True
-            engine.run.charge()
-        engine.scheduler.add(request)
+        self._engines_with.setdefault(request.origin.state, set()).add(engine.number)
+        if isinstance(engine.scheduler, CountingScheduler):
+            engine.scheduler.add_known(request, live.tokens)
+        else:
+            engine.scheduler.add(request)
         self._wake(engine)
 
     def _advance(self, engine: Engine, row: Row) -> None:
@@ -303,19 +301,19 @@ class SimulatedCluster:
             return
         if not engine.is_reachable or not row.token_ids:
             return
-        number = len(live.output)
+        num_output = request.num_tokens - len(live.prompt)
         if engine.runner is None:
-            token = request.tokens[request.num_tokens - 1] = live.tokens[number]
+            live.output += live.tokens[len(live.output) : num_output]
+            request.tokens[request.num_tokens - 1] = live.output[-1]
         else:
-            token = int(request.tokens[request.num_tokens - 1])
-        live.output.append(token)
+            live.output.append(int(request.tokens[request.num_tokens - 1]))
         call = live.call
         assert call is not None
         if not call.has_started:
             call.has_started = True
             live.served.first_s = live.served.first_s or self.now_s
             self.policy.started(call, self.now_s)
-        if number + 1 < len(live.tokens):
+        if num_output < len(live.tokens):
             return
         live.served.num_cached, live.served.ended_s = request.num_cached, self.now_s
         engine.scheduler.finish(request)
@@ -330,16 +328,17 @@ class SimulatedCluster:
         places, closed = self._origins.ended(live.index, self.now_s)
         self._tell_places(places)
         if closed:
-            for engine in self._engines.values():
-                engine.scheduler.close_state(closed)
+            for number in self._engines_with.pop(closed, ()):
+                self._engines[number].scheduler.close_state(closed)
         for follower in self._followers.get(live.index, ()):
             self._num_missing[follower] -= 1
             if not self._num_missing[follower]:
                 self._push(self.now_s + self.workload.arrivals[follower].at_s, _ARRIVES, follower)
 
     def _tell_places(self, places: Sequence[PlacedState]) -> None:
-        for engine in self._engines.values():
-            tell_places(engine.scheduler, places)
+        for place in places:
+            for number in self._engines_with.get(place[0], ()):
+                tell_places(self._engines[number].scheduler, (place,))
 
     # Steps.
 
@@ -354,38 +353,19 @@ class SimulatedCluster:
         """The engine's next batch begins, if it has any work."""
         if engine is not self._engines[engine.number] or wake != engine.wakes:
             return
-        if self._may_run and self._begin_in_run(engine):
-            return
-        engine.batch = engine.scheduler.schedule()
-        engine.is_busy = engine.batch is not None
-        if engine.batch is not None:
-            engine.took_s = self._cost(engine).step_s(engine.batch)
+        scheduler = engine.scheduler
+        if isinstance(scheduler, CountingScheduler):
+            amounts = scheduler.next_step()
+        else:
+            engine.batch = scheduler.schedule()
+            amounts = None if engine.batch is None else features(engine.batch)
+        engine.is_busy = amounts is not None
+        if amounts is not None:
+            engine.took_s = self._cost(engine).seconds(*amounts)
             self._run_step(engine)
-        elif len(engine.scheduler.waiting) and engine.scheduler.resumes_in_s < math.inf:
+        elif len(scheduler.waiting) and scheduler.resumes_in_s < math.inf:
             engine.wakes += 1
-            self._push(self.now_s + engine.scheduler.resumes_in_s, _STEP_BEGINS, (engine, engine.wakes))
-
-    def _begin_in_run(self, engine: Engine) -> bool:
-        """Begins a step without a batch, if requests only decode and none ends in it."""
-        run = engine.run
-        if run is not None and engine.has_new:  # since the last step ended
-            self._stop_run(engine, run)
-            run = None
-        if run is None:
-            requests = decoding(engine.scheduler)
-            left = [len(live.tokens) - len(live.output) for live in map(self._live_of, requests)]
-            num_steps = min(left, default=0) - 1
-            if num_steps < 1:
-                return False
-            run = engine.run = DecodeRun(engine.scheduler, requests, num_steps)
-        num_read = run.launch()
-        if num_read is None:
-            self._stop_run(engine, run)
-            return False
-        engine.is_busy = True
-        engine.took_s = self._cost(engine).decode_s(run.num_rows, num_read)
-        self._run_step(engine)
-        return True
+            self._push(self.now_s + scheduler.resumes_in_s, _STEP_BEGINS, (engine, engine.wakes))
 
     def _cost(self, engine: Engine) -> CostModel:
         return self.cost
@@ -398,41 +378,27 @@ class SimulatedCluster:
         assert isinstance(what, Engine)
         self._end_step(what)
 
-    def _stop_run(self, engine: Engine, run: DecodeRun) -> None:
-        run.stop()
-        engine.run, engine.has_new = None, False
-        for request in engine.scheduler.running.values():
-            live = self._live_of(request)
-            number = len(live.output)
-            live.output += live.tokens[number : number + run.num_completed]
-
-    def _live_of(self, request: Request) -> Live:
-        return self._live[request.id]
-
     def _end_step(self, engine: Engine) -> None:
         """The engine's batch ends."""
         if engine is not self._engines[engine.number]:
             return
-        if engine.run is not None:
-            engine.run.complete(engine.took_s)
-            if engine.has_new or not engine.run.may_continue:
-                self._stop_run(engine, engine.run)
-        else:
-            self._end_batch(engine)
+        for row in self._complete(engine):
+            self._advance(engine, row)
         update = engine.feed.flush()
         if update is not None and engine.is_reachable:
             self._transmit(update)
         engine.wakes += 1
         self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _end_batch(self, engine: Engine) -> None:
+    def _complete(self, engine: Engine) -> Sequence[Row]:
+        if isinstance(engine.scheduler, CountingScheduler):
+            return engine.scheduler.complete_step(engine.took_s)
         assert engine.batch is not None
         if engine.runner is None:
             output = BatchOutput(np.zeros(len(engine.batch.sampled.rows), dtype=np.int64), None)
         else:
             output = run_batch(engine.runner, engine.batch)
-        for row in engine.scheduler.complete(output, engine.took_s):
-            self._advance(engine, row)
+        return engine.scheduler.complete(output, engine.took_s)
 
     # Reports.
 

@@ -7,8 +7,7 @@ and the simple ones), ``fair_policy`` (the default, with its proofs), ``waiting_
 memory is short), and ``media_work`` (the encodings of images). Then the step's arrays: ``batch_builder``,
 ``select`` (choices that are scored together), ``sampling_table``, and ``in_flight`` (the results).
 ``step_limits`` learns how large a step may be, and ``pace`` how long one may take beside requests whose
-answers are read as they arrive; ``defaults`` has the sizes of batches. ``decode_run`` counts steps without
-batches, for simulators.
+answers are read as they arrive; ``defaults`` has the sizes of batches.
 
 A step enters ``charges``, ``program_pauses``, ``media_work`` and ``pace`` only if there is something for them
 to do.

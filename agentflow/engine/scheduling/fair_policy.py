@@ -164,6 +164,10 @@ class FairLongestPrefix(Policy):
             for waiting in tenant.arrivals.waiting.values():
                 yield waiting.request
 
+    @property
+    def num_tenants(self) -> int:
+        return len(self._tenants)
+
     def __contains__(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and request in tenant

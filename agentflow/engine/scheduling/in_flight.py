@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import SAMPLED_ONCE, CacheIdentity, Request, Row, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
@@ -67,10 +67,11 @@ class InFlight:
         self._prefills = prefills
         self._counters = counters
 
-    def launch(self, rows: list[Row], batch: Batch, features: Features) -> None:
-        """The batch of these rows is launched, after the batches in flight."""
+    def launch(self, rows: list[Row], features: Features, *, is_scored: bool) -> None:
+        """The batch of these rows is launched, after the batches in flight. ``is_scored``: it scores
+        tokens of trees."""
         scored: list[ScoredNodes] = []
-        if batch.sampled.scored is not None:
+        if is_scored:
             scored = scored_nodes(rows, [row for row in rows if row.num_nodes])
         for row in rows:
             request = row.request

@@ -41,6 +41,11 @@ class Policy(ABC):
     num_waiting: int = 0
     """Number of waiting requests, aside or in line."""
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with requests that wait or run, if the policy takes turns between them; otherwise 1."""
+        return 1
+
     def __len__(self) -> int:
         return self.num_waiting
 

@@ -23,7 +23,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
@@ -273,7 +273,7 @@ class Scheduler:
                 request.node_slots = request.node_slots[: request.num_nodes_computed]
             raise
         self.num_decode_tokens = draft.num_decode
-        self._in_flight.launch(rows, batch, features)
+        self._in_flight.launch(rows, features, is_scored=batch.sampled.scored is not None)
         return batch
 
     def _decode(self) -> Draft:
@@ -515,30 +515,6 @@ class Scheduler:
         if self._reserve.caution:
             self._reserve.stepped()
 
-    def only_decodes(self, requests: Sequence[Request]) -> bool:
-        """Whether a step now only decodes the running ``requests``, without a bound on its time, as in a
-        ``DecodeRun``."""
-        may_admit = self.waiting.num_waiting and self._has_room_to_run
-        if self._prefills.requests or may_admit or self._held_back:
-            return False
-        if (
-            self._in_flight.launched
-            or self._retries
-            or self.media is not None
-            or self._pass_size.limit < math.inf
-        ):
-            return False
-        is_free = self.cost.is_known and not self.pauses.paused
-        return is_free and (self._pace is None or self._pace.bound_s(requests) == math.inf)
-
-    def decoded(self, features: Features, took_s: float) -> None:
-        """A step without a batch (``DecodeRun``) has run: its amounts, and its duration."""
-        self._observe(features, took_s)
-        num_tokens = int(features[1])
-        self.memory.num_computed += num_tokens
-        self._counters.generated(num_tokens)
-        self._count_step()
-
     def discard(self) -> list[Request]:
         """The oldest batch in flight failed: frees its slots and the slots of the batch launched after it.
         Returns its requests, which the caller must release."""
@@ -729,14 +705,18 @@ class Scheduler:
 
     def _prompt_seconds(self, draft: Draft) -> float:
         """Seconds that prompts may add to a step with the tokens that the draft has so far."""
+        num_read = sum([request.num_computed for request in draft.tokens])
+        return self._seconds_beside(draft.tokens, num_read, draft)
+
+    def _seconds_beside(self, decoding: Collection[Request], num_read: int, draft: Draft) -> float:
+        """The same, where these requests decode after ``num_read`` tokens together."""
         if not self.cost.is_known:
             return math.inf
         if len(self.running) + self.waiting.num_waiting == 1:
             return LONE_PROMPT_STEP_S
-        num_read = sum(request.num_computed for request in draft.tokens)
-        decode_s = self.cost.decode_s(draft.num_tokens, len(draft.tokens), num_read)
+        decode_s = self.cost.decode_s(draft.num_tokens, len(decoding), num_read)
         limit_s = draft.bound_s
-        if self.config.tpot_target_ms is None and any(is_urgent(request) for request in draft.tokens):
+        if self.config.tpot_target_ms is None and any(is_urgent(request) for request in decoding):
             limit_s = min(limit_s, max(MIN_STEP_S, MAX_STRETCH * decode_s))
         return min(PROMPT_STEP_S, limit_s - decode_s)
 

@@ -3,6 +3,7 @@
 Read ``workload`` (requests as files, and generators of them), ``recording`` (records a server's requests),
 ``cost_model`` (the time of a forward pass), ``program_graphs`` (the places of requests in their programs),
 ``depth_first`` (a policy for comparison), ``published`` (published rules for programs), ``simulation`` (the
-replay), ``summary`` (its figures), ``side_by_side`` (``agentflow simulate``). ``fake_runner``
-replaces the model of a whole engine; ``agentflow.cluster`` simulates several engines with it.
+replay), ``summary`` (its figures), ``side_by_side`` (``agentflow simulate``). ``fake_runner`` replaces the
+model of a whole engine; ``agentflow.cluster`` simulates several engines with it, and with the faster steps of
+``counting_scheduler``.
 """

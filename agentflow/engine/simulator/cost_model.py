@@ -6,12 +6,16 @@ import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
 from agentflow.engine.batch import Batch
 from agentflow.errors import BadArgument
+
+Amounts: TypeAlias = tuple[float, float, float, float, float]
+"""The factors of a cost model's coefficients, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +30,10 @@ class CostModel:
 
     def step_s(self, batch: Batch) -> float:
         """Returns the time of one batch."""
-        return self._seconds(*features(batch))
+        return self.seconds(*features(batch))
 
-    def decode_s(self, num_rows: int, num_read: int) -> float:
-        """Returns the time of a pass in which requests decode that have ``num_read`` tokens together."""
-        return self._seconds(1.0, num_rows, num_rows, float(num_read), 0.0)
-
-    def _seconds(self, passes: float, rows: float, logits: float, reads: float, pairs: float) -> float:
+    def seconds(self, passes: float, rows: float, logits: float, reads: float, pairs: float) -> float:
+        """Returns the time of a pass with these ``Amounts``."""
         per_row_s = self.row_s * rows + self.logits_s * logits
         return self.base_s * passes + per_row_s + self.read_s * reads + self.pair_s * pairs
 
@@ -56,8 +57,8 @@ def default_cost() -> CostModel:
     return CostModel.read(Path(__file__).with_name("default_cost.json"))
 
 
-def features(batch: Batch) -> tuple[float, float, float, float, float]:
-    """Returns the factors of the cost model's coefficients, in their order."""
+def features(batch: Batch) -> Amounts:
+    """Returns the amounts of a batch."""
     single = batch.kv_lens[: batch.num_decode].sum()
     chunks, ends = batch.query_lens[batch.num_decode :], batch.kv_lens[batch.num_decode :]
     pairs = (chunks * (ends - chunks / 2)).sum() if len(chunks) else 0.0
