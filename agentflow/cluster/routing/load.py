@@ -109,6 +109,14 @@ class Call:
     expected_tokens: int = 0  # of output
     has_started: bool = False  # it has its first token
     load: _Load | None = None  # of the replica, which may have been lost and have joined again since
+    _kind: Hashable = None
+
+    @property
+    def kind(self) -> Hashable:
+        """What it has in common with others: its first tokens."""
+        if self._kind is None:
+            self._kind = self.key, self.run[: KIND_TOKENS * TOKEN_BYTES]
+        return self._kind
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +145,7 @@ class _Load:
     throughput_tokens: float = 0.0
     num_throughput: int = 0
     cached_tokens: float = 0.0  # reported
+    others: float = 0.0  # that decode, by their weight
     until_s: float = 0.0  # the last of them ends then, if no other engine takes the device
     # By tenant: the requests that wait, and their part of ``queue_s``.
     queued: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -164,8 +173,9 @@ class Loads:
         self.on_load: Callable[[Replica, float, float], None] | None = None
         """Called when the requests of a replica change, with the time until which they last and how many they
         are, by their weight."""
-        # Of engines of other models on the device of each replica, a row for each: as ``on_load`` has it.
-        self._other_until = self._other_weight = np.zeros((0, 0))
+        self._over: set[Replica] = set()  # of which steps are above the bound
+        # Of engines of other models on the device of each replica, two arrays each, as ``on_load`` has it.
+        self._others_on_devices: list[tuple[Seconds, Seconds]] = []
         self._resize(8)
 
     def _resize(self, size: int) -> None:
@@ -191,9 +201,10 @@ class Loads:
         self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
         self._slowness = grown("_slowness", 1.0)  # its times, by those of the shape
         self._until = grown("_until", 0.0)  # ``_Load.until_s``
-        room = (0, 0), (0, size - self._other_until.shape[1])
-        self._other_until = np.pad(self._other_until, room)
-        self._other_weight = np.pad(self._other_weight, room)
+        room = 0, size - old
+        self._others_on_devices = [
+            (np.pad(until, room), np.pad(weight, room)) for until, weight in self._others_on_devices
+        ]
         for adapter, seconds in self._missing.items():
             self._missing[adapter] = np.pad(seconds, (0, size - old))
 
@@ -219,10 +230,12 @@ class Loads:
     def remove(self, replica: Replica) -> None:
         """A replica is gone. Its requests are removed by ``ended``, before or later."""
         self._present.remove(replica)
+        self._over.discard(replica)
+        self._over_s[replica] = 0.0
         if self.on_load is not None:
             self.on_load(replica, 0.0, 0.0)
-        self._sum_others -= self._others[replica]
-        self._ready[replica], self._others[replica] = math.inf, 0.0
+        self._sum_others -= self._loads[replica].others
+        self._ready[replica], self._others[replica], self._loads[replica].others = math.inf, 0.0, 0.0
 
     def set_adapter_s(self, adapter: str, replica: Replica, seconds: float) -> None:
         """How long the replica would load an adapter; 0: it is loaded."""
@@ -253,12 +266,10 @@ class Loads:
         weight. ``number``: of this engine among those on the device."""
         if replica >= len(self._loads):
             self._resize(max(replica + 1, 2 * len(self._loads)))
-        if number >= len(self._other_until):
-            room = (0, number + 1 - len(self._other_until)), (0, 0)
-            self._other_until = np.pad(self._other_until, room)
-            self._other_weight = np.pad(self._other_weight, room)
-        self._other_until[number, replica] = until_s
-        self._other_weight[number, replica] = weight
+        while number >= len(self._others_on_devices):
+            self._others_on_devices.append((np.zeros(len(self._loads)), np.zeros(len(self._loads))))
+        until, weights = self._others_on_devices[number]
+        until[replica], weights[replica] = until_s, weight
 
     # Decisions.
 
@@ -286,37 +297,50 @@ class Loads:
         """
         cost, n, output = self._shape.cost, call.num_tokens, self.expected_output(call)
         missing = self._zeros + n
-        if hits:
-            missing[list(hits)] -= list(hits.values())
-        lasting = np.minimum(missing, n - num_popular)
+        for replica, num_held in hits.items():
+            missing[replica] -= num_held
+        lasting = np.minimum(missing, n - num_popular) if num_popular else missing.copy()
         if count > 1:
             missing += (count - 1) * np.minimum(missing, n - num_common)
             lasting += (count - 1) * np.minimum(lasting, n - max(num_common, num_popular))
-        prompts = (self._token_s + cost.pair_s * n) * missing
+        prompts = self._token_s + cost.pair_s * n
+        prompts *= missing
         if cost.pair_s:
-            prompts -= missing * missing * (cost.pair_s / (2 * count))
-        wait = np.maximum(self._ready - now_s, self._floor)
+            pairs = missing * missing
+            pairs *= cost.pair_s / (2 * count)
+            prompts -= pairs
+        own = self._ready - now_s
+        np.maximum(own, self._floor, out=own)
         if len(self._num_tenants) > 1:
-            wait = np.minimum(wait, self._fair_wait(call.tenant, prompts))
+            np.minimum(own, self._fair_wait(call.tenant, prompts), out=own)
         row_s = cost.row_s + cost.logits_s + cost.read_s * n
-        own = wait + prompts
-        own += output * self._step_s + output * count * row_s
+        own += prompts
+        steps = output * self._step_s
+        steps += output * count * row_s
+        own += steps
         mean_others = self._sum_others / max(1, len(self._present))
-        others = self._others_token_s * missing
-        others += lasting * (cost.row_s * (1.0 + mean_others) * COMPUTED)
+        missing *= self._others_token_s
+        others = missing
+        lasting *= cost.row_s * (1.0 + mean_others) * COMPUTED
+        others += lasting
         others += (output * count * row_s) * self._others
-        if self._shape.tpot_s < math.inf:
+        if self._over:
             others += output * self._over_s
-        if len(self._other_until):
+        if self._others_on_devices:
             alone, zeros = own, self._zeros
-            longer = alone - np.maximum(self._until - now_s, zeros)
+            own = alone.copy()
+            longer = self._until - now_s
             np.maximum(longer, zeros, out=longer)
-            for until, weight in zip(self._other_until, self._other_weight, strict=True):
-                left = np.maximum(until - now_s, zeros)
+            np.subtract(alone, longer, out=longer)
+            np.maximum(longer, zeros, out=longer)
+            for until, weight in self._others_on_devices:
+                left = until - now_s
+                np.maximum(left, zeros, out=left)
                 waits = np.minimum(longer, left)
                 waits *= weight
                 others += waits
-                own = own + np.minimum(alone, left)
+                np.minimum(alone, left, out=left)
+                own += left
         if call.objective == "throughput":
             own *= THROUGHPUT
         if self._shape.latency_tokens < math.inf:
@@ -345,7 +369,7 @@ class Loads:
         application's prompts begin alike, and so do the turns of a session."""
         if call.output_tokens:
             return call.output_tokens
-        known = self._kinds.get(kind_of(call))
+        known = self._kinds.get(call.kind)
         return self._mean_output if known is None else max(1, round(known[1]))
 
     def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
@@ -413,7 +437,7 @@ class Loads:
         if num_output:
             self._output += LEARNED_PART * (num_output - self._output)
             self._mean_output = round(self._output)
-            self._learn(kind_of(call), num_output)
+            self._learn(call.kind, num_output)
         self._refresh(call.replica)
         if self.on_load is not None and load is self._loads[call.replica] and call.replica in self._present:
             self._set_until(call.replica, load.until_s if load.num_requests else 0.0)
@@ -471,24 +495,24 @@ class Loads:
         self._token_s[replica] = cost.row_s / share
         self._step_s[replica] = step_s
         latency = running * load.num_latency / max(1, load.num_latency + load.num_throughput)
-        before, others = self._others[replica], latency + THROUGHPUT * (running - latency)
-        self._sum_others += float(others - before)
-        self._others[replica] = others
+        others = latency + THROUGHPUT * (running - latency)
+        self._sum_others += others - load.others
+        self._others[replica] = load.others = others
         fill = min(1.0, max(load.cached_tokens, load.used_tokens) / shape.kv_tokens)
         delayed = THROUGHPUT * running if shape.keeps_tpot else others
         self._others_token_s[replica] = cost.row_s * (delayed + REUSE * fill)
         is_over = step_s + cost.row_s > shape.tpot_s
-        self._over_s[replica] = (others + 1) * step_s if is_over else 0.0
+        if is_over:
+            self._over.add(replica)
+            self._over_s[replica] = (others + 1) * step_s
+        elif replica in self._over:
+            self._over.remove(replica)
+            self._over_s[replica] = 0.0
         if shape.latency_tokens < math.inf:
             above = 1 - shape.latency_tokens / max(load.throughput_tokens, shape.latency_tokens)
             self._stall[replica] = 0.0 if load.num_latency else load.num_throughput * above * step_s
             is_closed = load.num_latency and load.used_tokens > shape.latency_tokens
             self._closed_s[replica] = self._output * step_s if is_closed else 0.0
-
-
-def kind_of(call: Call) -> Hashable:
-    """What the request has in common with others: its first tokens."""
-    return call.key, call.run[: KIND_TOKENS * TOKEN_BYTES]
 
 
 def _share(step_s: float, bound_s: float) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 
 from agentflow.cluster.routing.families import Families, begins_family
 from agentflow.cluster.routing.feed import Follower, Update
-from agentflow.cluster.routing.load import Call, EngineShape, Loads, kind_of
+from agentflow.cluster.routing.load import Call, EngineShape, Loads
 from agentflow.cluster.routing.prefix_tree import Family, Match, PrefixTree, Replica
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, common_prefix_len
@@ -156,7 +156,7 @@ class Router:
         own, others = self.loads.terms(call, match.hits, now_s, num_popular=match.num_popular)
         own += others
         begins = begins_family(match, call.num_tokens, self.loads.num_replicas)
-        if begins and (delay_s := self.families.delay_s(kind_of(call), len(own), now_s)) is not None:
+        if begins and (delay_s := self.families.delay_s(call.kind, len(own), now_s)) is not None:
             own += delay_s
         for place in (("program", call.program), ("group", call.task_group)):
             if place[1] is not None and (last := self._last_replica.get(place)) is not None:
@@ -164,7 +164,7 @@ class Router:
         replica = int(own.argmin())
         self._send(call, replica, float(own[replica]), match.hits, now_s)
         if begins:
-            self.tree.mark(call.key, call.run, self.families.began(kind_of(call), replica, now_s))
+            self.tree.mark(call.key, call.run, self.families.began(call.kind, replica, now_s))
         elif match.family is not None:
             self.families.continued(match.family, now_s)
 
@@ -187,7 +187,7 @@ class Router:
             own, others = self.loads.terms(
                 longest, mean_hits, now_s, num_popular=num_popular, count=size, num_common=num_common
             )
-            if begins and (delay_s := self.families.delay_s(kind_of(first), len(own), now_s)) is not None:
+            if begins and (delay_s := self.families.delay_s(first.kind, len(own), now_s)) is not None:
                 others += delay_s / parts
             total = count * own + others
             chosen = np.argpartition(total, parts - 1)[:parts]
@@ -209,7 +209,7 @@ class Router:
                 its_hits = {**its_hits, replica: max(its_hits.get(replica, 0), num_common)}
             self._send(call, replica, 0.0, its_hits, now_s)
             if begins and not (is_one and number % size):
-                family = self.families.began(kind_of(call), replica, now_s)
+                family = self.families.began(call.kind, replica, now_s)
                 self.tree.mark(call.key, common if is_one else call.run, family)
             elif (family := family if begins else match.family) is not None:
                 self.families.continued(family, now_s)

@@ -143,7 +143,7 @@ def test_each_router_knows_the_requests_of_others_on_its_devices(steps: list[tup
         for mine, devices in zip(models, DEVICES, strict=True):
             for place, device in enumerate(devices):
                 told = mine.router.loads
-                known = sorted(zip(told._other_until[:, place], told._other_weight[:, place], strict=True))
+                known = sorted([(until[place], weight[place]) for until, weight in told._others_on_devices])
                 expected = sorted(
                     (max(other.ends_s[number], default=0.0), other.weight(number))
                     for other in models
@@ -161,6 +161,7 @@ def test_an_engine_that_stops_leaves_room_for_another_one() -> None:
     for _ in range(3):
         engine = shared.add(["cuda:0", "cuda:1"])
         shared.set_busy(engine, 2)
-        assert model.router.loads._other_weight[:, :2].tolist() == [[2, 2]]
+        others = model.router.loads._others_on_devices
+        assert [weight[:2].tolist() for _, weight in others] == [[2, 2]]
         shared.remove(engine)
-        assert not model.router.loads._other_weight.any()
+        assert not any(weight.any() for _, weight in others)
