@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS
-from benchmarks.cluster import several_models, tensor_parallel
+from benchmarks.cluster import resume, several_models, tensor_parallel
 from benchmarks.cluster.decisions import NUM_REPLICAS, decide
 from benchmarks.cluster.gateway import measure_gateway
 from benchmarks.cluster.overhead import overhead
@@ -76,6 +76,9 @@ def run(report: Report, console: Console, only: str) -> None:
     if not report.is_exact:
         if any(only in f"cluster.{figure}" for figure in ("router_overhead_ms", "router_throughput_share")):
             overhead(report)
+        if only in resume.NAME:
+            console.print("a lost replica", style="dim")
+            resume.run(report)
         tensor_parallel.run(report, console, only)
     if only in several_models.NAME:
         several_models.run(report)
