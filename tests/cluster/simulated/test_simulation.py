@@ -108,7 +108,7 @@ def test_a_simulation_that_is_cut_has_the_same_past() -> None:
     max_running=st.integers(1, 6),
     limit=st.sampled_from([0, 200]),
 )
-def test_runs_of_decode_steps_are_the_steps_one_by_one(
+def test_counted_requests_are_as_requests_one_by_one(
     seed: int, per_s: float, kv_tokens: int, max_running: int, limit: int
 ) -> None:
     arrivals = beside(
@@ -118,6 +118,7 @@ def test_runs_of_decode_steps_are_the_steps_one_by_one(
             num_sessions=2, per_s=per_s, turns=3, first=100, last=400, output=90, least_gap_s=0.1,
             most_gap_s=0.5, seed=seed,
         ),
+        map_reduce(num_programs=2, width=3, chunk=80, summary=40, per_s=per_s / 5, seed=seed),
     )  # fmt: skip
     workload = Workload("w", arrivals, kv_tokens)
     shape = EngineShape(COST, max_running, kv_tokens)
@@ -133,8 +134,8 @@ def test_runs_of_decode_steps_are_the_steps_one_by_one(
             losses=losses,
         ).run()
 
-    # With losses, each step is scheduled; no replica has this number.
-    runs, steps = run([]), run([Loss(0.0, 99, 0.0)])
-    assert times(runs) == times(steps)
-    assert runs.counters == steps.counters
-    assert runs.elapsed_s == steps.elapsed_s
+    # With losses, steps handle their requests one by one; no replica has this number.
+    counted, single = run([]), run([Loss(0.0, 99, 0.0)])
+    assert times(counted) == times(single)
+    assert counted.counters == single.counters
+    assert counted.elapsed_s == single.elapsed_s
