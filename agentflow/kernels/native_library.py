@@ -155,7 +155,7 @@ def load_library(level: str) -> ctypes.CDLL:
 
 
 def _library_path(level: str) -> Path:
-    made_by = [*_command(level), _run([*compiler(), "--version"])]
+    made_by = [*compiler(), *_options(level), _run([*compiler(), "--version"])]  # not where the sources are
     cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
     return Path(cache).expanduser() / "kernels" / _file_name(level, made_by)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,15 @@ def test_other_sources_are_another_library(source: Path) -> None:
     source.write_text("#error not the same")
     with pytest.raises(NoNativeKernels, match="not the same"):
         load_library("avx2")
+
+
+def test_equal_sources_are_one_library_wherever_they_are(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library("avx2")
+    shutil.copytree(source.parent, tmp_path / "copy")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "copy")
+    assert native_library.is_compiled("avx2")
 
 
 @pytest.mark.usefixtures("source")
