@@ -742,7 +742,7 @@ class Scheduler:
                 self.media is not None and self.media.planned
             )
             least = 0 if has_others else min(num_tokens, MIN_CHUNK)
-            num_tokens = affordable if affordable >= MIN_CHUNK else least
+            num_tokens = min(affordable, num_tokens) if affordable >= MIN_CHUNK else least
             if request.media:
                 num_tokens = self._whole_runs(request, context, num_tokens, draft)
                 num_tokens = num_tokens if num_tokens <= available else 0

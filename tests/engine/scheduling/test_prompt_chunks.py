@@ -219,6 +219,20 @@ def test_cached_tokens_are_not_charged():
 COST = CostModel(base_s=0.010, row_s=0.0005, logits_s=0.0002, read_s=2e-7, pair_s=1e-7)
 
 
+def test_a_cost_of_pairs_alone_limits_chunks():
+    """As after a short prompt in a slow first step: the fit may find any of the features to be the cause."""
+    cost = StepCost()
+    cost._pair_s = 1e-3
+    assert cost.tokens_within(0.05, 0, is_first=True) == 10
+    steps = Steps(cost=CostModel(base_s=0, row_s=0, logits_s=0, read_s=0, pair_s=1.0))
+    steps.add(4)
+    steps.step()
+    steps.add(20)
+    while steps.step():
+        pass
+    assert [request.num_generated for request in steps.requests] == [1, 1]
+
+
 def test_streams_keep_their_time_per_token_beside_prompts():
     """After a few steps of each kind a step takes no longer than the stated multiple of its decoding."""
     steps = Steps(cost=COST, token_budget=256)
