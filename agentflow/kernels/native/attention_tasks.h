@@ -105,12 +105,12 @@ class Plan {
     // `window`: the number of keys that a row sees, its own included; 0: all. With a window, no runs are shared, because few
     // rows see the same keys.
     Plan(const Batch& batch, const HeadShape& shape, int num_threads, int64_t window = 0)
-        : batch_(batch), shape_(shape), window_(int32_t(std::min<int64_t>(window, ALL))) {
+        : batch_(batch), shape_(shape), num_threads_(num_threads), window_(int32_t(std::min<int64_t>(window, ALL))) {
         add_readers();
         if (!window_) share(few_, 0);
         for (const Reader& reader : readers_) add_tail(reader);
         add_paths();
-        split(num_threads);
+        split();
         number_parts();
     }
 
@@ -271,7 +271,11 @@ class Plan {
         const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
         const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
         const int32_t heads = int32_t(shape_.num_kv_heads);
-        const int32_t most_heads = std::max(1, BLOCK_VALUES / (KEY_BLOCK * 2 * int32_t(shape_.head_dim)));
+        // Runs too few and too short to occupy all threads are divided among heads further.
+        const int64_t num_pieces = int64_t(readers_.size()) * std::max(run.num_keys / MIN_SPLIT_KEYS, 1);
+        const int64_t for_threads = num_threads_ == 1 ? heads : std::max<int64_t>(heads * num_pieces / (2 * num_threads_), 1);
+        const int64_t for_cache = std::max<int64_t>(BLOCK_VALUES / (KEY_BLOCK * 2 * shape_.head_dim), 1);
+        const int32_t most_heads = int32_t(std::min(for_cache, for_threads));
         for (int32_t block = 0; block < num_blocks; block++) {
             const int32_t first = num * block / num_blocks, end = num * (block + 1) / num_blocks;
             const int32_t moved = run.seen == ALL ? 0 : first;  // what row `first` sees, relative to the run's first row
@@ -304,14 +308,14 @@ class Plan {
     }
 
     // Divides tasks so long that other threads would wait for them, and sorts all by cost, the highest first.
-    void split(int num_threads) {
+    void split() {
         int64_t total = 0;
         for (const Task& task : tasks) total += cost(task);
-        const int64_t most = total / (4 * num_threads) + 1;
+        const int64_t most = total / (4 * num_threads_) + 1;
         std::vector<Task> cut;
-        cut.reserve(tasks.size() + 4 * num_threads);
+        cut.reserve(tasks.size() + 4 * num_threads_);
         for (Task& task : tasks) {
-            const int64_t wanted = num_threads == 1 ? 1 : (cost(task) + most - 1) / most;
+            const int64_t wanted = num_threads_ == 1 ? 1 : (cost(task) + most - 1) / most;
             const int64_t pieces = std::clamp<int64_t>(task.num_keys / MIN_SPLIT_KEYS, 1, wanted);
             const int32_t num_blocks = blocks_of(task);
             const int32_t rows_at = task.first_row;
@@ -382,6 +386,7 @@ class Plan {
 
     Batch batch_;
     HeadShape shape_;
+    int num_threads_;
     std::vector<Reader> readers_;
     std::vector<int32_t> few_;
     std::vector<int32_t> path_slots_;
