@@ -46,6 +46,8 @@ STEPS = {
     "ttft128": (Shape(1, 0, 128), 10, ">= 2"),
     "prefill2000": (Shape(1, 0, 2_000), 2, ">= 1.3"),
 }
+ROWS = {1: ">= 1", 4: ">= 1", 16: ">= 1", 64: ">= 1", 128: ">= 1", 512: ">= 1.25", 2_000: ">= 1.25"}
+"""The rows of steps, and the goals of quantised weights against bfloat16."""
 LOADING = """
 import json, sys, time
 from pathlib import Path
@@ -88,7 +90,9 @@ def measure_steps(path: Path, report: Report) -> None:
     """Measures the ratio of the time of a step in bfloat16 to a step with quantised weights, alternately."""
     dense, quantised = (TorchRunner(path, num_slots=NUM_SLOTS, dtype=dtype) for dtype in ("bfloat16", "auto"))
     runs = 7 if report.scale == "full" else 3
-    for name, (shape, repeats, goal) in STEPS.items():
+    steps = {f"{name}_vs_bf16": step for name, step in STEPS.items()}
+    steps |= {f"vs_bf16_{num}": (Shape(1, 0, num), max(2, 40 // num), goal) for num, goal in ROWS.items()}
+    for name, (shape, repeats, goal) in steps.items():
         batch = batch_of(shape, NUM_SLOTS, dense.info.max_context)
         ratios, times = [], []
         for _ in range(runs):
@@ -99,7 +103,7 @@ def measure_steps(path: Path, report: Report) -> None:
             times.append((dense_ms, quantised_ms))
         best = [min(column) for column in zip(*times, strict=True)]
         note = f"{shape}: at best {best[0]:.1f} ms in bfloat16, {best[1]:.1f} ms quantised"
-        report.results.append(median_of(f"quantized.{name}_vs_bf16", ratios, "ratio", note=note, goal=goal))
+        report.results.append(median_of(f"quantized.{name}", ratios, "ratio", note=note, goal=goal))
 
 
 def measure_against_llamacpp(path: Path, report: Report) -> None:
