@@ -103,26 +103,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Excludes the imported modules from garbage collections, which many tests run."""
-    _patch_triton_once()
+    from support.quick_triton import quicken_triton
+
+    quicken_triton()
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def _patch_triton_once() -> None:
-    """Triton's interpreter replaces its functions at each call of a kernel and of each function in it, and
-    looks through all of its modules for that: a third of the time of these tests. Here it does so once."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
-        return
-    patch_lang = interpreter._patch_lang
-
-    @functools.cache
-    def patch_once(function: object) -> object:
-        patch_lang(function)
-        return interpreter._LangPatchScope()  # restores nothing
-
-    interpreter._patch_lang = patch_once
 
 
 # A test that hangs
@@ -156,9 +142,12 @@ _between_looks = threading.Event()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """Ends the process if a test runs on for long after its time-out, at which pytest-timeout raises. Also
-    restores agentflow's logs, on which other tests look."""
+    restores agentflow's logs, on which other tests look, and excludes what a file leaves, such as the reports
+    of its tests, from later garbage collections."""
     global _limits
     if _limits is None:
         threading.Thread(target=_watch, name="time-outs", daemon=True).start()
@@ -172,6 +161,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         logger.handlers[:], logger.propagate = handlers, propagates
         if logger.level != level:
             logger.setLevel(level)
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
 
 
 def _watch() -> None:
