@@ -126,9 +126,15 @@ async def test_a_native_cancel_while_a_step_runs_ends_the_session(no_patience: N
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for another process")
 @pytest.mark.trio_in_full
-@pytest.mark.parametrize("num_interrupts", [1, 2])
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "num_interrupts"),
+    [
+        *[(phase, 1) for phase in PHASES],
+        *[pytest.param(phase, 2, marks=pytest.mark.full) for phase in PHASES[:-1]],
+        (PHASES[-1], 2),
+    ],
+)
 def test_ctrl_c_ends_a_script_in_each_phase_of_its_session(
     phase: str, loop: str, num_interrupts: int
 ) -> None:

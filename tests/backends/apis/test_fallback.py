@@ -660,7 +660,10 @@ async def test_a_feature_that_one_candidate_lacks_is_refused_with_its_name() -> 
     assert sent == []
 
 
-async def test_a_server_that_cannot_be_asked_for_its_model_is_left_out() -> None:
+async def test_a_server_that_cannot_be_asked_for_its_model_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "_pause", lambda pause_s: anyio.lowlevel.checkpoint())
     async with fake_server([said("a")]) as server:
         async with af.session(backend=openai(server), fallback=["http://127.0.0.1:9/v1"]) as flow:
             assert await asked(flow) == "a"
