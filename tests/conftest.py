@@ -53,8 +53,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.disable()
 
 # The same examples in every run, so that a red run can be repeated; HYPOTHESIS_PROFILE=thorough searches
-# for new ones. `make test-full` has four times as many.
-settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=25)
+# for new ones. `make test-full` has six times as many.
+settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=16)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("few", deadline=None, derandomize=True, max_examples=5)  # for slow emulators
 settings.register_profile("thorough", deadline=None, max_examples=1000)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.apis.circuit_reference import CircuitReference, Event
+from support.examples import examples
 
 from agentflow.runtime import circuit as limits
 from agentflow.runtime.circuit import Circuit
@@ -53,7 +54,7 @@ STEPS = st.lists(MOVES, min_size=5, max_size=20).map(lambda moves: [step for mov
 
 
 @given(STEPS)
-@settings(max_examples=300)
+@examples(300)
 def test_a_circuit_is_as_its_definition_says(steps: list[Step]) -> None:
     reference = CircuitReference()
     circuit = Circuit(lambda: reference.now_s, lambda: 1.0)

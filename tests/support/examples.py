@@ -7,7 +7,7 @@ _OF_FULL = 100
 
 def examples(number: int) -> settings:
     """Settings for ``number`` examples in ``make test-full``; other profiles have them in proportion,
-    ``make test`` a quarter."""
+    ``make test`` a sixth."""
     return settings(max_examples=times(number))
 
 

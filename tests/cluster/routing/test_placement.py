@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.cluster.routing.devices import SharedDevices
 from agentflow.cluster.routing.load import Call, EngineShape
@@ -43,7 +44,7 @@ begun = st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(1, 2000), st
 """A request: its model, its replica, its tokens, and whether it has its first token."""
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     earlier=st.lists(begun, max_size=12),
     which=st.integers(0, 1),

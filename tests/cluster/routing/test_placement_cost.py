@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.cluster.routing.load import Call, EngineShape
 from agentflow.cluster.routing.router import Router
@@ -39,7 +40,7 @@ def loaded(num_replicas: int, earlier: Sequence[tuple[int, int, bool]]) -> Route
     return router
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(num_replicas=st.integers(1, 4), earlier=st.lists(begun, max_size=12), length=st.integers(1, 900))
 def test_a_request_goes_where_it_costs_least(
     num_replicas: int, earlier: list[tuple[int, int, bool]], length: int
@@ -56,7 +57,7 @@ def test_a_request_goes_where_it_costs_least(
     assert costs[one.replica] == pytest.approx(min(costs))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     num_replicas=st.integers(2, 4),
     earlier=st.lists(begun, max_size=12),

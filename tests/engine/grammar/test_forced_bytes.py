@@ -1,7 +1,8 @@
 """The bytes that a DFA forces, compared with trying every byte."""
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from support.engine.pattern_strategies import patterns
+from support.examples import examples
 
 from agentflow.engine.grammar.dfa import DEAD, START, Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
@@ -33,7 +34,7 @@ def forced_by_trying(dfa: Dfa, state: int) -> tuple[bytes, int]:
     return text, state
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(patterns(look_arounds=True))
 def test_forced_runs_are_those_that_trying_every_byte_finds(pattern):
     dfa = dfa_of(pattern)

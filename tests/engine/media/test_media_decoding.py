@@ -6,9 +6,10 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from support.examples import examples
 
 from agentflow.engine.media.decoding import decode_image, decode_video
 from agentflow.engine.media.processors.pixels import FrameSampling
@@ -125,7 +126,7 @@ def test_a_file_with_another_behind_it_is_the_first(kind: str) -> None:
 FILES = {kind: encoded(noise(24, 31), kind) for kind in KINDS} | {"animation": animation()}
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     kind=st.sampled_from(sorted(FILES)),
     share=st.floats(0, 1),
@@ -186,7 +187,7 @@ def test_frames_are_turned_as_the_video_says() -> None:
 VIDEOS = {kind: video(30, kind) for kind in ("mp4", "avi", "webm")}
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     kind=st.sampled_from(sorted(VIDEOS)),
     share=st.floats(0, 1),

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.examples import examples
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -275,7 +276,7 @@ def _patches(pixels: np.ndarray[Any, Any], patch: int, merge: int, times: int) -
     return np.array(found)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(size=SIZES)
 def test_the_bytes_are_those_of_transformers(family: Family, size: tuple[int, int]) -> None:
     image = _image(size)
@@ -335,7 +336,7 @@ def test_the_ids_of_a_prompt_are_those_of_transformers(
     assert family.ids(text, prepared) == np.asarray(theirs).reshape(-1).tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(size=SIZES)
 def test_runs_cover_the_features_in_order(family: Family, size: tuple[int, int]) -> None:
     try:
@@ -358,7 +359,7 @@ def _runs(prepared: Prepared, start: int) -> list[MediaRun]:
     return [MediaRun("x", start, piece.positions, piece.first)]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=2), before=st.integers(1, 5), between=st.integers(1, 5))
 def test_positions_of_qwen_are_those_of_transformers(
     sizes: list[tuple[int, int]], before: int, between: int

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.engine.requests import request_of
+from support.examples import examples
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request, Status
@@ -134,7 +135,7 @@ def run_blocked(steps: Steps, first: list[Job], head_job: Job, later: list[tuple
     return head, arrived, expected
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(first=jobs, head=long_jobs, later=later_jobs)
 def test_f6a_requests_that_pass_a_blocked_prompt_do_not_delay_it(first, head, later):
     """All lengths are known. The prompt starts when it would at the latest without the others."""
@@ -145,7 +146,7 @@ def test_f6a_requests_that_pass_a_blocked_prompt_do_not_delay_it(first, head, la
     assert steps.started[request.id] <= arrived + expected
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     first=st.lists(hinted_jobs, min_size=1, max_size=8),
     head=long_jobs,
@@ -236,7 +237,7 @@ tenants_jobs = st.builds(
 )
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     plan=st.lists(
         st.tuples(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.engine.generator.context import group_of_place
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
@@ -306,7 +307,7 @@ _actions = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(_actions, st.sampled_from((1, 3, 4096)))
 def test_random_programs_against_the_reference(
     actions: list[tuple[str, int, int, int]], max_visits: int

@@ -10,9 +10,10 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.clocks import ClockNs
+from support.examples import examples
 from support.redis_server import RedisServer, redis_server, shared_store
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
@@ -232,7 +233,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(requests=limits, tokens=limits, steps=steps)
 def test_fronts_that_are_settled_admit_exactly_what_one_does(
     requests: int | None, tokens: int | None, steps: list[tuple[str, int, int]]
