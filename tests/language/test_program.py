@@ -9,7 +9,7 @@ import agentflow as af
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 
 @af.program
@@ -50,6 +50,7 @@ async def test_a_program_requires_a_state():
         await ask("why")
 
 
+@pytest.mark.on_trio
 async def test_a_run_waits_for_unawaited_variables():
     backend = Stepped({"": "one two three"})
 
@@ -79,6 +80,7 @@ def backend(request) -> Backend:
     return request.param(af.Scripted(echo))
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("where", ["root", "branch", "group", "text"])
 async def test_an_unawaited_failure_is_raised_by_the_run(where, backend):
     @af.program
@@ -158,6 +160,7 @@ async def test_other_failures_than_the_caught_one_are_raised_by_the_run(backend)
             await flow.run(half_careful)
 
 
+@pytest.mark.on_trio
 async def test_a_failure_caught_at_the_parent_is_not_raised_by_the_run(backend):
     @af.program
     async def falls_back(s: af.State) -> str:
@@ -175,6 +178,7 @@ async def test_a_failure_caught_at_the_parent_is_not_raised_by_the_run(backend):
         assert await flow.run(falls_back) == "fallback"
 
 
+@pytest.mark.on_trio
 async def test_a_cancelled_branch_does_not_fail_the_run():
     backend = Stepped({"": "never"})
 
@@ -196,6 +200,7 @@ class OwnError(Exception):
     """Of a program."""
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("error", [OwnError("x"), KeyError("x"), ExceptionGroup("own", [OwnError()])])
 @pytest.mark.parametrize("depth", [0, 2])
 async def test_an_exception_of_the_program_is_raised_unchanged_by_the_run(error, depth):
@@ -239,6 +244,7 @@ async def fail_beside_a_gen(s: af.State) -> None:
     raise OwnError
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("num_words", range(6))
 async def test_cancelling_a_run_leaves_nothing_of_it(num_words):
     """At any point of a program with a fork, a wired join and an await."""
@@ -266,6 +272,7 @@ async def test_cancelling_a_run_leaves_nothing_of_it(num_words):
     assert_idle(backend)
 
 
+@pytest.mark.on_trio
 async def test_a_run_that_has_ended_leaves_nothing_in_the_session():
     backend = af.Scripted(echo)
     observed = Observed(backend)
@@ -280,6 +287,7 @@ async def test_a_run_that_has_ended_leaves_nothing_in_the_session():
         assert len(observed.of(ops.Close)) == len(observed.of(ops.Open)) == 6
 
 
+@pytest.mark.on_trio
 async def test_runs_side_by_side_do_not_touch_each_other():
     async with af.session(backend=af.Scripted(echo)) as flow:
         results = {}

@@ -14,7 +14,7 @@ import agentflow as af
 from agentflow.language import op_log
 from agentflow.protocol import ops
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -22,6 +22,7 @@ def observed() -> Observed:
     return Observed(af.Scripted(measure))
 
 
+@pytest.mark.on_trio
 async def test_ops_are_in_the_order_of_appending(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += "a" + af.gen("x", seed=1) + "b"
@@ -100,6 +101,7 @@ async def test_a_variable_of_another_session_is_refused(observed):
         assert observed.of(ops.Text) == [ops.Text(s.id, ("0 chars",))]
 
 
+@pytest.mark.on_trio
 async def test_a_state_is_closed_when_its_run_ends(observed):
     async with af.session(backend=observed) as flow:
         async with flow.state() as s:
@@ -119,6 +121,7 @@ async def test_a_state_is_closed_when_its_run_ends(observed):
         s += "more"
 
 
+@pytest.mark.on_trio
 async def test_awaiting_a_state_that_closed_early_fails():
     backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow:
@@ -135,6 +138,7 @@ async def test_awaiting_a_state_that_closed_early_fails():
             await t
 
 
+@pytest.mark.on_trio
 async def test_tasks_that_await_a_state_fail_when_it_closes():
     async with af.session(backend=Stepped({"": "slow"})) as flow, flow.state() as slow:
         received = []
@@ -153,6 +157,7 @@ async def test_tasks_that_await_a_state_fail_when_it_closes():
         assert received == ["state () has ended with its run"]
 
 
+@pytest.mark.on_trio
 async def test_a_cancelled_state_cannot_be_used(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
@@ -168,6 +173,7 @@ async def test_a_cancelled_state_cannot_be_used(observed):
             await s["x"]
 
 
+@pytest.mark.on_trio
 async def test_awaiting_waits_for_everything_appended_before():
     backend = Stepped({"": "one two", "end": "three"})
     async with af.session(backend=backend) as flow, flow.state() as s:
@@ -191,6 +197,7 @@ async def test_awaiting_waits_for_everything_appended_before():
         await s
 
 
+@pytest.mark.on_trio
 async def test_a_state_is_not_done_when_its_last_gen_is():
     """What follows the gen in the same append may still wait, or fail."""
     backend = Stepped(lambda prompt: "slow answer" if "slow" in prompt else "fast")
@@ -213,6 +220,7 @@ async def test_a_state_is_not_done_when_its_last_gen_is():
             assert steps == ["variable", "state"]
 
 
+@pytest.mark.on_trio
 async def test_concurrent_awaits_send_one_op(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += "text"
@@ -250,6 +258,7 @@ async def test_a_failed_state_raises_at_every_await(as_told):
         assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
 
 
+@pytest.mark.on_trio
 async def test_a_full_backlog_rejects_appends_until_ops_are_done(monkeypatch):
     monkeypatch.setattr(op_log, "MAX_IN_FLIGHT", 100)
     engine = FakeEngine()
@@ -301,6 +310,7 @@ async def test_a_failed_variable_of_a_closed_state_raises_why():
                     s += item
 
 
+@pytest.mark.on_trio
 async def test_an_unfinished_variable_of_a_closed_state_is_refused():
     async with af.session(backend=Stepped({"": "one two"})) as flow:
         async with flow.state() as old:
@@ -310,6 +320,7 @@ async def test_an_unfinished_variable_of_a_closed_state_is_refused():
                 s += old["x"]
 
 
+@pytest.mark.on_trio
 async def test_cancelling_reaches_a_chain_of_forks_deeper_than_the_stack():
     async with af.session(backend=Stepped({"": "never"})) as flow, flow.state() as root:
         state = root
@@ -347,6 +358,7 @@ async def test_the_seed_of_a_gen_follows_from_the_session_and_its_place():
     assert set(await seeds_of(None)).isdisjoint(await seeds_of(None))
 
 
+@pytest.mark.on_trio
 async def test_a_run_has_the_name_of_its_program_as_a_label(observed):
     @af.program
     async def judge(s: af.State, word: str = "") -> None:
@@ -377,6 +389,7 @@ async def test_a_run_has_the_name_of_its_program_as_a_label(observed):
 # States without a program
 
 
+@pytest.mark.on_trio
 async def test_a_state_is_used_without_a_block(observed):
     async with af.session(backend=observed) as flow:
         s = flow.state(cache_salt="salt")
@@ -400,6 +413,7 @@ async def test_a_state_is_used_without_a_block(observed):
     assert {op.state for op in observed.of(ops.Close)} == {s.id, branch.id}
 
 
+@pytest.mark.on_trio
 async def test_a_state_without_a_block_ends_with_the_session():
     backend = Stepped({"": "never"})
     async with af.session(backend=backend) as flow:

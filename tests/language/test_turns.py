@@ -16,7 +16,7 @@ from support.observed_backends import Observed, Stepped, Unbatched
 import agentflow as af
 from agentflow.protocol import ops
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -162,6 +162,7 @@ async def test_a_block_that_raises_leaves_its_turn_open():
         assert await s.messages() == [{"role": "user", "content": "half and whole"}]
 
 
+@pytest.mark.on_trio
 async def test_messages_wait_for_running_gens_and_are_those_of_the_call():
     backend = Stepped(["one two", "three"])
     async with af.session(backend=backend) as flow, flow.state() as s:

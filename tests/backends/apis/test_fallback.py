@@ -46,7 +46,7 @@ from agentflow.errors import (
 from agentflow.runtime import circuit
 from agentflow.runtime.circuit import Circuit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 
 def said(text: str) -> AnyAnswer:
@@ -116,6 +116,7 @@ async def test_an_address_without_a_server() -> None:
             assert await asked(flow) == "Hello"
 
 
+@pytest.mark.on_trio
 async def test_a_silent_endpoint_is_left_after_its_time() -> None:
     async with fake_server([RawAnswer([Hold()])]) as first, fake_server([said("Hello")]) as second:
         backends = openai(first, timeout_s=0.05), openai(second)
@@ -144,6 +145,7 @@ async def test_a_request_that_is_refused_is_not_sent_elsewhere(name: str) -> Non
         assert second.received == []
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("end", [Close(), Reset()])
 async def test_after_the_first_visible_token_a_stream_fails(end: Any) -> None:
     cut = openai_answers.stream(openai_answers.text_chunks("One ", "two"), end)
@@ -156,6 +158,7 @@ async def test_after_the_first_visible_token_a_stream_fails(end: Any) -> None:
         assert second.received == []
 
 
+@pytest.mark.on_trio
 async def test_reasoning_that_is_streamed_is_visible() -> None:
     cut = openai_answers.stream(openai_answers.reasoning_chunks("Hm"), Close())
     script = [cut, said("Hello")]
@@ -170,6 +173,7 @@ async def test_reasoning_that_is_streamed_is_visible() -> None:
             assert second.received == []
 
 
+@pytest.mark.on_trio
 async def test_an_answer_that_is_held_is_not_visible() -> None:
     cut = openai_answers.stream(openai_answers.text_chunks("a"), Close())
     async with opened([cut], [said("b")], on_unsupported="retry") as (flow, first, _):
@@ -260,6 +264,7 @@ async def test_an_endpoint_that_fails_is_left_out_and_tried_again() -> None:
         assert await asked(flow) == "first"
 
 
+@pytest.mark.on_trio
 async def test_one_request_tries_an_endpoint_again() -> None:
     clock = Clock()
     hold = Hold()
@@ -484,6 +489,7 @@ async def test_another_endpoint_of_the_vendor_gets_no_reasoning_of_the_first() -
         assert kinds == ["text"]
 
 
+@pytest.mark.on_trio
 async def test_the_prefix_of_forks_is_warmed_where_they_ask() -> None:
     async with AsyncExitStack() as stack:
         servers = [
@@ -539,6 +545,7 @@ async def test_tools_and_replies_go_on_elsewhere() -> None:
         assert roles == ["user", "assistant", "tool"]
 
 
+@pytest.mark.on_trio
 async def test_a_call_that_goes_on_is_made_elsewhere_before_it_is_visible() -> None:
     script = [CURABLE["500"]]
     async with opened(script, [said("Name: Ada\nJob: x")]) as (flow, _, second), flow.state() as s:
@@ -549,6 +556,7 @@ async def test_a_call_that_goes_on_is_made_elsewhere_before_it_is_visible() -> N
         assert (s["name"].model, s["job"].model) == ("m1", "m1")
 
 
+@pytest.mark.on_trio
 async def test_later_values_of_a_lost_call_go_elsewhere() -> None:
     cut = openai_answers.stream(openai_answers.text_chunks("Name: Ada\nJob: "), Close())
     async with (
@@ -563,6 +571,7 @@ async def test_later_values_of_a_lost_call_go_elsewhere() -> None:
             assert s["job"].model == "claude-opus-4-5"
 
 
+@pytest.mark.on_trio
 async def test_one_endpoint_dies_in_the_middle_of_a_map() -> None:
     """Each result is of one endpoint alone, and all of the texts that endpoint gives."""
     served = 0
@@ -603,6 +612,7 @@ async def test_one_endpoint_dies_in_the_middle_of_a_map() -> None:
     assert second.num_gone == 0
 
 
+@pytest.mark.on_trio
 async def test_nothing_is_left_behind_after_a_cancellation() -> None:
     hold = Hold()
     async with opened([CURABLE["503"], said("a")], [openai_answers.stream(hold)]) as (flow, first, second):
@@ -616,6 +626,7 @@ async def test_nothing_is_left_behind_after_a_cancellation() -> None:
         assert first.num_connections == 1  # it went back to the pool
 
 
+@pytest.mark.on_trio
 async def test_a_deadline_holds_over_all_endpoints() -> None:
     hold = Hold()
     async with opened([CURABLE["503"]], [openai_answers.stream(hold)]) as (flow, *_), flow.state() as s:
@@ -660,6 +671,7 @@ async def test_a_feature_that_one_candidate_lacks_is_refused_with_its_name() -> 
     assert sent == []
 
 
+@pytest.mark.on_trio
 async def test_a_server_that_cannot_be_asked_for_its_model_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -729,6 +741,7 @@ def test_what_cannot_answer_for_another_is_refused(
     assert raised.value.param == "fallback"
 
 
+@pytest.mark.on_trio
 async def test_no_task_waits_after_many_calls() -> None:
     async with opened(lambda _: Answer(b"{}", 500), lambda _: said("b")) as (flow, *_):
         async with anyio.create_task_group() as group:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.cluster.routing.devices import SharedDevices
 from agentflow.cluster.routing.load import EngineShape
@@ -101,7 +102,7 @@ def test_programs_over_two_models_are_served() -> None:
     assert all(models == (["small"] * 3 + ["large"]) * 2 for models in ended.values())
 
 
-@settings(max_examples=20, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 1000),
     devices=st.fixed_dictionaries(

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.cluster.routing.router import Policy, Router
@@ -100,7 +101,7 @@ def test_a_simulation_that_is_cut_has_the_same_past() -> None:
     assert any(one.ended_s == math.inf for one in cut.served)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 1000),
     per_s=st.sampled_from([5.0, 20.0, 80.0]),

@@ -6,9 +6,10 @@ from __future__ import annotations
 import anyio
 import pytest
 from engine.constrained.test_constrained_engine import DFAS, PATTERNS, Asked, ask, check_end, constraint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.plain_constrained import PlainConstrained
+from support.examples import examples
 from support.fake_engine import TOKENIZER
 from support.faults import has_param
 from support.holds import Hold
@@ -77,7 +78,7 @@ all_params = st.builds(
 )
 
 
-@settings(max_examples=20)  # the reference tries every token at every place
+@examples(50)  # the reference tries every token at every place
 @given(
     st.lists(
         st.tuples(all_params, st.sampled_from(PATTERNS), st.booleans(), st.integers(0, 2**64 - 1)),

@@ -34,7 +34,7 @@ from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import StateHint
 from agentflow.runtime.programs.place import Place
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 SPECIAL_IDS = {TOKENIZER.encode_markup(text)[0] for text in ("<|im_start|>", "<|im_end|>")}
 CHOICES = ("yes, an", "no, an", "the question an")
@@ -146,6 +146,7 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.on_trio
 @pytest.mark.trio_in_full
 @given(plan=st.lists(st.tuples(st.integers(0, 5), steps), min_size=4, max_size=12))
 async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(plan):
@@ -208,6 +209,7 @@ async def test_the_next_turn_begins_with_exactly_what_was_generated():
         assert prompt_of(context)[: len(prompt) + 6] == prompt + generated
 
 
+@pytest.mark.on_trio
 async def test_forks_compute_what_they_share_once():
     async with plain_model_engine(SchedulerConfig(token_budget=16)) as client:
         generator = generator_on(client)
@@ -261,6 +263,7 @@ async def test_text_is_the_same_in_one_piece_or_in_many(chunks):
         assert not SPECIAL_IDS & set(prompt_of(one))
 
 
+@pytest.mark.on_trio
 async def test_a_long_text_is_encoded_outside_the_loop_with_the_same_ids():
     text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
     async with plain_model_engine(max_context=4096) as client:
@@ -276,6 +279,7 @@ async def test_a_long_text_is_encoded_outside_the_loop_with_the_same_ids():
         assert context.num_unencoded_chars == 0
 
 
+@pytest.mark.on_trio
 async def test_turns_are_laid_out_outside_the_loop_up_to_the_length_of_the_context(monkeypatch):
     threads: list[int] = []
     settle = token_state.TokenState._settle
@@ -325,6 +329,7 @@ async def test_reading_the_ids_of_a_long_text_encodes_it_once_outside_the_loop(m
         assert len(encoded_in) == 3
 
 
+@pytest.mark.on_trio
 async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
     gate = StepGate()
     gate.attach()
@@ -345,6 +350,7 @@ async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
         assert end.text == alone(prompt, SamplingParams(max_tokens=4)).text
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("call", ["generate", "score"])
 async def test_a_call_cancelled_before_it_is_submitted_sends_nothing(call):
     sent: list[object] = []
@@ -598,6 +604,7 @@ class SubmitObserver:
         pass
 
 
+@pytest.mark.on_trio
 async def test_states_that_name_one_program_are_siblings():
     async with plain_model_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
         generator = generator_on(client)
@@ -614,6 +621,7 @@ async def test_states_that_name_one_program_are_siblings():
         assert without_hints.open("", program="p").origin.task_group == 0
 
 
+@pytest.mark.on_trio
 async def test_hints_go_with_the_requests_that_follow():
     observer = SubmitObserver()
     async with plain_model_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
@@ -642,6 +650,7 @@ async def test_hints_go_with_the_requests_that_follow():
     assert last.token_ids[: len(ahead.token_ids)] == ahead.token_ids
 
 
+@pytest.mark.on_trio
 async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
     observer = SubmitObserver()
     engine = FakeEngine()

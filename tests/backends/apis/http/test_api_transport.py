@@ -38,7 +38,7 @@ from agentflow.errors import (
     ServerLost,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 STREAM = "text/event-stream"
 EVENTS = [b"data: 1\n\n", b"data: 2\n\n", b"data: end\n\n"]
@@ -158,6 +158,7 @@ async def test_nothing_is_repeated_where_another_endpoint_can_answer(name: str) 
         assert len(server.received) <= 1
 
 
+@pytest.mark.on_trio
 async def test_the_longest_wait_that_a_server_may_ask_for_is_kept() -> None:
     async with opened([Answer(b"{}", 429, {"retry-after": "60"})] * 9) as (transport, server):
         with anyio.move_on_after(0.5) as scope:
@@ -179,6 +180,7 @@ async def test_a_short_wait_for_a_rate_is_kept_although_another_endpoint_can_ans
         assert len(server.received) == 4
 
 
+@pytest.mark.on_trio
 async def test_an_open_circuit_stops_only_requests_that_another_endpoint_can_answer() -> None:
     broken = Answer(b"{}", 500)
     async with opened([broken, broken, broken, good()], max_retries=0) as (transport, server):
@@ -212,6 +214,7 @@ async def test_the_last_attempts_error_is_raised() -> None:
             await stream(transport)
 
 
+@pytest.mark.on_trio
 async def test_a_crowd_gets_through_a_limit_of_the_rate() -> None:
     served = 0
 
@@ -226,6 +229,7 @@ async def test_a_crowd_gets_through_a_limit_of_the_rate() -> None:
     assert served >= 36
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("before", [(), (b"data: v\n\n",)])
 async def test_a_silent_server_is_left(before: tuple[bytes, ...]) -> None:
     options = {"timeout_s": 0.05, "stall_timeout_s": 0.05, "max_retries": 0}
@@ -240,6 +244,7 @@ async def test_a_silent_server_is_left(before: tuple[bytes, ...]) -> None:
         assert await stream(patient) == ["end"]
 
 
+@pytest.mark.on_trio
 async def test_comments_do_not_keep_a_stream_alive() -> None:
     endless = Answer([b"data: v\n\n", Forever(b": keep-alive\n\n")], content_type=STREAM)
     async with opened([endless], stall_timeout_s=0.05, max_retries=0) as (transport, server):
@@ -248,6 +253,7 @@ async def test_comments_do_not_keep_a_stream_alive() -> None:
         await server.wait_until_gone()
 
 
+@pytest.mark.on_trio
 async def test_a_stream_that_goes_on_after_its_end_loses_its_connection() -> None:
     endless = Answer([*EVENTS, Forever(b"data: more\n\n")], content_type=STREAM)
     async with opened([endless, good()]) as (transport, server):
@@ -257,6 +263,7 @@ async def test_a_stream_that_goes_on_after_its_end_loses_its_connection() -> Non
         assert server.num_connections == 2
 
 
+@pytest.mark.on_trio
 async def test_a_stream_that_is_left_loses_its_connection() -> None:
     endless = Answer([b"data: leave\n\n", Forever(b"data: more\n\n")], content_type=STREAM)
     async with opened([endless, good()]) as (transport, server):
@@ -265,6 +272,7 @@ async def test_a_stream_that_is_left_loses_its_connection() -> None:
         assert await stream(transport) == ["end"]
 
 
+@pytest.mark.on_trio
 async def test_cancelling_closes_the_connection() -> None:
     hold = Hold()
     async with opened([Answer([b"data: v\n\n", hold], content_type=STREAM), good()]) as (transport, server):
@@ -276,6 +284,7 @@ async def test_cancelling_closes_the_connection() -> None:
         assert await stream(transport) == ["end"]
 
 
+@pytest.mark.on_trio
 @pytest.mark.parametrize("name", hostile(EVENTS))
 async def test_hostile_servers_leave_no_connection_behind(name: str) -> None:
     async with opened([hostile(EVENTS)[name](), good()], max_retries=0) as (transport, _):
@@ -292,6 +301,7 @@ class Faulty(Sink):
         raise ZeroDivisionError
 
 
+@pytest.mark.on_trio
 async def test_a_fault_of_the_reader_is_raised_and_its_connection_dropped() -> None:
     endless = Answer([b"data: 1\n\n", Forever(b"data: more\n\n")], content_type=STREAM)
     async with opened([endless, good()]) as (transport, server):

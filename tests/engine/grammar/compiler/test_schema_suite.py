@@ -2,10 +2,11 @@
 rejection says why, and the results are the table in the documentation."""
 
 import pytest
+from support.examples import times
 
 from benchmarks.constrained.schema_suite import DRAFTS, MARKS, PAGE, run_suite, table_lines
 
-INSTANCES = 6
+INSTANCES = times(18)
 
 
 @pytest.fixture(scope="module")
