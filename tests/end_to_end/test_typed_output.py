@@ -14,7 +14,7 @@ from end_to_end.typed_cases import ALWAYS_END, CASES, Book, Person
 import agentflow as af
 from agentflow.errors import BadArgument
 
-NUM_TOKENS = 80
+NUM_TOKENS = 60
 
 
 @dataclass

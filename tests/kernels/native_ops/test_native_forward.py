@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_case
+from support.examples import examples
 
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
@@ -353,15 +354,21 @@ def test_a_whole_model_gives_what_the_reference_gives(
     assert torch.equal(kv[:, others].view(torch.int16), expected_kv[:, others].view(torch.int16))
 
 
+@functools.lru_cache
+def many_rows(sizes: Sizes) -> tuple[Step, torch.Tensor]:
+    """A step of many rows, and its hidden states on the reference."""
+    step = step_of(sizes, [Shape(-1, 0, 0, 700)], [True], torch.float32, 2)
+    return step, step.run(model_of(sizes, REFERENCE, torch.float32), REFERENCE)[0]
+
+
 @NATIVE_KERNELS
 @pytest.mark.parametrize(
     "sizes", [each for each in SIZES if each.routing is not None], ids=lambda s: s.activation
 )
 def test_many_rows_use_experts(kernels: Kernels, sizes: Sizes) -> None:
     """More than the experts that are computed together."""
-    step = step_of(sizes, [Shape(-1, 0, 0, 700)], [True], torch.float32, 2)
+    step, expected = many_rows(sizes)
     hidden, _ = step.run(model_of(sizes, kernels, torch.float32), kernels)
-    expected, _ = step.run(model_of(sizes, REFERENCE, torch.float32), REFERENCE)
     torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -380,19 +387,26 @@ def with_given_rows(step: Step, sizes: Sizes, num_deep: int, has_axes: bool, see
     return replace(step, given=made)
 
 
+@functools.lru_cache(100)
+def given_and_expected(
+    drawn: Drawn, dtype: torch.dtype, num_deep: int, has_axes: bool
+) -> tuple[Step, torch.Tensor, torch.Tensor]:
+    """A step with given rows, and its hidden states and pool on the reference."""
+    has_axes = has_axes and len(drawn.sizes.rotated) == 1
+    step = with_given_rows(drawn.step(dtype), drawn.sizes, num_deep, has_axes, drawn.seed)
+    return step, *step.run(model_of(drawn.sizes, REFERENCE, dtype), REFERENCE)
+
+
 @NATIVE_KERNELS
 @DTYPES
 @SAME_EXAMPLES
-@settings(max_examples=settings.default.max_examples * 4 // 5)
+@examples(80)
 @given(DRAWN, st.integers(0, NUM_LAYERS - 1), st.booleans())
 def test_rows_whose_embeddings_are_given(
     kernels: Kernels, dtype: torch.dtype, drawn: Drawn, num_deep: int, has_axes: bool
 ) -> None:
-    sizes = drawn.sizes
-    has_axes = has_axes and len(sizes.rotated) == 1
-    step = with_given_rows(drawn.step(dtype), sizes, num_deep, has_axes, drawn.seed)
-    expected, expected_kv = step.run(model_of(sizes, REFERENCE, dtype), REFERENCE)
-    hidden, kv = step.run(model_of(sizes, kernels, dtype), kernels)
+    step, expected, expected_kv = given_and_expected(drawn, dtype, num_deep, has_axes)
+    hidden, kv = step.run(model_of(drawn.sizes, kernels, dtype), kernels)
     if dtype == torch.float32:
         torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(kv, expected_kv, rtol=2e-4, atol=2e-4, equal_nan=True)
