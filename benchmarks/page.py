@@ -65,13 +65,13 @@ REMARKS = {
     "radix": ("The cost depends on the length of the path in edges, not on the size of the tree."),
     "scheduler": (
         "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times the "
-        "machine's capacity, in which a tenth of the requests share nothing. The ratio to first-come "
-        "order was 1.279 before requests could pass one that waits for memory (commit `5da8aa3f`), which "
-        "lets more short ones go first. It moves by a tenth with any change of the order, because the two "
-        "longest waits of one burst decide it; `.seeds` is the median of six bursts: 1.42 before that "
-        "commit, and 1.49 now. A step at 10,000 waiting "
-        "requests is everything that the scheduler does between two forward passes while 100 requests "
-        "arrive, 100 are admitted and 100 end."
+        "machine's capacity, in which a tenth of the requests share nothing. The third longest wait of a "
+        "burst decides its ratio to first-come order, and one burst's ratio moves by a tenth with any change "
+        "of the order: the figure is the median over twelve random seeds, which are the runs. A step at "
+        "10,000 waiting requests is everything that the scheduler does between two forward passes while 100 "
+        "requests arrive, 100 are admitted and 100 others end, with the garbage that is collected meanwhile: "
+        "the mean over many steps. In figures of commits up to `8700b0ee`, only every second step admitted "
+        "requests, so that they cannot be compared."
     ),
     "programs": (
         "The settings of figures 11 to 19 of the Parrot paper (Lin et al., OSDI 2024) with the parameters of "

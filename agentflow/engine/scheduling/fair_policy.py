@@ -114,7 +114,7 @@ from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import PATIENT_GROUPS, Origin
 
 OVERTAKEN_BATCHES = 32
-OVERTAKEN_FRACTION = 0.35
+OVERTAKEN_FRACTION = 0.3
 """Chosen on the workloads of ``benchmarks/workloads``: smaller values cost cache hits, larger ones delay
 requests that share nothing."""
 SHORT_BATCHES = 1
