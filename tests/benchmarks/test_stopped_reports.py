@@ -1,0 +1,42 @@
+"""Reports of runs that were stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import machine
+from benchmarks.report import Report, Result
+
+COMMIT = "0123456789ab"
+
+
+@pytest.mark.parametrize(
+    ("commit", "scale", "is_exact", "goes_on"),
+    [
+        (COMMIT, "full", True, True),
+        ("a" * 12, "full", True, False),  # other code may have other figures
+        (COMMIT, "small", True, False),
+        (COMMIT, "full", False, False),  # timed figures of two runs do not mix
+    ],
+)
+def test_a_run_goes_on_only_from_the_same_exact_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str, scale: str, is_exact: bool, goes_on: bool
+) -> None:
+    file = tmp_path / "deep" / "cluster.json"
+    monkeypatch.setattr(machine, "commit", lambda: COMMIT)
+    stopped = Report("full", [Result("cluster.scaling_chat", 0.95, "ratio", [])], is_exact=True, file=file)
+    stopped.extra["workloads"] = {"chat": {"scaling": 0.95}}
+    stopped.write()
+    monkeypatch.setattr(machine, "commit", lambda: commit)
+    earlier = Report(scale, is_exact=is_exact, file=file).earlier()
+    assert earlier.get("workloads") == ({"chat": {"scaling": 0.95}} if goes_on else None)
+    assert [one["id"] for one in earlier.get("results", [])] == ["cluster.scaling_chat"] * goes_on
+
+
+def test_a_run_of_changed_files_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "commit", lambda: f"{COMMIT}-dirty")
+    report = Report("full", is_exact=True, file=tmp_path / "cluster.json")
+    report.write()
+    assert report.earlier() == {}
