@@ -1230,7 +1230,7 @@ export type TreeNode = [id: number, parent: number, num_tokens: number, num_gene
 export interface GraphsDelta {
   /** Forget all graphs first: the first event, and after the connection was replaced; by default `false`. */
   reset?: boolean;
-  /** New and changed graphs; by default `[]`. */
+  /** New and changed graphs; that of the watching session comes with its first state; by default `[]`. */
   graphs?: GraphDelta[];
   /**
    * The ids of graphs whose session has ended or has no open state, or which no longer fit; by default
