@@ -28,7 +28,7 @@ from agentflow.errors import (
     ServerUnreachable,
 )
 from agentflow.protocol import ops
-from agentflow.protocol.events import ErrorInfo, GraphReply, LiveGraph
+from agentflow.protocol.events import ErrorInfo, GraphReply, LiveGraph, Watched
 from agentflow.server.config.limits import ServerLimits
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
@@ -158,6 +158,18 @@ async def test_live_graph_is_delivered_once_and_only_if_it_was_requested() -> No
     assert cursors.failures(lost) == [GraphReply(7, None, lost)]
     assert cursors.receive([GraphReply(7, LiveGraph())] * 2) == [GraphReply(7, LiveGraph())]
     assert not cursors.asked_graphs
+
+
+async def test_a_watch_fails_with_its_session_and_receives_its_own_events() -> None:
+    cursors = Cursors()
+    cursors.submit(ops.Watch(7, graphs=True))
+    assert cursors.is_waiting
+    lost = ErrorInfo("server_lost", "it is gone")
+    assert cursors.failures(lost) == [Watched(7, error=lost)]
+    assert cursors.receive([Watched(7), Watched(8)]) == [Watched(7)]
+    cursors.submit(ops.Unwatch())
+    assert not cursors.is_waiting
+    assert cursors.receive([Watched(7)]) == []
 
 
 async def test_live_graphs_of_the_tenant_come_also_after_the_connection_broke() -> None:
