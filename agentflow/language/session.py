@@ -411,9 +411,9 @@ class Session(AsyncOnly):
         so does another watch of the session. Raises the error that ended the session.
 
         >>> async for graphs in flow.watch():
-        ...     print(graphs[0])
+        ...     print(graphs[0].num_states_left_out)
         ...     break
-        nothing is unfinished
+        0
         """
         return self._link.watch(interval_s)
 
