@@ -24,7 +24,7 @@ def process_state() -> dict[str, object]:
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
         "time-out of sockets": socket.getdefaulttimeout(),
-        "logging": (logging.root.level, logging.root.manager.disable),
+        "logging": (logging.root.level, logging.root.manager.disable, logging.getLogRecordFactory()),
         "signal handlers": {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS},
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "memory": resource.getrlimit(resource.RLIMIT_AS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +11,12 @@ from support.ray_nodes import HEAD, NODE, SECOND, SETTINGS, SYSTEM
 
 
 @pytest.fixture(scope="module", autouse=True)
-def record_factory() -> Iterator[None]:
-    """Ray replaces the factory of log records when it is imported."""
-    before = logging.getLogRecordFactory()
+def kept_process() -> Iterator[None]:
+    """Ray replaces the factory of log records when it is imported, and what SIGTERM does when it connects."""
+    factory, handler = logging.getLogRecordFactory(), signal.getsignal(signal.SIGTERM)
     yield
-    logging.setLogRecordFactory(before)
+    logging.setLogRecordFactory(factory)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="module")
