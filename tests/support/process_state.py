@@ -12,14 +12,20 @@ import sys
 from pathlib import Path
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGUSR1", "SIGUSR2", "SIGPROF", "SIGXCPU")
+_PREFIX, _CPU = (
+    "AGENTFLOW_",
+    "AGENTFLOW_CPU",
+)  # an engine with --deterministic sets the last one for its process
 _STATUS = Path("/proc/self/status")
 
 
 def process_state() -> dict[str, object]:
-    """The settings by their names; of the environment, agentflow's variables."""
+    """The settings by their names, on Linux; of the environment, agentflow's variables."""
     found: dict[str, object] = {
         "working folder": os.getcwd(),
-        "variables": {name: value for name, value in os.environ.items() if name.startswith("AGENTFLOW_")},
+        "variables": {
+            name: value for name, value in os.environ.items() if name.startswith(_PREFIX) and name != _CPU
+        },
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
@@ -30,8 +36,7 @@ def process_state() -> dict[str, object]:
         "memory": resource.getrlimit(resource.RLIMIT_AS),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
     }
-    if _STATUS.exists():
-        [found["umask"]] = [line for line in _STATUS.read_text().splitlines() if line.startswith("Umask:")]
+    [found["umask"]] = [line for line in _STATUS.read_text().splitlines() if line.startswith("Umask:")]
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_default_dtype"):
         found["torch"] = (torch.get_default_dtype(), torch.is_grad_enabled())
     return found
