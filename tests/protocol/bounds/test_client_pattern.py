@@ -138,7 +138,7 @@ def test_patterns_of_clients_do_not_accumulate(
     use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = PatternCache(20_000)
-    for module in ("stop_pattern", "client_pattern"):
+    for module in ("stop_pattern", "bounds.client_pattern"):
         monkeypatch.setattr(f"agentflow.protocol.{module}.compiled", small.compiled)
     monkeypatch.setattr("agentflow.server.completion.checks.compiled", small.compiled)
     for _ in range(300):
