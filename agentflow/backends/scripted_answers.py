@@ -18,7 +18,7 @@ from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.protocol.stop_pattern import StopPattern
+from agentflow.protocol.text.stop_pattern import StopPattern
 
 CHARS_PER_TOKEN = 4
 """About the length of a model's tokens: a ``stop_regex`` may use processor time for each token."""

@@ -34,7 +34,7 @@ from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import FILE, Video, check_frames, check_source, most_bytes_of
-from agentflow.protocol.transform import check_transforms, check_written
+from agentflow.protocol.text.transform import check_transforms, check_written
 
 ROOT: Final = 1
 """The number of the root state in every graph."""

@@ -23,7 +23,7 @@ from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.images import MediumKind
 from agentflow.protocol.sampling import MAX_INT, GenParams, is_number, is_whole
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 
 
 def run_of(session_seed: int, index: int) -> str:

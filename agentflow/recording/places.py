@@ -18,7 +18,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.op_table import declared, kind_of, opened
 from agentflow.protocol.ops import derived_seed, place_of, run_of
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 
 Path = tuple[int, ...]
 

@@ -26,7 +26,7 @@ from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.protocol import ops
 from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
 from benchmarks.report import Report, median_of
 

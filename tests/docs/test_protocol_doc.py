@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from agentflow.errors import AgentflowError, from_code
-from agentflow.protocol import constraint, decisions, events, ops, sampling, transform
+from agentflow.protocol import constraint, decisions, events, ops, sampling
 from agentflow.protocol import events as token_logprob
 from agentflow.protocol import wire as protocol
 from agentflow.protocol.chat import (
@@ -26,6 +26,7 @@ from agentflow.protocol.chat import (
 )
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.text import transform
 from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.runtime import generator
 from agentflow.runtime.interpreter import interpreter, state_tree

@@ -17,7 +17,7 @@ from langchain_core.output_parsers import (
 )
 
 import agentflow as af
-from agentflow.protocol.transform import Transform, apply_transforms
+from agentflow.protocol.text.transform import Transform, apply_transforms
 
 LISTS = {
     "comma": CommaSeparatedListOutputParser(),

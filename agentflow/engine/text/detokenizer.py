@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
-from agentflow.protocol.stop_pattern import StopPattern
+from agentflow.protocol.text.stop_pattern import StopPattern
 
 _UNFINISHED = -1
 

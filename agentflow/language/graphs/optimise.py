@@ -22,7 +22,7 @@ import msgspec
 
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import references
-from agentflow.protocol.transform import apply_transforms
+from agentflow.protocol.text.transform import apply_transforms
 
 # A passage ends with its line, or with a sentence. A label such as ``Essay:`` belongs to the next passage.
 _PASSAGE_END: Final = re.compile(r"\n+|(?<=[.!?])[ \t]+")

@@ -37,7 +37,7 @@ from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, MediumKind, Video, digest_of
 from agentflow.protocol.op_table import ROOT, StateModels, numbers, spec_of
 from agentflow.protocol.ops import run_of
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 
 ResultT = TypeVar("ResultT")
 

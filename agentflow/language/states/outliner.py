@@ -24,7 +24,7 @@ from agentflow.language.op_log import Content, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.states.run import StateNode
 from agentflow.language.states.variable import Reference, target_of
 from agentflow.protocol.events import Usage
-from agentflow.protocol.transform import apply_transforms
+from agentflow.protocol.text.transform import apply_transforms
 
 MAX_STATES: Final = 64
 MAX_BRANCHES: Final = 12

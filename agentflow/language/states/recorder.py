@@ -49,7 +49,7 @@ from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.images import Video
 from agentflow.protocol.op_table import num_done_with
-from agentflow.protocol.transform import apply_transforms
+from agentflow.protocol.text.transform import apply_transforms
 
 
 class _Declared(NamedTuple):

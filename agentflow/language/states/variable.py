@@ -29,8 +29,8 @@ from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT
 from agentflow.protocol import ops
 from agentflow.protocol.events import DecidedBy, ErrorInfo, PassedOver, TopLogprobs, Usage
-from agentflow.protocol.text_parts import ListKind
-from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
+from agentflow.protocol.text.text_parts import ListKind
+from agentflow.protocol.text.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 ValueT_co = TypeVar("ValueT_co", covariant=True)
 

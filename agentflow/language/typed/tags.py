@@ -20,7 +20,7 @@ from agentflow.language.typed.values import (
     with_lengths,
 )
 from agentflow.protocol.constraint import Constraint, TagRule
-from agentflow.protocol.transform import REGEX_TIMEOUT_S
+from agentflow.protocol.text.transform import REGEX_TIMEOUT_S
 
 
 class Tag:

@@ -12,7 +12,7 @@ import anyio
 
 from agentflow.errors import AgentflowError, PromptTooLong, RunFailed
 from agentflow.protocol import ops
-from agentflow.protocol.transform import apply_in_turn
+from agentflow.protocol.text.transform import apply_in_turn
 from agentflow.runtime.interpreter.state_tree import StateRecord, drop_tracebacks, root_cause
 from agentflow.runtime.interpreter.variables import VariableRecord
 from agentflow.runtime.limits import MemoryBudget, Reservation

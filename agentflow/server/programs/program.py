@@ -21,7 +21,7 @@ from agentflow.errors import AgentflowError, RateLimited, UnknownModel
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import OP_BYTES, OPS
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.variables import EventCursor, Reports, VariableRecord

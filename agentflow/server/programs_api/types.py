@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
 from agentflow.protocol.sampling import MAX_INT
-from agentflow.protocol.transform import MAX_TRANSFORMS, Transform
+from agentflow.protocol.text.transform import MAX_TRANSFORMS, Transform
 from agentflow.server.compatible.fields import (
     Count,
     Penalty,

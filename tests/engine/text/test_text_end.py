@@ -18,7 +18,7 @@ from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.errors import BadArgument, RequestRefused
-from agentflow.protocol import stop_pattern
+from agentflow.protocol.text import stop_pattern
 
 # Words over a, b and é, so that stops occur, overlap and straddle tokens; é and 👩 also in halves.
 WORDS = ["ab", "ba", "aab", "abab", "bbé", "éa", "é", "b👩a"]

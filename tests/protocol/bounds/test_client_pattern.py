@@ -24,8 +24,8 @@ from agentflow.protocol.bounds.client_pattern import (
     written_out,
 )
 from agentflow.protocol.sampling import check_stop_regex
-from agentflow.protocol.stop_pattern import StopPattern
-from agentflow.protocol.transform import Transform, apply_transforms
+from agentflow.protocol.text.stop_pattern import StopPattern
+from agentflow.protocol.text.transform import Transform, apply_transforms
 from agentflow.server.completion.checks import violations
 
 ATOMS = [("a", 1), ("[a-c]", 1), (r"\w", 1), (r"\(", 1), ("[(]", 1), (r"\p{L}", 1)]
@@ -138,7 +138,7 @@ def test_patterns_of_clients_do_not_accumulate(
     use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = PatternCache(20_000)
-    for module in ("stop_pattern", "bounds.client_pattern"):
+    for module in ("text.stop_pattern", "bounds.client_pattern"):
         monkeypatch.setattr(f"agentflow.protocol.{module}.compiled", small.compiled)
     monkeypatch.setattr("agentflow.server.completion.checks.compiled", small.compiled)
     for _ in range(300):

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.protocol import ops, transform
+from agentflow.protocol import ops
 from agentflow.protocol.bounds import sized as sized_module
 from agentflow.protocol.bounds.sized import sized, sizing
 from agentflow.protocol.chat import ToolSpec
 from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, Value
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform, apply_transforms
+from agentflow.protocol.text import transform
+from agentflow.protocol.text.transform import Transform, apply_transforms
 from agentflow.runtime import turns
 from agentflow.runtime.interpreter import state_tree, variables
 from agentflow.runtime.interpreter.interpreter import Interpreter

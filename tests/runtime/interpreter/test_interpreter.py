@@ -30,7 +30,7 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.runtime import turns
 from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter import state_tree, wired_text

@@ -19,7 +19,7 @@ from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter import variables, wired_text
 from agentflow.runtime.interpreter.interpreter import Interpreter

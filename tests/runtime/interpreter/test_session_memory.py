@@ -21,7 +21,7 @@ from agentflow.protocol.chat import CalledTool, Conversation, Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, Reservation, TenantMemory
 

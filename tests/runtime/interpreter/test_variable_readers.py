@@ -15,7 +15,7 @@ from agentflow.errors import EngineFailed, Overloaded, PromptTooLong, ProtocolEr
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
 from agentflow.runtime.limits import READER_BYTES, MemoryBudget, Reservation

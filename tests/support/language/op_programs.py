@@ -11,7 +11,7 @@ from agentflow.errors import EngineFailed, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform, apply_transforms
+from agentflow.protocol.text.transform import Transform, apply_transforms
 
 TRANSFORMS = (
     (),

@@ -9,7 +9,7 @@ from support.session_peer import HANG, Listener, count_words, gen
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection
 from agentflow.protocol.events import StateFailed, Value, VarFailed
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 
 MADE = '["tyoNv2OPVT8=", "pBwpvR7If78="]'
 """The embeddings of the script, in two dimensions."""

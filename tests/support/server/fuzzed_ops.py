@@ -14,7 +14,7 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.ops import Op
 from agentflow.protocol.sampling import GenParams
-from agentflow.protocol.transform import Transform
+from agentflow.protocol.text.transform import Transform
 from agentflow.protocol.wire import Bye, ClientFrame, Ops
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentflow.protocol.stop_pattern import StopPattern
+from agentflow.protocol.text.stop_pattern import StopPattern
 
 
 class StopFilter:

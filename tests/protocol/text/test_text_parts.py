@@ -20,8 +20,9 @@ from support.faults import has_param
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.protocol import ops, text_parts
-from agentflow.protocol.transform import Transform, apply_transforms
+from agentflow.protocol import ops
+from agentflow.protocol.text import text_parts
+from agentflow.protocol.text.transform import Transform, apply_transforms
 from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio

@@ -12,10 +12,10 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument, RunFailed
-from agentflow.protocol import text_parts
 from agentflow.protocol.bounds import client_pattern
 from agentflow.protocol.bounds.client_pattern import InvalidPattern
-from agentflow.protocol.text_parts import MAX_INLINE_CHARS, shown
+from agentflow.protocol.text import text_parts
+from agentflow.protocol.text.text_parts import MAX_INLINE_CHARS, shown
 
 if TYPE_CHECKING:
     import regex

@@ -16,7 +16,7 @@ from support.observed_backends import Observed, assert_idle
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.protocol.transform import MAX_PATTERN_CHARS, Transform, apply_transforms
+from agentflow.protocol.text.transform import MAX_PATTERN_CHARS, Transform, apply_transforms
 
 pytestmark = pytest.mark.anyio
 
