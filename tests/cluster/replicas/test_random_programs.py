@@ -18,7 +18,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol import ops
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.interpreter.interpreter import Interpreter
 
 MAX_DEATHS = 3
 _numbers = st.integers(0, 9)

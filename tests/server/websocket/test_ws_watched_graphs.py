@@ -18,7 +18,7 @@ from agentflow.cli.main import main
 from agentflow.errors import BadArgument
 from agentflow.language.observing.graph_watch import GraphsView
 from agentflow.protocol.events import GraphsDelta
-from agentflow.runtime import observation
+from agentflow.runtime.interpreter import observation
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
 WATCH = {"op": "watch", "ticket": 1, "interval_s": 0.1, "steps": False, "tree": False, "graphs": True}
