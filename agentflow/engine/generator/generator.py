@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -60,6 +60,7 @@ from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.text.tools import ReplyText
+from agentflow.engine.watching.tenant_stats import TenantStats
 from agentflow.engine.watching.view import EngineView
 from agentflow.errors import AgentflowError, BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec, read_reply
@@ -93,19 +94,6 @@ RENDERINGS = 4
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
 MIN_AHEAD_TOKENS = 32
-
-
-_SHOWN_TO_ALL: Final = {"model", "prompt_tokens", "cached_tokens", "generated_tokens", "rerendered_tokens"}
-_OF_APIS: Final = {
-    "cost",
-    "saved_calls",
-    "saved_tokens",
-    "failed_speculations",
-    "endpoints",
-    "hedged_calls",
-}
-_HIDDEN: Final[dict[str, Any]] = dict.fromkeys(set(Stats.__struct_fields__) - _SHOWN_TO_ALL - _OF_APIS)
-"""The counters that cover all tenants."""
 
 
 class EngineGenerator:
@@ -158,8 +146,6 @@ class EngineGenerator:
         self._prompt_changes = PromptChanges()
         self._gate = gate
         self._compiler = compiler
-        self._num_rerendered = 0
-        self._own = Usage()
         info = client.info
         self._generates = not info.embedding_size
         self.capabilities = Capabilities(
@@ -175,6 +161,7 @@ class EngineGenerator:
             images=reader is not None,
             videos=reader is not None and bool(reader.video_token),
         )
+        self._stats = TenantStats(tenant, self.capabilities.model)
 
     @property
     def info(self) -> RunnerInfo:
@@ -460,7 +447,7 @@ class EngineGenerator:
     def _count(self, usage: Usage) -> None:
         """Counts a request in the tenant's own figures, for a tenant that does not see the engine's."""
         if not self.tenant.sees_metrics:
-            self._own += usage
+            self._stats.count(usage)
 
     async def score_prompt(self, context: EngineContext, num_top: int) -> Finished:
         """Returns the log-probability of each token of the context except the first, given all tokens before
@@ -817,7 +804,7 @@ class EngineGenerator:
             self._client.forget(context.prefill_ahead)
         if context.has_run and context.origin.state and not context.outlived:
             self._client.close_state(context.origin.state, is_dropped=context.is_dropped)
-        self._num_rerendered += context.tokens.num_rerendered_tokens
+        self._stats.rerendered_tokens += context.tokens.num_rerendered_tokens
 
     def _new_number(self) -> int:
         return self._client.new_number() if self._use_hints else 0
@@ -833,22 +820,7 @@ class EngineGenerator:
     async def stats(self) -> Stats:
         """Returns the figures of the engine, for all sessions. A tenant that may not see them gets the tokens
         of its finished requests on this generator, and None for the rest."""
-        if not self.tenant.sees_metrics:
-            return self._stats_of(None)
-        return self._stats_of(await self.engine_stats())
-
-    def _stats_of(self, stats: EngineStats | None) -> Stats:
-        if stats is None or not self.tenant.sees_metrics:
-            return Stats(
-                self.capabilities.model,
-                **_HIDDEN,
-                prompt_tokens=self._own.prompt_tokens,
-                cached_tokens=self._own.cached_tokens,
-                generated_tokens=self._own.output_tokens,
-                rerendered_tokens=self._num_rerendered,
-            )
-        shown = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
-        return Stats(**shown, rerendered_tokens=self._num_rerendered)
+        return self._stats.shown(await self.engine_stats() if self.tenant.sees_metrics else None)
 
     def replica_of(self, context: EngineContext) -> int | None:
         """Returns the number of the replica on which the context's request runs, if there are several."""
@@ -859,7 +831,7 @@ class EngineGenerator:
         """The scope of a watch of the tenant's data. Raises ``Overloaded``."""
         hub = self._client.watches
         with hub.watching(self.tenant.name):
-            yield EngineView(hub, self.tenant, self.tokenizer, self._stats_of)
+            yield EngineView(hub, self.tenant, self.tokenizer, self._stats.shown)
 
     async def engine_stats(self) -> EngineStats:
         """Returns the engine's stats, including figures that only the server's metrics show."""
