@@ -472,7 +472,7 @@ def _wrong_in_tree(root: Path, file: str, source: str) -> list[str]:
 
 def test_importing_the_frontend_and_the_core_loads_nothing_heavy() -> None:
     folders = [ROOT / "agentflow" / name for name in LIGHT] + [ROOT / name for name in CORE]
-    files = [file for path in folders for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    files = [file for path in folders for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files
     ]
