@@ -14,6 +14,7 @@ from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.capability_table import EmbeddingFacts
 from agentflow.backends.apis.generation.api_format import Call, Request
 from agentflow.backends.apis.generation.conversation import ApiContext
+from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError
@@ -114,7 +115,7 @@ class ApiEmbedder:
         await self._billing.until_ready(len(body), 0)
         with self._billing.charged(len(body), 0) as charged:
             try:
-                found = await self._transport.post("embeddings", body)
+                found = await self._transport.post("embeddings", body, demand=Demand(len(body)))
                 answer = self._answer(found)
             except (ProtocolError, anyio.get_cancelled_exc_class()):  # the API may have read the request
                 charged(Usage(len(body) // CHARS_PER_TOKEN))

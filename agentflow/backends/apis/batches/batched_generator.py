@@ -14,6 +14,7 @@ from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Reque
 from agentflow.backends.apis.generation.calls import ApiCalls
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.generation.generator import ApiGenerator
+from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prices import Billing
 from agentflow.protocol.decisions import Question
@@ -62,6 +63,7 @@ class BatchedCalls(ApiCalls):
         new_sink: Callable[[], EventSink],
         headers: Mapping[str, str],
         context: ApiContext,
+        demand: Demand,
     ) -> bool:
         """As ``ApiCalls.send``, by the collector."""
         return await self._collector.answer(

@@ -18,6 +18,7 @@ from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.generation.hedging import Lane, Race
+from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.errors import AgentflowError, InvalidValue, RunFailed, ServerLost
@@ -153,7 +154,8 @@ class ApiCalls:
 
             self.num_running += 1
             try:
-                is_new = await self.send(request, new_sink, headers, context)
+                demand = Demand(request.num_chars, call.params.max_tokens, lambda: _counted(answers))
+                is_new = await self.send(request, new_sink, headers, context, demand)
             except AgentflowError as error:
                 if answers and (answers[-1].num_deltas or isinstance(error, RunFailed)):
                     charge_left(is_lost=isinstance(error, ServerLost))
@@ -181,9 +183,12 @@ class ApiCalls:
         new_sink: Callable[[], EventSink],
         headers: Mapping[str, str],
         context: ApiContext,
+        demand: Demand,
     ) -> bool:
         """Sends a request and reads its answer into a sink. False if an earlier call was charged for it."""
-        await self.transport.stream(request.path, request.body, new_sink, headers, context.has_alternative)
+        await self.transport.stream(
+            request.path, request.body, new_sink, headers, context.has_alternative, demand
+        )
         return True
 
     async def verified(
@@ -225,6 +230,12 @@ class ApiCalls:
 
     async def reject(self, context: ApiContext, requests: Sequence[Request]) -> None:
         """No answer to these requests satisfies their constraint. For generators that keep answers."""
+
+
+def _counted(answers: Sequence[Answer]) -> Usage | None:
+    """The usage of the latest answer; None if it is not complete."""
+    usage = answers[-1].usage if answers else Usage()
+    return usage if usage.prompt_tokens else None
 
 
 def _no_gate() -> None:

@@ -32,6 +32,7 @@ from agentflow.backends.apis.generation.speculation import (
     is_useful,
     sampled_otherwise,
 )
+from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
@@ -262,7 +263,7 @@ class ApiGenerator:
         await self._calls.billing.until_ready(len(body), 0)
         with self._calls.billing.charged(len(body), 0) as charged:  # the model writes nothing
             try:
-                found = await self._calls.transport.post(decisions.PATH, body)
+                found = await self._calls.transport.post(decisions.PATH, body, demand=Demand(len(body)))
                 server = self._calls.transport.errors.server
                 probabilities, usage = decisions.read_answers(found, questions, server)
             except (ProtocolError, anyio.get_cancelled_exc_class()):  # the endpoint may have read the request

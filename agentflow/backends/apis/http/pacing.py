@@ -1,125 +1,168 @@
-"""How many requests a backend sends at a time, learned from its answers.
+"""When a backend sends its requests, learned from the answers.
 
-A provider refuses requests beyond a rate that clients cannot know. ``Pace`` therefore works like TCP's
-congestion control (Chiu and Jain, 1989): each answer widens the window of concurrent requests a little, and
-a refusal halves it. The requests that wait, wait together: no one is sent before the time that the provider
-asks for. Without refusals the window is unlimited, and nothing waits.
+The limits that a provider reports are kept before it refuses anything (``rate_limits``). Other limits cannot
+be known. For these, ``Pace`` works like TCP's congestion control (Chiu and Jain, 1989): each answer widens
+the window of concurrent requests a little, and a refusal halves it. The requests that wait, wait together: no
+one is sent before the time that the provider asks for. Without limits and refusals, nothing waits but the
+requests of a first crowd, until the first answer has told the limits.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 
 import anyio
+
+from agentflow.backends.apis.http.rate_limits import Demand, RateLimits, SentRequest
 
 MAX_WAIT_S = 66.0
 """Longer waits are not kept: the request is sent, and the provider refuses it. The transport asks for up to a
 tenth more than the longest pause of a provider that it keeps, to spread its requests."""
 _UNLIMITED = 1024.0
 """A window of this size is unlimited again."""
-# What is left until ``reset``: of OpenAI's requests and tokens, and of Anthropic's.
-_LIMITS = (
-    ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
-    ("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
-    ("anthropic-ratelimit-requests-remaining", "anthropic-ratelimit-requests-reset"),
-    ("anthropic-ratelimit-tokens-remaining", "anthropic-ratelimit-tokens-reset"),
-)
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:([\d.]+)ms)?")
+_SOON_S = 1e-9
+FIRST_REQUESTS = 16
+"""The requests that are sent before the first answer."""
+FIRST_WAIT_S = 1.0
+"""The longest wait for it."""
+
+
+class Turn:
+    """The time of one request, after it was admitted.
+
+    Attributes:
+        began_at: When that was.
+        sent: What it has taken of the limits; None: nothing.
+    """
+
+    def __init__(self, pace: Pace, began_at: float, sent: SentRequest | None) -> None:
+        self.began_at = began_at
+        self.sent = sent
+        self._pace = pace
+        self._is_refused = False
+
+    def answered(self, headers: Mapping[str, str], *, is_refused: bool = False) -> None:
+        """The headers of the answer have arrived."""
+        self._is_refused = is_refused
+        if self.sent is not None:
+            self._pace.answered(self.sent, headers)
+
+    def end(self) -> None:
+        """The answer has ended, or there is none."""
+        if self.sent is not None:
+            self._pace.limits.end(self.sent, anyio.current_time(), is_refused=self._is_refused)
 
 
 class Pace:
-    """Admits requests, in the order in which they come."""
+    """Admits the requests of one key and model, in the order in which they come.
+
+    Attributes:
+        window: The most concurrent requests.
+        num_running: The requests that were admitted and have not ended.
+        limits: The limits that the provider reports.
+    """
 
     def __init__(self) -> None:
-        self.window = math.inf  # the most concurrent requests
+        self.window = math.inf
         self.num_running = 0
+        self.limits = RateLimits()
+        self._num_waiting = 0
+        self._has_answer = False
+        self._began_at: float | None = None  # when the first request was admitted
         self._resumes_at = -math.inf
         self._narrowed_at = -math.inf
         self._front = anyio.Lock()  # held by the request that is the next to be admitted
         self._changed = anyio.Event()
 
     @asynccontextmanager
-    async def turn(self, check: Callable[[float], None] = lambda wait_s: None) -> AsyncIterator[float]:
-        """The time of one request, after it was admitted. Yields when that was, for ``narrow``.
+    async def turn(
+        self, demand: Demand | None = None, check: Callable[[float], None] = lambda wait_s: None
+    ) -> AsyncIterator[Turn]:
+        """The time of one request, after it was admitted.
 
         Args:
+            demand: What it takes of the limits; None: nothing.
             check: Called before a wait for a limit of the rate, with its seconds. May raise.
         """
-        if self._front.locked() or self._left_s() > 0:
-            async with self._front:
-                await self._until_open(check)
-                self.num_running += 1
-        else:
-            self.num_running += 1
+        if self._num_waiting or self._left_s(demand) > 0:
+            await self._admitted(demand, check)
+        self.num_running += 1
+        now = anyio.current_time()
+        if self._began_at is None:
+            self._began_at = now
+        turn = Turn(self, now, None if demand is None else self.limits.send(demand, now))
         try:
-            yield anyio.current_time()
+            yield turn
         finally:
             self.num_running -= 1
+            turn.end()
             self._changed.set()
 
-    def widen(self, headers: Mapping[str, str]) -> None:
-        """A request was answered. If nothing is left of a limit, the next ones wait until it is reset."""
+    def answered(self, sent: SentRequest, headers: Mapping[str, str]) -> None:
+        """The headers of the answer to a request have arrived."""
+        self._has_answer = True
+        self.limits.answered(sent, headers, anyio.current_time())
+        self._changed.set()
+
+    def widen(self) -> None:
+        """A request was answered."""
         if self.window != math.inf:
             self.window += 1 / self.window
             if self.window > _UNLIMITED:
                 self.window = math.inf
-            self._changed.set()
-        for remaining, reset in _LIMITS:
-            if headers.get(remaining) == "0":
-                self._wait(reset_s(headers.get(reset, "")))
+        self._changed.set()
 
-    def narrow(self, began_at: float, wait_s: float) -> None:
-        """A request was refused.
+    def narrow(self, turn: Turn, wait_s: float) -> None:
+        """A request was refused, and its turn has ended.
 
         Args:
-            began_at: When it was admitted. The window is halved once for the requests that ran together.
+            turn: Of the request. The window is halved once for the requests that ran together, unless the
+                limits that the provider reports have too little left for the request: they are the reason.
             wait_s: No request is sent before that time, in seconds.
         """
-        if began_at > self._narrowed_at:
-            self._narrowed_at = anyio.current_time()
-            running = min(self.window, self.num_running + 1)  # it has left already
-            self.window = max(1.0, running / 2)
-        self._wait(wait_s)
+        now = anyio.current_time()
+        is_short = turn.sent is not None and self.limits.wait_s(turn.sent.demand, now) > 0
+        if turn.began_at > self._narrowed_at and not is_short:
+            self._narrowed_at = now
+            self.window = max(1.0, min(self.window, self.num_running + 1) / 2)
+        if wait_s <= MAX_WAIT_S:
+            self._resumes_at = max(self._resumes_at, now + wait_s)
+        self._changed.set()
 
-    def _wait(self, seconds: float) -> None:
-        if seconds <= MAX_WAIT_S:
-            self._resumes_at = max(self._resumes_at, anyio.current_time() + seconds)
-            self._changed.set()
-
-    def _left_s(self) -> float:
-        """The seconds until requests may be sent: infinite while the window is full, and 0 or less if they
-        may be sent now."""
+    def _left_s(self, demand: Demand | None) -> float:
+        """The seconds until a request may be sent: infinite while the window is full, and 0 or less if it may
+        be sent now."""
         if self.num_running + 1 > self.window:
             return math.inf
-        return self._resumes_at - anyio.current_time()
+        now = anyio.current_time()
+        left_s = max(self._resumes_at - now, self._rate_s(demand, now))
+        if not self._has_answer and self._began_at is not None and self.num_running >= FIRST_REQUESTS:
+            left_s = max(left_s, self._began_at + FIRST_WAIT_S - now)
+        return left_s
 
-    async def _until_open(self, check: Callable[[float], None]) -> None:
-        while (left_s := self._left_s()) > 0:
-            check(self._resumes_at - anyio.current_time())
-            self._changed = anyio.Event()
-            with anyio.move_on_after(left_s):
-                await self._changed.wait()
+    def _rate_s(self, demand: Demand | None, now: float, count: int = 1) -> float:
+        """The seconds until the limits admit ``count`` requests; 0 if that is too long to be waited for."""
+        wait_s = 0.0 if demand is None else self.limits.wait_s(demand, now, count)
+        return wait_s if wait_s <= MAX_WAIT_S or count > 1 else 0.0
 
+    async def _admitted(self, demand: Demand | None, check: Callable[[float], None]) -> None:
+        self._num_waiting += 1
+        try:
+            self._check(demand, check)
+            async with self._front:
+                while (left_s := self._left_s(demand)) > _SOON_S:
+                    self._check(demand, check)
+                    self._changed = anyio.Event()
+                    with anyio.move_on_after(left_s):
+                        await self._changed.wait()
+        finally:
+            self._num_waiting -= 1
 
-def reset_s(value: str) -> float:
-    """The seconds until a limit is reset, given as a duration or as a time; 0 for anything else.
-
-    >>> reset_s("1m30s"), reset_s("250ms"), reset_s("12"), reset_s("soon")
-    (90.0, 0.25, 12.0, 0.0)
-    """
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    found = _DURATION.fullmatch(value)
-    if found and value:
-        hours, minutes, seconds, milliseconds = [float(part or 0) for part in found.groups()]
-        return 3600 * hours + 60 * minutes + seconds + milliseconds / 1000
-    try:
-        return max(0.0, (datetime.fromisoformat(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0
+    def _check(self, demand: Demand | None, check: Callable[[float], None]) -> None:
+        """Calls ``check`` if the limits let a request wait behind those that wait already."""
+        now = anyio.current_time()
+        wait_s = max(self._resumes_at - now, self._rate_s(demand, now, self._num_waiting))
+        if wait_s > 0:
+            check(wait_s)

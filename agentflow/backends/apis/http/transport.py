@@ -24,7 +24,8 @@ from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fa
 from agentflow.backends.apis.http.connections import Connections, PooledClient
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
-from agentflow.backends.apis.http.pacing import Pace
+from agentflow.backends.apis.http.pacing import Pace, Turn
+from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
 from agentflow.runtime.backoff import doubled_s, spread
 from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
@@ -174,6 +175,7 @@ class ApiTransport:
         make_sink: Callable[[], SinkT],
         headers: Mapping[str, str] | None = None,
         has_alternative: HasAlternative = no_alternative,
+        demand: Demand | None = None,
     ) -> SinkT:
         """Sends ``body`` and reads the stream of its answer.
 
@@ -184,6 +186,7 @@ class ApiTransport:
             headers: Further headers.
             has_alternative: Whether another endpoint can answer the request now. Then only a short wait for a
                 rate is kept, and nothing else is repeated.
+            demand: What it takes of the provider's limits; None: its bytes.
 
         Returns:
             The sink that has received the whole stream.
@@ -192,6 +195,7 @@ class ApiTransport:
             AgentflowError: The error of the last attempt.
         """
         sent = {**_OF_STREAMS, **headers} if headers else _OF_STREAMS
+        demand = Demand(len(body)) if demand is None else demand
         num_failed, num_limited = 0, 0
 
         def check_wait(wait_s: float) -> None:
@@ -201,22 +205,23 @@ class ApiTransport:
                 raise error
 
         while True:
-            began_at, attempt = math.inf, None
+            turn: Turn | None = None
+            attempt: Attempt | None = None
             await self._starts.pause()
             try:
-                async with self.pace.turn(check_wait) as began_at:
+                async with self.pace.turn(demand, check_wait) as turn:
                     if has_alternative() and not self.circuit.is_ready:
                         raise self.circuit_open()
                     sink = make_sink()
                     exchange = _Exchange(self._stall_timeout_s, sink, EventReader(self._max_event_bytes))
                     attempt = self.circuit.attempt()
-                    exchange.on_begin = attempt.begun
+                    exchange.on_begin, exchange.turn = attempt.begun, turn
                     await self._attempt(exchange, path, body, sink, sent)
                 attempt.succeeded()
-                self.pace.widen(exchange.headers)
+                self.pace.widen()
                 return sink
             except AgentflowError as error:
-                if attempt is None:
+                if turn is None or attempt is None:
                     raise  # nothing was sent
                 if isinstance(error, RateLimited):
                     num_limited += 1
@@ -231,7 +236,7 @@ class ApiTransport:
                 if not is_short:
                     self._note(attempt, error)
                 if exchange.status in (429, 503, 529):
-                    self.pace.narrow(began_at, pause_s)
+                    self.pace.narrow(turn, pause_s)
                     pause_s = 0.0  # the pace keeps it, for all requests
                 is_final = sink.is_visible or exchange.headers.get("x-should-retry") == "false"
                 # A rate is waited for, while the pace finds one that the provider accepts.
@@ -269,10 +274,23 @@ class ApiTransport:
         """The decoded JSON answer to a ``GET``. Raises the errors of ``stream``."""
         return await self._repeated(self._new_exchange, partial(self._fetch, method="GET", path=path))
 
-    async def post(self, path: str, body: bytes, content_type: str = "application/json") -> Any:
-        """The decoded JSON answer to a ``POST`` that is safe to repeat. Raises the errors of ``stream``."""
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        content_type: str = "application/json",
+        demand: Demand | None = None,
+    ) -> Any:
+        """The decoded JSON answer to a ``POST`` that is safe to repeat. Raises the errors of ``stream``.
+
+        Args:
+            path: Below the base URL.
+            body: Of the request.
+            content_type: Of the body.
+            demand: What it takes of the provider's limits; None: nothing.
+        """
         fetch = partial(self._fetch, method="POST", path=path, body=body, content_type=content_type)
-        return await self._repeated(self._new_exchange, fetch)
+        return await self._repeated(self._new_exchange, fetch, demand)
 
     async def post_once(self, path: str, body: bytes) -> Any:
         """The decoded JSON answer to a ``POST`` of a JSON object, which is not repeated. Raises the errors of
@@ -296,24 +314,27 @@ class ApiTransport:
         return _Exchange(self._stall_timeout_s)
 
     async def _repeated(
-        self, new_exchange: Callable[[], ExchangeT], attempt: Callable[[ExchangeT], Awaitable[ResultT]]
+        self,
+        new_exchange: Callable[[], ExchangeT],
+        attempt: Callable[[ExchangeT], Awaitable[ResultT]],
+        demand: Demand | None = None,
     ) -> ResultT:
         """The result of the first attempt that succeeds. Raises the error of the last one."""
         num_failed = 0
         while True:
             exchange = new_exchange()
-            began_at = math.inf
             await self._starts.pause()
             try:
-                async with self.pace.turn() as began_at:
+                async with self.pace.turn(demand) as turn:
+                    exchange.turn = turn
                     found = await attempt(exchange)
-                self.pace.widen(exchange.headers)
+                self.pace.widen()
                 return found
             except AgentflowError as error:
                 num_failed += 1
                 pause_s = self._pause_s(error, num_failed)
-                if exchange.status in (429, 503, 529):
-                    self.pace.narrow(began_at, pause_s)
+                if exchange.status in (429, 503, 529) and exchange.turn is not None:
+                    self.pace.narrow(exchange.turn, pause_s)
                     pause_s = 0.0
                 if not self._may_repeat(error, num_failed):
                     raise
@@ -422,6 +443,7 @@ class _Exchange:
         self._sink = sink
         self._events = events
         self.on_begin: Callable[[], None] = lambda: None  # called when the first event was read
+        self.turn: Turn | None = None  # learns from the headers
         self._has_begun = False
         self._is_postponed = False  # the deadline is that of an event, not of the first
         self._num_bytes = 0
@@ -435,6 +457,8 @@ class _Exchange:
     def begin(self, response: httpx2.Response) -> None:
         """The headers have arrived."""
         self.status, self.headers = response.status_code, response.headers
+        if self.turn is not None:
+            self.turn.answered(self.headers, is_refused=self.status >= 400)
         self.content_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_plain = response.headers.get("content-encoding", "identity").lower() in ("", "identity")
         self.is_stream = (
