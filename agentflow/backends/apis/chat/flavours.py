@@ -12,6 +12,7 @@ import msgspec
 from agentflow.backends.apis.capability_table import EmbeddingFacts, ModelFacts
 from agentflow.backends.apis.chat.gbnf import gbnf_of_pattern
 from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
+from agentflow.backends.apis.chat.xgrammar_pattern import xgrammar_pattern
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind
@@ -308,7 +309,9 @@ def constraint_fields(
         case "regex" if flavour.name == "llamacpp":
             return ConstraintFields({"grammar": gbnf_of_pattern(constraint.source)})
         case "regex" if flavour.name == "sglang":
-            return ConstraintFields({"regex": constraint.source})
+            return ConstraintFields({"regex": xgrammar_pattern(constraint.source)})
+        case "regex":
+            return ConstraintFields({"structured_outputs": {"regex": xgrammar_pattern(constraint.source)}})
         case kind:
             return ConstraintFields({"structured_outputs": {kind: constraint.source}})
 
