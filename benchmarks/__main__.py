@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="cluster, programs: only simulated figures, which are equal on any machine; workloads of cluster "
+        help="cluster, programs: only simulated figures, equal on any machine; workloads of cluster "
         "that --json has from a run of the same commit that was stopped are not run again",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of a soak run (default: %(default)s)")
