@@ -42,9 +42,7 @@ async def test_the_parts_report_their_figures(
     anyio_backend: Any,
     measure: Callable[[Report, suite.Size], Awaitable[None]],
     names: list[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suite, "collect_garbage_rarely", lambda: None)  # other tests run here later
     report = Report("small")
     await measure(report, SMALLEST)
     assert [result.id for result in report.results] == [f"apis.{name}" for name in names]

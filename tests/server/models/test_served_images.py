@@ -42,6 +42,21 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             ]
         },
     ),
+    # The first bytes of a file decide its type, not what a client calls it.
+    "chat with a wrong type": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        TEXT,
+                        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{DATA}"}},
+                    ],
+                }
+            ]
+        },
+    ),
     "messages": ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [TEXT, BLOCK]}]}),
     "ollama": (
         "/api/chat",
@@ -78,6 +93,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
     "no base64": ("messages[0].content[0].image_url.url", "data:image/png;base64,%%", {}),
     "no image": ("messages[0].content[0].image_url.url", "data:image/png;base64,AAAA", {}),
     "plain http": ("messages[0].content[0].image_url.url", "http://example.com/a.png", {}),
+    "another type": ("messages[0].content[0].image_url.url", f"data:text/plain;base64,{DATA}", {}),
     "a file": ("messages[0].content[0].image_url.url", "file:///etc/passwd", {}),
 }
 
