@@ -31,7 +31,8 @@ def frame(graphs: Sequence[LiveGraph], url: str, max_rows: int = MAX_ROWS) -> Re
     found = [row for number, graph in enumerate(graphs, 1) for row in _rows(number, graph)]
     nodes = [node for graph in graphs for node in graph.nodes]
     running, waiting = (sum(node.status == status for node in nodes) for status in ("running", "waiting"))
-    title = Text.assemble((f"agentflow {url}", "bold"), f"   {len(graphs):,} sessions with open states")
+    sessions = "session" if len(graphs) == 1 else "sessions"
+    title = Text.assemble((f"agentflow {url}", "bold"), f"   {len(graphs):,} {sessions} with open states")
     title.append(f"   {running:,} running, {waiting:,} waiting", "dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for header in ("session", "program", "state", "request", "status", "objective", "group", "after"):
