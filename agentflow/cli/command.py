@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,23 @@ class Command:
 def printable(text: str) -> str:
     """Text from elsewhere, without control characters, which a terminal would interpret."""
     return "".join(char if char.isprintable() else "·" for char in text)
+
+
+def seconds_between(least_s: float, most_s: float) -> Callable[[str], float]:
+    """The type of an option that is a number of seconds in this range."""
+
+    def seconds(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least_s <= value <= most_s:
+            raise argparse.ArgumentTypeError(
+                f"must be a number of seconds from {least_s:g} to {most_s:g}, not {text!r}"
+            )
+        return value
+
+    return seconds
 
 
 def count(text: str) -> int:

@@ -1,13 +1,16 @@
-"""One GET to a running server, for the commands that query one. Each error is one line."""
+"""One GET to a running server, for the commands that query one, and the options of those that show it live.
+Each error is one line."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import urllib.error
 import urllib.request
 from http.client import HTTPException
 from urllib.parse import urlsplit, urlunsplit
 
+from agentflow.cli.command import seconds_between
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
 from agentflow.protocol.wire import DEFAULT_PORT
 
@@ -38,6 +41,36 @@ def http_url(url: str | None) -> str:
             f"{text!r} is not the URL of a server ({error}); an example is {DEFAULT_URL}"
         ) from None
     return urlunsplit((scheme, parts.netloc, "", "", ""))
+
+
+def add_live_options(
+    parser: argparse.ArgumentParser,
+    *,
+    api_key: str,
+    interval: str,
+    default_s: float,
+    interval_s: tuple[float, float],
+) -> None:
+    """Adds the options of a command that shows a server live.
+
+    Args:
+        parser: Of the command.
+        api_key: The help of ``--api-key``.
+        interval: The help of ``--interval``.
+        default_s: The default of ``--interval``.
+        interval_s: Its least and most seconds.
+    """
+    add = parser.add_argument
+    add("--url", help=f"URL of the server (default: {URL_VARIABLE}, or {DEFAULT_URL})")
+    add("--api-key", metavar="KEY", help=f"{api_key} (default: {API_KEY_VARIABLE})")
+    add(
+        "--interval",
+        type=seconds_between(*interval_s),
+        default=default_s,
+        metavar="SECONDS",
+        help=f"{interval} (%(default)s)",
+    )
+    add("--once", action="store_true", help="show one frame and exit; the default without a terminal")
 
 
 def query_server(url: str, path: str, api_key: str | None) -> bytes:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -60,14 +61,8 @@ def run(report: Report, console: Console, only: str) -> None:
 @contextmanager
 def divided(folder: Path, collective: str) -> Iterator[TensorParallelRunner]:
     """The model on two processes, which add by ``collective``."""
-    before = os.environ.get("AGENTFLOW_RANKS")
-    os.environ["AGENTFLOW_RANKS"] = collective
-    try:
+    with mock.patch.dict(os.environ, AGENTFLOW_RANKS=collective):
         runner = TensorParallelRunner(folder, 2, num_slots=NUM_SLOTS, device="cpu", num_threads=NUM_THREADS)
-    finally:
-        os.environ.pop("AGENTFLOW_RANKS")
-        if before is not None:
-            os.environ["AGENTFLOW_RANKS"] = before
     yield runner
     runner.close()
 

@@ -18,11 +18,12 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -154,7 +155,7 @@ def differing_tokens(
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = []
     for each, name in ((torch.device("cpu"), cpu_kernels), (device, "")):
-        with _forced_kernels(name):
+        with mock.patch.dict(os.environ, {"AGENTFLOW_KERNELS": name} if name else {}):
             runner = RandomRunner(config or TINY, 4_000, torch.float32, each)
         ids.append(_greedy_ids(runner, num_tokens))
     return [
@@ -332,7 +333,7 @@ def measure_steps(check: Check) -> None:
     outside_goals = {"decode1": "< 0.1", "decode64": "< 0.05"}
     took: dict[str, list[float]] = {}
     for kernels in ("", "torch"):
-        with _forced_kernels(kernels):
+        with mock.patch.dict(os.environ, {"AGENTFLOW_KERNELS": kernels} if kernels else {}):
             runner = RandomRunner(config, check.num_slots, torch.bfloat16, device)
         for name, (shape, goal) in shapes.items():
             if kernels and name in ("decode256", "shared64"):  # torch's pad and gather: minutes, or no memory
@@ -525,20 +526,6 @@ def _compare_flashinfer(check: Check) -> None:
     from benchmarks.step import gpu_flashinfer
 
     gpu_flashinfer.measure(check.report, check.device, check.config, check.say)
-
-
-@contextlib.contextmanager
-def _forced_kernels(name: str) -> Iterator[None]:
-    before = os.environ.get("AGENTFLOW_KERNELS")
-    if name:
-        os.environ["AGENTFLOW_KERNELS"] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("AGENTFLOW_KERNELS", None)
-        else:
-            os.environ["AGENTFLOW_KERNELS"] = before
 
 
 def _read_bytes_s(device: Any, is_small: bool) -> float:

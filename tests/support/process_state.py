@@ -12,10 +12,7 @@ import sys
 from pathlib import Path
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGUSR1", "SIGUSR2", "SIGPROF", "SIGXCPU")
-_PREFIX, _CPU = (
-    "AGENTFLOW_",
-    "AGENTFLOW_CPU",
-)  # an engine with --deterministic sets the last one for its process
+_OF_ENGINES = "AGENTFLOW_CPU"  # an engine in the process may set it (``keep_order``)
 _STATUS = Path("/proc/self/status")
 
 
@@ -24,7 +21,9 @@ def process_state() -> dict[str, object]:
     found: dict[str, object] = {
         "working folder": os.getcwd(),
         "variables": {
-            name: value for name, value in os.environ.items() if name.startswith(_PREFIX) and name != _CPU
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("AGENTFLOW_") and name != _OF_ENGINES
         },
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "recursion limit": sys.getrecursionlimit(),
@@ -43,7 +42,7 @@ def process_state() -> dict[str, object]:
 
 
 def changed(before: dict[str, object]) -> dict[str, tuple[object, object]]:
-    """What has changed since ``process_state`` gave ``before``, as it was and as it is. A package that was
-    imported since then has no earlier settings."""
+    """Returns the settings that differ from ``before``, an earlier ``process_state``: the old and the new
+    value of each. The settings of a package that was imported in between are not compared."""
     now = process_state()
     return {name: (was, now.get(name)) for name, was in before.items() if now.get(name) != was}

@@ -23,9 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from agentflow.cli.command import Command, printable
-from agentflow.cli.server_query import API_KEY_VARIABLE, DEFAULT_URL, http_url, query_server
+from agentflow.cli.server_query import add_live_options, http_url, query_server
 from agentflow.errors import ProtocolError
 
+INTERVALS_S = (0.1, 3_600.0)
 NO_NAME = "-"
 """The model of metrics without the label ``model``."""
 
@@ -447,28 +448,14 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def _interval(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.1 to 3600, not {text!r}")
-    return value
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--url", help=f"URL of the server (default: AGENTFLOW_URL, or {DEFAULT_URL})")
-    add("--api-key", metavar="KEY", help=f"a key that may read metrics (default: {API_KEY_VARIABLE})")
-    add(
-        "--interval",
-        type=_interval,
-        default=1.0,
-        metavar="SECONDS",
-        help="time between updates (%(default)s)",
+    add_live_options(
+        parser,
+        api_key="a key that may read metrics",
+        interval="time between updates",
+        default_s=1.0,
+        interval_s=INTERVALS_S,
     )
-    add("--once", action="store_true", help="show one frame and exit; the default without a terminal")
 
 
 def _run(options: argparse.Namespace) -> int:

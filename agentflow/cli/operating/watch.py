@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agentflow.backends.open_session import session as open_session
 from agentflow.cli.command import Command, printable
-from agentflow.cli.server_query import API_KEY_VARIABLE, DEFAULT_URL, http_url
+from agentflow.cli.server_query import add_live_options, http_url
 from agentflow.protocol.events import LiveGraph, LiveNode, LiveState
 from agentflow.protocol.ops import WATCH_INTERVALS_S
 
@@ -101,31 +101,14 @@ async def run_watch(
                 live.update(frame(graphs[1:], url, max_rows), refresh=True)
 
 
-def _interval(text: str) -> float:
-    least_s, most_s = WATCH_INTERVALS_S
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not least_s <= value <= most_s:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of seconds from {least_s:g} to {most_s:g}, not {text!r}"
-        )
-    return value
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--url", help=f"URL of the server (default: AGENTFLOW_URL, or {DEFAULT_URL})")
-    add("--api-key", metavar="KEY", help=f"the key whose programs are shown (default: {API_KEY_VARIABLE})")
-    add(
-        "--interval",
-        type=_interval,
-        default=0.5,
-        metavar="SECONDS",
-        help="least time between updates (%(default)s)",
+    add_live_options(
+        parser,
+        api_key="the key whose programs are shown",
+        interval="least time between updates",
+        default_s=0.5,
+        interval_s=WATCH_INTERVALS_S,
     )
-    add("--once", action="store_true", help="show one frame and exit; the default without a terminal")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -151,8 +134,8 @@ COMMAND = Command(
     description="""\
 Shows the live graphs of the programs on a server: the open states of all
 sessions and of programs over HTTP, with the requests that run or wait, their
-objectives, their task groups, and the requests that they wait for. A key sees
-the programs of its own tenant. Ctrl-C leaves.""",
+objectives, their task groups, and the requests that they wait for. A key
+shows the programs of its tenant. Ctrl-C ends the command.""",
     examples="""\
 agentflow watch                                the server on this machine
 agentflow watch --url https://llm.example --interval 2

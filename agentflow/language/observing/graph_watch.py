@@ -62,8 +62,8 @@ class GraphsView:
 
 
 class GraphWatch:
-    """The watch of a session: iterates over the newest graphs. Ends with ``aclose``, with another watch of
-    the session, or when nobody refers to it.
+    """The watch of a session: iterates over the newest graphs. ``aclose`` ends it; so does another
+    watch of the session, and the last reference to it.
 
     Args:
         ticket: Of its op and events.

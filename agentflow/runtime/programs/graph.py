@@ -216,8 +216,7 @@ class ProgramGraph:
         """The op runs, because all that it depends on has ended."""
         if (node := self._node_of(op)) is not None:
             node.is_running = True
-            if self.watchers:
-                self._tell(node)
+            self._tell(node)
 
     def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0, usage: Usage | None = None) -> None:
         """The op has run. The value of an expected variable comes later, in ``provide``."""
@@ -400,8 +399,7 @@ class ProgramGraph:
         """The place of the state may have changed."""
         self._changed[state] = None
         self.has_changes = True
-        if self.watchers:
-            self._tell(state)
+        self._tell(state)
 
     def _tell(self, part: StateInGraph | Node) -> None:
         """The state or the node may look different to a client."""
@@ -467,8 +465,7 @@ class ProgramGraph:
         is_request = kind in REQUESTS
         node = Node(next(self._node_numbers), kind, is_request, state.number, var, name, state.objective)
         state.nodes[node] = None
-        if self.watchers:
-            self._tell(node)
+        self._tell(node)
         if kind == "expect":  # runs nothing: the ops behind it do not wait for its value
             return node
         preds = [pred for pred in state.frontier if not pred.has_ended]
@@ -487,8 +484,7 @@ class ProgramGraph:
 
     def _end(self, node: Node, now_s: float) -> None:
         self._forget(node)
-        if self.watchers:
-            self._tell(node)
+        self._tell(node)
         state = self._states.get(node.state)
         if state is not None:
             state.nodes.pop(node, None)
@@ -515,8 +511,7 @@ class ProgramGraph:
 
     def _note(self, node: Node) -> None:
         """The deduction of the node has changed."""
-        if self.watchers:
-            self._tell(node)
+        self._tell(node)
         state = self._states.get(node.state)
         if state is not None and state.next_request() is node:
             self._mark(state)

@@ -2,9 +2,9 @@
 
 The provider counts requests and tokens, and refuses a request for which a counter has too little left. An
 answer reports a counter as it was at some time between the request and the answer, and says nothing about the
-requests that were on their way then. ``Counter`` therefore keeps two bounds: ``low`` is left for certain if
-nobody else uses the key, ``high`` is left at most. A request is sent when ``low`` suffices, and its expected
-tokens are taken from both; its usage corrects them.
+requests that were on their way then. ``Counter`` therefore keeps two bounds of the rest: ``low`` is the
+least, provided that no other client uses the key, and ``high`` the most. A request is sent when ``low``
+suffices, and its expected tokens are taken from both; its usage corrects them.
 
 Counters are token buckets, which refill all the time, or windows, which are full again at a time.
 """
@@ -376,8 +376,8 @@ class RateLimits:
         usage = sent.demand.usage()
         used: dict[CounterName, tuple[float | None, float | None]] = {}
         if usage is not None:
-            self._learn(sent.demand, usage)
             paid = max(0, usage.prompt_tokens - usage.cached_tokens)
+            self._learn(sent.demand, usage, paid)
             used = {
                 "tokens": (usage.prompt_tokens, usage.output_tokens),
                 "input": (paid, 0.0),
@@ -386,9 +386,9 @@ class RateLimits:
         for name, part in sent.parts.items():
             self.counters[name].end(part, *used.get(name, (None, None)), now)
 
-    def _learn(self, demand: Demand, usage: Usage) -> None:
+    def _learn(self, demand: Demand, usage: Usage, paid: int) -> None:
+        """``paid``: the tokens of the prompt that the provider did not have in its cache."""
         if demand.num_chars > 0 and usage.prompt_tokens > 0:
-            paid = max(0, usage.prompt_tokens - usage.cached_tokens)
             self._tokens_per_char += _NEW_SHARE * (
                 usage.prompt_tokens / demand.num_chars - self._tokens_per_char
             )
