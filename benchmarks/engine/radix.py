@@ -1,5 +1,5 @@
 """The cost of the radix cache's operations on a tree of a million tokens, and on a tree of a tenth of this
-size."""
+size; and the cost of the reason why a prompt was not cached."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from rich.console import Console
 from rich.progress import track
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
+from agentflow.engine.generator.context import conversation_keys
+from agentflow.engine.generator.prompt_changes import PromptChanges, outline
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.submit import Origin, Submit
+from agentflow.protocol.chat import Message
 from benchmarks.report import Report, median_of
 
 NUM_TOKENS, NUM_NODES = 1_000_000, 20_000
@@ -94,6 +100,62 @@ def measure(tree: Tree, samples: int) -> tuple[list[float], list[float], float]:
     return match_insert, evict, float(np.mean(depths))
 
 
+class Misses:
+    """A full pool with prompts of 1,000 tokens under 12 salts, of which half are a common prefix. The oldest
+    are evicted."""
+
+    NUM_SALTS, COMMON, NUM_PROMPTS = 12, 500, 400
+
+    def __init__(self) -> None:
+        self.numbers = np.random.default_rng(1)
+        self.common = self.tokens(self.COMMON)
+        self.memory = KVMemory(num_slots=60_000, max_context=4_000, max_running=4, use_cache=True)
+        self.changes = PromptChanges()
+        self.prompts = [self.tokens(self.COMMON) for _ in range(self.NUM_PROMPTS)]
+        for number, prompt in enumerate(self.prompts):
+            request = self.request(prompt, f"{number % self.NUM_SALTS}")
+            match = self.memory.match(request)
+            self.memory.attach(request, match)
+            row = self.memory.table.slots[request.req_row]
+            row[match.num_tokens : request.num_tokens] = self.memory.allocate(
+                request.num_tokens - match.num_tokens
+            )
+            request.num_computed = request.num_tokens
+            self.memory.detach(request)
+
+    def tokens(self, length: int) -> np.ndarray:
+        """Returns random tokens."""
+        return self.numbers.integers(0, 30_000, length, dtype=np.int32)
+
+    def request(self, prompt: np.ndarray, salt: str) -> Request:
+        """Returns a request for the common prefix and a prompt."""
+        tokens = np.concatenate((self.common, prompt))
+        return Request.of(Submit(1, [], None, origin=Origin(tenant="a", cache_salt=salt)), tokens, 0)
+
+    def median_us(self, reason: str, samples: int) -> float:
+        """Returns the median microseconds of finding the reason of one request over HTTP: the outline of its
+        conversation, the comparison with the conversation's last prompt, and the search in the cache."""
+        times = []
+        for number in range(samples):
+            prompt = self.prompts[number] if reason == "evicted" else self.tokens(self.COMMON)
+            salt = "new" if reason == "salt" else f"{number % self.NUM_SALTS}"
+            request = self.request(prompt, salt)
+            match = self.memory.match(request)
+            # Strings that were not hashed before, as from a new HTTP request.
+            messages = [Message("system", "Be brief. " * 200), Message("user", f"{number} " * 400)]
+            keys = conversation_keys(messages)
+            start = time.perf_counter()
+            outlined = outline(messages, b"", salt, keys)
+            assert outlined is not None
+            changed = self.changes.reason(outlined, keys)
+            found = self.memory.why_missed(request, match)
+            times.append((time.perf_counter() - start) * 1e6)
+            self.memory.cache.unlock(match)
+            if (found, changed) != (reason, ""):
+                raise AssertionError(f"the reason is {found!r} ({changed!r}), not {reason!r}")
+        return float(np.median(times))
+
+
 def run(report: Report, console: Console, only: str) -> None:
     """Measures the figures whose id contains ``only``."""
     scale = 1 if report.scale == "full" else 10
@@ -120,4 +182,15 @@ def run(report: Report, console: Console, only: str) -> None:
             note="the same in a tree of a tenth of the size",
         ),
     ]
+    misses = Misses()
+    for reason in ("first_seen", "salt", "evicted"):
+        results.append(
+            median_of(
+                f"radix.miss_{reason}_us",
+                [misses.median_us(reason, 40) for _ in range(RUNS)],
+                "us",
+                goal="<= 5",
+                note=f"why a prompt of {2 * misses.COMMON:,} tokens was not cached, {misses.NUM_SALTS} salts",
+            )
+        )
     report.results += [result for result in results if only in result.id]

@@ -1,28 +1,19 @@
 """Remembers which blocks of tokens were evicted, so that a miss can be explained.
 
-A block ends at each multiple of ``BLOCK_TOKENS`` of a sequence. It is known by the digest of its tree and of
-all tokens up to its end.
+A block ends at each multiple of ``BLOCK_TOKENS`` of a sequence. It is known by a chained hash of all tokens
+up to its end. The hashes are Python's, which are keyed in each process and several times faster than
+cryptographic ones. Two blocks with the same hash would give one request a wrong reason.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
-from typing import TypeAlias
+from collections.abc import Iterable
 
 BLOCK_TOKENS = 256
 MAX_BLOCKS = 32_768
 """The most blocks that are remembered; about 4 MB."""
-TOKEN_BYTES = 4
-_DIGEST_BYTES = 16
-
-PrefixHash: TypeAlias = "hashlib.blake2b"
-"""The hash of a tree and of a prefix in it, which can be continued."""
-
-
-def tree_hash(extra_key: object) -> PrefixHash:
-    """Returns the hash of an empty prefix in the tree of ``extra_key``."""
-    return hashlib.blake2b(repr(extra_key).encode("utf-8", "backslashreplace"), digest_size=_DIGEST_BYTES)
+_BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
 def next_end(num_tokens: int) -> int:
@@ -30,37 +21,37 @@ def next_end(num_tokens: int) -> int:
     return (num_tokens // BLOCK_TOKENS + 1) * BLOCK_TOKENS
 
 
+def block_hash(before: int, block: bytes) -> int:
+    """Returns the hash of a block. ``before``: of the block before it; 0 for the first one."""
+    return hash((before, block))
+
+
+def block_hashes(before: int, run: bytes) -> list[int]:
+    """Returns the hashes of the whole blocks at the front of a run, which begins with a block."""
+    hashes = []
+    for start in range(0, len(run) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+        before = block_hash(before, run[start : start + _BLOCK_BYTES])
+        hashes.append(before)
+    return hashes
+
+
 class EvictedBlocks:
-    """The last ``max_blocks`` evicted blocks."""
+    """The hashes of the last ``max_blocks`` evicted blocks."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._digests: OrderedDict[bytes, None] = OrderedDict()
+        self._hashes: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._hashes)
 
-    def add(self, before: PrefixHash, start: int, run: bytes, num_kept: int) -> None:
-        """Remembers the blocks that end in ``run`` after its first ``num_kept`` tokens.
+    def __contains__(self, block: int) -> bool:
+        return block in self._hashes
 
-        Args:
-            before: the hash of the prefix before ``run``.
-            start: the number of tokens before ``run``.
-            run: the tokens of a leaf.
-            num_kept: the number of its tokens that stay.
-        """
-        prefix, at = before.copy(), 0
-        for end in range(next_end(start + num_kept), start + len(run) // TOKEN_BYTES + 1, BLOCK_TOKENS):
-            prefix.update(run[at : (end - start) * TOKEN_BYTES])
-            at = (end - start) * TOKEN_BYTES
-            digest = prefix.digest()
-            self._digests[digest] = None
-            self._digests.move_to_end(digest)
-        while len(self._digests) > self._max_blocks:
-            self._digests.popitem(last=False)
-
-    def has(self, before: PrefixHash, run: bytes) -> bool:
-        """Whether the block at the end of ``run`` was evicted. ``before``: as in ``add``."""
-        prefix = before.copy()
-        prefix.update(run)
-        return prefix.digest() in self._digests
+    def add(self, hashes: Iterable[int]) -> None:
+        """Remembers blocks."""
+        for block in hashes:
+            self._hashes[block] = None
+            self._hashes.move_to_end(block)
+        while len(self._hashes) > self._max_blocks:
+            self._hashes.popitem(last=False)

@@ -27,7 +27,13 @@ from numpy.typing import NDArray
 
 from agentflow.engine.cache import blocks
 from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored, OnBlocks
-from agentflow.engine.cache.evicted_blocks import EvictedBlocks, PrefixHash, next_end, tree_hash
+from agentflow.engine.cache.evicted_blocks import (
+    BLOCK_TOKENS,
+    EvictedBlocks,
+    block_hash,
+    block_hashes,
+    next_end,
+)
 from agentflow.engine.cache.holdings import Holding, Holdings
 
 TokenRun = bytes
@@ -89,6 +95,7 @@ class Node:
         "extra_key",
         "keeps",
         "last_access",
+        "last_hash",
         "locks",
         "marked_until",
         "moved_to",
@@ -96,7 +103,6 @@ class Node:
         "num_prompt",
         "number",
         "parent",
-        "prefix_hash",
         "returns",
         "run",
         "slots",
@@ -127,7 +133,7 @@ class Node:
         self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
         self.marked_until = 0.0  # until then a client wants the prefix that ends here; 0: no client does
         self.last_access = last_access
-        self.prefix_hash: PrefixHash | None = None  # of all tokens up to its end, if it was needed
+        self.last_hash: int | None = None  # of the last block that ends in it or above, if it was needed
         self.moved_to: Node | None = None  # a removed node's former parent
         self.number = 0  # identifies it; 0 for a root
 
@@ -211,14 +217,26 @@ class RadixCache:
             node = child
         return done // TOKEN_BYTES
 
-    def was_evicted(self, match: PrefixMatch, missing: TokenRun) -> bool:
-        """Whether the first block that is not completely cached was cached and evicted.
+    def next_block(self, match: PrefixMatch, tokens: TokenRun) -> int:
+        """Returns the hash of the first block that is not completely cached, for ``was_evicted`` and
+        ``find_elsewhere``.
 
         Args:
             match: The longest cached prefix of a sequence.
-            missing: The tokens after it, up to the end of the block.
+            tokens: The tokens of the block that ends at ``next_end(match.num_tokens)``.
         """
-        return bool(self._evicted) and self._evicted.has(_prefix_hash(match.node), missing)
+        return block_hash(_last_hash(match.node), tokens)
+
+    def was_evicted(self, extra_key: Hashable, block: int) -> bool:
+        """Whether the block was cached in the tree and evicted."""
+        return hash((extra_key, block)) in self._evicted
+
+    def find_elsewhere(self, extra_key: Hashable, block: int) -> Hashable:
+        """Returns the extra key of another tree of the same owner in which the block is cached, or None. The
+        tree itself does not contain it."""
+        account = self._accounts.get(self._owner_of(extra_key))
+        trees = None if account is None else account.blocks.get(block)
+        return next(iter(trees)) if trees else None
 
     def extend(
         self,
@@ -257,11 +275,17 @@ class RadixCache:
         node = found.node
         # Locked only by the caller, without children, states or a mark: nothing else refers to its end.
         ends_here = node.keeps or node.marked_until
+        before = _last_hash(node) if next_end(existing) <= end else None
         can_grow = node is match.node and node.locks == 1 and not node.children and not ends_here
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)
         else:
             node = self._add_leaf(node, run, slots, existing, new_prompt)
+        if before is not None:
+            first = existing // BLOCK_TOKENS * BLOCK_TOKENS * TOKEN_BYTES
+            for block in block_hashes(before, run[first:]):
+                node.account.blocks.setdefault(block, {})[extra_key] = None
+                node.last_hash = block
         if self._on_blocks is not None:
             self._store_blocks(node, extra_key, run, existing, self._on_blocks)
         return PrefixMatch(node, end, num_output), existing
@@ -395,8 +419,8 @@ class RadixCache:
                 freed.append(node.slots[num_kept:] if num_kept else node.slots)
                 if on_evict is not None:
                     self._report(node, num_kept, on_evict)
-                if next_end(node.start + num_kept) <= node.start + size and node.parent is not None:
-                    self._evicted.add(_prefix_hash(node.parent), node.start, node.run, num_kept)
+                if next_end(node.start + num_kept) <= node.start + size:
+                    self._blocks_left(node, num_kept)
                 if node.digests and self._on_blocks is not None:
                     self._remove_blocks(node, num_kept, self._on_blocks)
                 if num_kept:
@@ -451,12 +475,11 @@ class RadixCache:
         if root is None:  # registered with its first child only, because clients choose the keys
             owner = self._owner_of(extra_key)
             root = Node(b"", _EMPTY, None, 0, 0, self._accounts.get(owner) or Account(owner))
-            root.extra_key = extra_key
+            root.extra_key, root.last_hash = extra_key, 0
         self._holdings.used(root.account)
         return root
 
     def _grow(self, node: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> None:
-        node.prefix_hash = None
         node.run += run[start * TOKEN_BYTES :]
         node.slots = np.concatenate((node.slots, slots[start:]))
         node.num_prompt += new_prompt
@@ -495,7 +518,7 @@ class RadixCache:
         """Truncates a leaf. Its ``keeps`` and its mark stay with the rest."""
         self._left(node.account, len(node.slots) - length)
         node.account.num_held -= len(node.slots) - length if node.needs else 0
-        node.prefix_hash = None
+        node.last_hash = None
         node.run, node.slots = node.run[: length * TOKEN_BYTES], node.slots[:length]
         node.num_prompt = min(node.num_prompt, length)
         node.account.leaves.push(node)
@@ -575,6 +598,21 @@ class RadixCache:
         node.digests = (*node.digests, *digests)
         on_blocks(BlocksStored(extra_key, parent, digests, new))
 
+    def _blocks_left(self, node: Node, num_kept: int) -> None:
+        """The blocks that end after the first ``num_kept`` tokens of a leaf are evicted."""
+        above = node.parent
+        assert above is not None
+        num_before = (node.start + num_kept) // BLOCK_TOKENS - node.start // BLOCK_TOKENS
+        hashes = _hashes_in(node, _last_hash(above))[num_before:]
+        while above.parent is not None:
+            above = above.parent
+        self._evicted.add([hash((above.extra_key, block)) for block in hashes])
+        for block in hashes:
+            trees = node.account.blocks[block]
+            del trees[above.extra_key]
+            if not trees:
+                del node.account.blocks[block]
+
     def _remove_blocks(self, node: Node, num_kept: int, on_blocks: OnBlocks) -> None:
         """Reports the blocks that end after the first ``num_kept`` tokens of a leaf."""
         num_blocks = _num_blocks(node, num_kept)
@@ -623,6 +661,7 @@ class RadixCache:
         num_cached: Counter[Hashable] = Counter()
         num_locked: Counter[Hashable] = Counter()
         num_held: Counter[Hashable] = Counter()
+        blocks: dict[Hashable, Counter[int]] = {owner: Counter() for owner in self._accounts}
         num_leaves: Counter[Hashable] = Counter()
         queued = {node for account in self._accounts.values() for node in account.leaves.nodes()}
         seen: set[int] = set()
@@ -638,6 +677,7 @@ class RadixCache:
             assert node.needs >= node.keeps >= 0
             num_held[owner] += len(node.slots) if node.locks or node.needs else 0
             num_cached[owner] += len(node.slots)
+            blocks[owner].update(_hashes_in(node, _last_hash(node.parent)))
             num_locked[owner] += len(node.slots) if node.locks else 0
             if node.is_evictable:
                 num_leaves[owner] += 1
@@ -652,6 +692,7 @@ class RadixCache:
             assert account.num_cached == num_cached[owner]
             assert account.num_locked == num_locked[owner]
             assert account.num_held == num_held[owner]
+            assert {block: len(trees) for block, trees in account.blocks.items()} == blocks[owner]
             assert account.leaves.num_leaves == num_leaves[owner]
             assert account.num_nodes == sum(node.account is account for node in self.nodes())
             assert set(account.roots) == {root for root in self._roots.values() if root.account is account}
@@ -666,6 +707,9 @@ class Account(Holding):
         self.leaves = EvictionQueue()  # the leaves that could be evicted
         self.roots: dict[Node, None] = {}  # of its trees, the newest last
         self.num_nodes = 0
+        self.blocks: dict[
+            int, dict[Hashable, None]
+        ] = {}  # the extra keys of the trees with a block, by its hash
         self.num_held = 0  # tokens that are locked or that open states need
 
 
@@ -716,20 +760,32 @@ def _add_child(parent: Node, child: Node) -> None:
     parent.children[child.run[:TOKEN_BYTES]] = child
 
 
-def _prefix_hash(node: Node) -> PrefixHash:
-    """Returns the hash of the tokens up to the end of ``node``, which is stored in the nodes on the way."""
+def _last_hash(node: Node) -> int:
+    """Returns the hash of the last block that ends in the node or above. Stores it in the nodes on the
+    way."""
+    if node.last_hash is not None:
+        return node.last_hash
     below: list[Node] = []
-    while node.prefix_hash is None and node.parent is not None:
+    while node.last_hash is None and node.parent is not None:
         below.append(node)
         node = node.parent
-    found = node.prefix_hash
-    if found is None:
-        found = node.prefix_hash = tree_hash(node.extra_key)
+    found = node.last_hash or 0
     for one in reversed(below):
-        found = found.copy()
-        found.update(one.run)
-        one.prefix_hash = found
+        hashes = _hashes_in(one, found)
+        found = one.last_hash = hashes[-1] if hashes else found
     return found
+
+
+def _hashes_in(node: Node, before: int) -> list[int]:
+    """Returns the hashes of the blocks that end in the node. ``before``: of the last block above."""
+    if next_end(node.start) > node.start + len(node.slots):
+        return []
+    run, missing, above = node.run, node.start % BLOCK_TOKENS, node.parent
+    while missing and above is not None:
+        run = above.run[-missing * TOKEN_BYTES :] + run
+        missing -= min(missing, len(above.slots))
+        above = above.parent
+    return block_hashes(before, run)
 
 
 def _num_blocks(node: Node, length: int) -> int:

@@ -357,10 +357,11 @@ def fill_conversation(
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
     context.add_chars(_num_chars_of_tools(conversation))
-    tools, salt = repr(conversation.tools), context.origin.cache_salt
-    start = f"({salt!r}, {tools}, {template.values!r})"
+    salt = f"({context.origin.cache_salt!r}, {template.values!r})"
+    start = f"({salt}, {conversation.tools!r})".encode("utf-8", "backslashreplace")
+    tools = hashlib.blake2b(start, digest_size=16).digest()
     # The keys of the messages with their calls, which the plain notation writes into contents.
-    keys = conversation_keys(use.named, start=start.encode("utf-8", "backslashreplace"))
+    keys = conversation_keys(use.named, start=tools)
     context.outline = outline(use.named, tools, salt, keys)
     kept = iter([outputs.get(key) for one, key in zip(use.named, keys, strict=True) if _is_answer(one)])
     last = len(use.messages) - 1

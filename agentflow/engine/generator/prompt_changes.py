@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentflow.protocol.chat import Message
 from agentflow.protocol.images import medium_key
@@ -14,34 +14,38 @@ MAX_CONVERSATIONS = 4096
 """The conversations that are remembered, about 300 bytes each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The parts of a conversation, as hashes, which differ from process to process."""
+class Outline(NamedTuple):
+    """The parts of a conversation, as keys and a hash, which differs from process to process."""
 
-    first: int  # of the salt and the first message that is not of the system: identifies a conversation
-    tools: int
-    system: int
+    first: int  # a hash of the first message that is not of the system: identifies a conversation
+    tools: bytes
+    system: bytes  # of the tools and the messages before the first
     keys: Sequence[bytes]  # of the conversation up to each message
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    tools: int
-    system: int
+class _Seen(NamedTuple):
+    tools: bytes
+    system: bytes
     num_messages: int
     key: bytes  # of its last message
     text_key: bytes  # of its rendered text
 
 
-def outline(messages: Sequence[Message], tools: str, salt: str, keys: Sequence[bytes]) -> Outline | None:
-    """Returns the outline of a conversation; None if it has only system messages."""
-    first = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM_ROLES), None)
-    if first is None:
-        return None
-    system = tuple([message.content for message in messages[:first]])
-    media = [medium_key(placed.medium) for placed in messages[first].images]
-    begin = (salt, messages[first].content, *media)
-    return Outline(hash(begin), hash(tools), hash(system), keys)
+def outline(messages: Sequence[Message], tools: bytes, salt: str, keys: Sequence[bytes]) -> Outline | None:
+    """Returns the outline of a conversation; None if it has only system messages.
+
+    Args:
+        messages: the conversation.
+        tools: the key of its tools.
+        salt: conversations with other salts are never compared.
+        keys: of the conversation up to each message, tools included.
+    """
+    for number, message in enumerate(messages):
+        if message.role not in _SYSTEM_ROLES:
+            media = [medium_key(placed.medium) for placed in message.images] if message.images else ()
+            system = keys[number - 1] if number else tools
+            return Outline(hash((salt, message.content, *media)), tools, system, keys)
+    return None
 
 
 class PromptChanges:
@@ -63,19 +67,20 @@ class PromptChanges:
             now: the conversation.
             text_keys: of its rendered text, as of ``TokenState``.
         """
-        seen, reason = self._seen.get(now.first), ""
+        first, tools, system, keys = now
+        seen, reason = self._seen.get(first), ""
         if seen is not None:
-            if seen.tools != now.tools:
+            self._seen.move_to_end(first)
+            if seen.tools != tools:
                 reason = "tools_changed"
-            elif seen.system != now.system:
+            elif seen.system != system:
                 reason = "system_changed"
-            elif _continues(seen, now) and seen.text_key and text_keys and seen.text_key not in text_keys:
+            elif seen.text_key and text_keys and _continues(seen, keys) and seen.text_key not in text_keys:
                 reason = "rerendered"
         # The last place is the end of the markup that opens the assistant's turn. Templates write other
         # markup before an answer that they show.
         text_key = text_keys[-2] if len(text_keys) > 1 else b""
-        self._seen[now.first] = _Seen(now.tools, now.system, len(now.keys), now.keys[-1], text_key)
-        self._seen.move_to_end(now.first)
+        self._seen[first] = _Seen(tools, system, len(keys), keys[-1], text_key)
         if len(self._seen) > self._max_conversations:
             self._seen.popitem(last=False)
         return reason
@@ -84,5 +89,5 @@ class PromptChanges:
 _SYSTEM_ROLES = ("system", "developer")
 
 
-def _continues(seen: _Seen, now: Outline) -> bool:
-    return seen.num_messages <= len(now.keys) and now.keys[seen.num_messages - 1] == seen.key
+def _continues(seen: _Seen, keys: Sequence[bytes]) -> bool:
+    return seen.num_messages <= len(keys) and keys[seen.num_messages - 1] == seen.key

@@ -47,8 +47,6 @@ OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
 ProgramKey = tuple[str, int]
 """A program: its tenant and its number."""
 
-MOST_TREES = 16
-"""The most trees of a tenant, the newest ones, in which the tokens of a miss are searched."""
 EXPIRES_AFTER_POOLS = 4
 """A state without requests while this many times the pool is computed counts as finished."""
 
@@ -150,20 +148,17 @@ class KVMemory:
         """Returns why the prompt's tokens after ``match`` are not cached, by the first block of
         ``BLOCK_TOKENS`` among them; empty for fewer tokens, for tokens that are scored, and without a
         cache."""
+        num_cached = match.num_tokens
         num_wanted = min(request.num_reusable + 1, request.num_prompt)
-        if not self._use_cache or num_wanted - match.num_tokens < BLOCK_TOKENS:
+        if not self._use_cache or num_wanted - num_cached < BLOCK_TOKENS:
             return ""
-        end = next_end(match.num_tokens)
-        if self.cache.was_evicted(match, request.run(end, match.num_tokens)):
+        end = next_end(num_cached)
+        block = self.cache.next_block(match, request.run(end, end - BLOCK_TOKENS))
+        if self.cache.was_evicted(request.extra_key, block):
             return "evicted"
-        account = self.cache.find_account(request.tenant)
-        trees = [] if account is None else itertools.islice(reversed(account.roots), MOST_TREES)
-        others = [root.extra_key for root in trees if root.extra_key != request.extra_key]
-        if others:
-            run = request.run(end)
-            for other in others:
-                if isinstance(other, CacheIdentity) and self.cache.peek(other, run) == end:
-                    return "salt" if other.adapter == request.adapter else "adapter"
+        other = self.cache.find_elsewhere(request.extra_key, block)
+        if isinstance(other, CacheIdentity):
+            return "salt" if other.adapter == request.adapter else "adapter"
         return request.origin.changed or "first_seen"
 
     def attach(self, request: Request, match: PrefixMatch) -> None:

@@ -1,19 +1,20 @@
-"""A block counts as evicted if all tokens up to its end were cached in the same tree, and no longer are."""
+"""A block that is missing was cached in its tree and evicted, is cached in another tree, or is new."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, EvictedBlocks, next_end, tree_hash
-from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
+from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, EvictedBlocks, block_hashes, next_end
+from agentflow.engine.cache.radix_cache import RadixCache, token_run
 
 # Pieces of about half a block, so that prefixes branch inside blocks and at their ends.
 PIECES = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([100, 128, 156])), min_size=1, max_size=7)
-KEYS = st.sampled_from(["a", "b"])
+KEYS = st.sampled_from(["a", "b", "c"])
 OPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), KEYS, PIECES),
@@ -42,35 +43,41 @@ class Cache:
         self.num_slots += len(tokens)
         self.cache.extend(self.cache.match(key, b""), key, run_of(tokens), slots)
 
-    def ask(self, key: str, tokens: tuple[int, ...]) -> tuple[PrefixMatch, bool]:
-        run = run_of(tokens)
-        match = self.cache.match(key, run)
+    def reasons(self, key: str, tokens: tuple[int, ...]) -> tuple[int, bool, Hashable]:
+        """The end of the first block that is not cached, whether it was evicted, and the tree that has it."""
+        match = self.cache.match(key, run_of(tokens))
         end = next_end(match.num_tokens)
-        missing = run_of(tokens[match.num_tokens : end])
-        return match, end <= len(tokens) and self.cache.was_evicted(match, missing)
+        if end > len(tokens):
+            return end, False, None
+        block = self.cache.next_block(match, run_of(tokens[end - BLOCK_TOKENS : end]))
+        return end, self.cache.was_evicted(key, block), self.cache.find_elsewhere(key, block)
 
 
 @given(OPS)
-def test_evicted_blocks_are_known(ops):
+def test_the_reasons_of_a_missing_block(ops):
     cached, ever = Cache(), set()
     for op in ops:
         if op[0] == "evict":
             cached.cache.evict(op[1])
+            cached.cache.check()
             continue
         key, tokens = op[1], tokens_of(op[2])
-        match, was_evicted = cached.ask(key, tokens)
-        end = next_end(match.num_tokens)
-        assert was_evicted == (end <= len(tokens) and (key, tokens[:end]) in ever)
+        end, was_evicted, other = cached.reasons(key, tokens)
+        is_missing, run = end <= len(tokens), run_of(tokens[:end])
+        assert was_evicted == (is_missing and (key, tokens[:end]) in ever)
+        others = [one for one in "abc" if is_missing and one != key and cached.cache.peek(one, run) == end]
+        assert other in (others or [None])
         if op[0] == "put":
             cached.put(key, tokens)
+            cached.cache.check()
             ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
             ever.update([(key, tokens[:end]) for end in ends])
 
 
 def test_the_oldest_blocks_are_forgotten():
     blocks = EvictedBlocks(max_blocks=2)
-    runs = [run_of((number,) * BLOCK_TOKENS) for number in range(3)]
-    for run in runs:
-        blocks.add(tree_hash("a"), 0, run, 0)
-    assert [blocks.has(tree_hash("a"), run) for run in runs] == [False, True, True]
-    assert not blocks.has(tree_hash("b"), runs[2])
+    hashes = [block_hashes(1, run_of((number,) * BLOCK_TOKENS))[0] for number in range(3)]
+    for block in hashes:
+        blocks.add([block])
+    assert [block in blocks for block in hashes] == [False, True, True]
+    assert block_hashes(2, run_of((2,) * BLOCK_TOKENS))[0] not in blocks
