@@ -7,8 +7,9 @@ import hashlib
 import math
 import os
 import random
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -198,19 +199,16 @@ def shared_prefixes(
 ) -> list[SharedPrefix]:
     """All prefixes that rows of the table share, of which ``lens`` may be shared, by a comparison of every
     pair."""
-    longest = {row: int(lens[req_rows == row].max()) for row in set(req_rows.tolist())}
-    common = {}
-    for row, length in longest.items():
-        for other, other_length in longest.items():
-            size = min(length, other_length)
-            is_equal = table[row, :size] == table[other, :size]
-            common[row, other] = size if is_equal.all() else int(is_equal.argmin())
-    found = {
-        (end, tuple(other for other in longest if common[row, other] >= end))
-        for (row, _), end in common.items()
-        if end
-    }
-    return [(end, np.array(rows)) for end, rows in sorted(found)]
+    rows = np.array([*dict.fromkeys(req_rows.tolist())], dtype=np.int64)
+    sizes = np.array([lens[req_rows == row].max() for row in rows], dtype=np.int64)
+    places = np.arange(sizes.max(initial=0))
+    slots = table[rows][:, places]
+    found = set()
+    for size, own in zip(sizes, slots, strict=True):
+        differs = (slots != own) | (places >= np.minimum(size, sizes)[:, None])
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(places)) if len(places) else sizes
+        found |= {(end, tuple(rows[common >= end].tolist())) for end in set(common.tolist()) - {0}}
+    return [(end, np.array(sharing)) for end, sharing in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -329,21 +327,33 @@ class Exact:
         return float(excess.max())
 
 
-_EXACT: dict[bytes, Exact] = {}
+ResultT = TypeVar("ResultT")
+_EXPECTED: dict[tuple[object, ...], Any] = {}
+
+
+def once(compute: Callable[[], ResultT], case: Case, rows: Rows | None, *what: object) -> ResultT:
+    """The result of ``compute``, which depends on the case and on ``what``. It is computed once for all
+    implementations, which get the same examples."""
+    content = hashlib.sha256()
+    arrays = [case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, case.both_ways]
+    arrays += [] if rows is None else [getattr(rows, field.name) for field in fields(rows)]
+    for array in arrays:
+        content.update(repr(array is None or (array.shape, array.dtype)).encode())
+        content.update(b"" if array is None else array.tobytes())
+    for tensor in (case.q, case.kv_layer):
+        content.update(f"{tensor.shape} {tensor.dtype}".encode())
+        content.update(tensor.contiguous().view(torch.uint8).numpy())
+    key = (content.digest(), *what)
+    if key not in _EXPECTED:
+        if len(_EXPECTED) >= 200:
+            _EXPECTED.clear()
+        _EXPECTED[key] = compute()
+    return _EXPECTED[key]
 
 
 def exact_attention(case: Case, rows: Rows | None = None) -> Exact:
-    """``computed_exactly``, once for the levels of instructions, which get the same examples."""
-    key = hashlib.sha256(f"{case.q.shape} {case.kv_layer.shape} {case.q.dtype}".encode())
-    for tensor in (case.q, case.kv_layer):
-        key.update(tensor.contiguous().view(torch.uint8).numpy())
-    for slots in seen_by_all(case, rows):
-        key.update(np.array([len(slots), *slots]))
-    if key.digest() not in _EXACT:
-        if len(_EXACT) >= 100:
-            _EXACT.clear()
-        _EXACT[key.digest()] = computed_exactly(case, rows)
-    return _EXACT[key.digest()]
+    """``computed_exactly``, once."""
+    return once(lambda: computed_exactly(case, rows), case, rows, "exact")
 
 
 def computed_exactly(case: Case, rows: Rows | None) -> Exact:
@@ -357,22 +367,36 @@ def computed_exactly(case: Case, rows: Rows | None) -> Exact:
     unit = torch.finfo(case.q.dtype).eps / 2
     narrow = 0.0 if case.q.dtype == torch.float32 else 2 * unit
     outs, bounds = [], []
-    for q, slots in zip(case.q.double(), seen_by_all(case, rows), strict=True):
-        kv = case.kv_layer[slots].double().repeat_interleave(q.shape[0] // case.kv_layer.shape[2], dim=2)
-        scores = SCALE * torch.einsum("hd,shd->hs", q, kv[:, 0])
-        sizes = SCALE * torch.einsum("hd,shd->hs", q.abs(), kv[:, 0].abs())
+    for begin, end, slots, lens in blocks_of(seen_by_all(case, rows)):
+        q = case.q[begin:end].double()
+        kv = case.kv_layer[slots].double().repeat_interleave(q.shape[1] // case.kv_layer.shape[2], dim=2)
+        is_seen = torch.arange(len(slots)) < torch.tensor(lens)[:, None, None]
+        scores = SCALE * torch.einsum("rhd,shd->rhs", q, kv[:, 0])
+        sizes = SCALE * torch.einsum("rhd,shd->rhs", q.abs(), kv[:, 0].abs())
         # Of a score: its sum, and the roundings of products with it and of its distance from the maximum.
-        score_errors = gamma(q.shape[1]) * sizes + 4 * FLOAT32_UNIT * sizes.amax(-1, keepdim=True)
+        largest = sizes.where(is_seen, 0).amax(-1, keepdim=True)
+        score_errors = gamma(q.shape[2]) * sizes + 4 * FLOAT32_UNIT * largest
         errors = score_errors + EXP_ERROR[case.q.dtype] + narrow
-        weights = scores.softmax(-1)
+        weights = scores.where(is_seen, -math.inf).softmax(-1)
         values, value_sizes = kv[:, 1], kv[:, 1].abs()
-        out = torch.einsum("hs,shd->hd", weights, values)
-        of_weights = torch.einsum("hs,shd->hd", weights * errors, value_sizes)
+        out = torch.einsum("rhs,shd->rhd", weights, values)
+        of_weights = torch.einsum("rhs,shd->rhd", weights * errors, value_sizes)
         of_total = (weights * errors).sum(-1, keepdim=True) * out.abs()
-        of_sums = 2 * gamma(len(slots)) * torch.einsum("hs,shd->hd", weights, value_sizes)
-        outs.append(out.flatten())
-        bounds.append((1.1 * (of_weights + of_total + of_sums) + 2 * unit * out.abs()).flatten())
-    return Exact(torch.stack(outs), torch.stack(bounds) + torch.finfo(torch.float32).tiny)
+        gammas = torch.tensor([gamma(length) for length in lens], dtype=torch.float64)[:, None, None]
+        of_sums = 2 * gammas * torch.einsum("rhs,shd->rhd", weights, value_sizes)
+        outs.append(out.flatten(1))
+        bounds.append((1.1 * (of_weights + of_total + of_sums) + 2 * unit * out.abs()).flatten(1))
+    return Exact(torch.cat(outs), torch.cat(bounds) + torch.finfo(torch.float32).tiny)
+
+
+def blocks_of(seen: list[list[int]]) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    """Consecutive rows of which each sees what the one before it sees, and perhaps more: the first of them,
+    the end, the slots that the last one sees, and how many of these each sees."""
+    begin = 0
+    for end in range(1, len(seen) + 1):
+        if end == len(seen) or end - begin == 64 or seen[end][: len(seen[end - 1])] != seen[end - 1]:
+            yield begin, end, seen[end - 1], [*map(len, seen[begin:end])]
+            begin = end
 
 
 FLOAT32_UNIT = 2.0**-24
