@@ -48,27 +48,36 @@ async def audit(store: SharedStore) -> Counter[str]:
         prefix, found = store.prefix.encode() + b"r:", Counter[str]()
         refs: Counter[bytes] = Counter()
         keys = {key.removeprefix(prefix) async for key in client.scan_iter(prefix + b"*", count=1_000)}
-        for key in keys:
+        contents: dict[bytes, Any] = {}
+        async with client.pipeline(transaction=False) as pipe:
+            for key in (ordered := sorted(keys)):
+                match key.partition(b":")[0]:
+                    case b"item":
+                        pipe.smembers(prefix + key)
+                    case b"kept-order":
+                        pipe.zrange(prefix + key, 0, -1)
+                    case b"kept" | b"turn" | b"kept-bytes":
+                        pipe.hgetall(prefix + key)
+                    case _:
+                        pipe.exists(prefix + key)
+            contents.update(zip(ordered, await pipe.execute(), strict=True))
+        for key, content in contents.items():
             kind, _, rest = key.partition(b":")
             tenant = rest.split(b":")[0]
             if kind in (b"kept", b"turn"):
-                one = await client.hgetall(prefix + key)
-                assert int(one[b"n"]) >= len(one[b"data"])
-                found[tenant.decode()] += int(one[b"n"])
-                before = one[b"turn"] if kind == b"kept" else one[b"before"]
+                assert int(content[b"n"]) >= len(content[b"data"])
+                found[tenant.decode()] += int(content[b"n"])
+                before = content[b"turn"] if kind == b"kept" else content[b"before"]
                 if before:
                     refs[b"turn:" + tenant + b":" + before] += 1
-            if kind == b"item":
-                for stored_id in await client.smembers(prefix + key):
+            if kind in (b"item", b"kept-order"):
+                for stored_id in content:
                     assert b"kept:" + tenant + b":" + stored_id in keys
-            if kind == b"kept-order":
-                for stored_id in await client.zrange(prefix + key, 0, -1):
-                    assert b"kept:" + tenant + b":" + stored_id in keys
-        for key in keys:
+        for key, content in contents.items():
             if key.startswith(b"turn:"):
-                assert int(await client.hget(prefix + key, "refs")) == refs.pop(key)
+                assert int(content[b"refs"]) == refs.pop(key)
         assert not refs
-        counted = await client.hgetall(prefix + b"kept-bytes")
+        counted = contents.get(b"kept-bytes", {})
         assert {name.decode(): int(n) for name, n in counted.items()} == dict(found)
         return found
 
