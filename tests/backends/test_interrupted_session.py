@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ import anyio
 import pytest
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.language.interrupted_session import PHASES
+from support.process_template import start_python
 
 import agentflow as af
 from agentflow.backends.local import interpreted
@@ -140,9 +140,11 @@ def test_ctrl_c_ends_a_script_in_each_phase_of_its_session(
 ) -> None:
     # A second interrupt may come while asyncio ends its loop, whose own coroutine is not awaited then.
     quiet = ["-W", "ignore:coroutine 'BaseEventLoop.:RuntimeWarning"]
-    with subprocess.Popen(
-        [sys.executable, *quiet, TESTS / "support" / "language" / "interrupted_session.py", phase, loop],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+    with start_python(
+        *quiet,
+        TESTS / "support" / "language" / "interrupted_session.py",
+        phase,
+        loop,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

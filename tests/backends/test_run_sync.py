@@ -7,7 +7,6 @@ import contextvars
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from support.observed_backends import assert_idle
+from support.process_template import start_python
 from support.programs import ask, echo
 
 import agentflow as af
@@ -118,8 +118,9 @@ finally:
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for another process")
 @pytest.mark.parametrize("call", ['run(wait, "a", session=session)', 'map(wait, ["a"], session=session)'])
 def test_an_interrupted_script_ends_cleanly(call):
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.replace("CALL", call)],
+    with start_python(
+        "-c",
+        SCRIPT.replace("CALL", call),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 from support.api_server import MODEL, api_server
+from support.process_template import start_command
 
 from agentflow.cli.main import main
 
@@ -86,19 +87,8 @@ def test_a_server_without_the_api(capsys: pytest.CaptureFixture[str], answer: by
 @pytest.mark.timeout(60)
 def test_a_gateway_starts_without_one_server_and_drains_at_its_end() -> None:
     with api_server() as server:
-        command = [
-            sys.executable,
-            "-m",
-            "agentflow",
-            "route",
-            "--to",
-            CLOSED,
-            "--to",
-            server.url,
-            "--port",
-            "0",
-        ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        options, pipe = ["--to", CLOSED, "--to", server.url, "--port", "0"], subprocess.PIPE
+        with start_command("route", *options, stdout=pipe, stderr=pipe, text=True) as process:
             assert process.stdout is not None
             try:
                 line = process.stdout.readline()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.commands import run_python
 
 import agentflow as af
 from agentflow.backends.local import Embedded
@@ -205,20 +204,8 @@ def test_ctrl_c_says_how_to_continue():
     Path("child.py").write_text(CHILD)
     Path("waiting.py").write_text(WAITING)
     Path("in.jsonl").write_text('"waits"\n"a"\n"b"\n"long"\n"c"\n')
-    command = [
-        sys.executable,
-        "-P",
-        "child.py",
-        "run",
-        "waiting.py:judge",
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "-q",
-    ]
-    command += ["--concurrency", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(af.__file__).parents[1])}
-    child = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
+    options = ["-o", "out.jsonl", "-q", "--concurrency", "2"]
+    child = run_python("-P", "child.py", "run", "waiting.py:judge", "in.jsonl", *options)
     assert child.returncode == 130, child.stderr
     assert "interrupted after 2 of 5 inputs" in child.stderr
     assert "--resume" in child.stderr

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.model
 
 MODEL = {"model": "smollm2-135m"}
 QUESTION = "What do plants need?"
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 PLANT = {
     "type": "object",
     "properties": {"kind": {"enum": ["oak", "rose", "grass"]}, "count": {"type": "integer", "maximum": 99}},

@@ -1,11 +1,13 @@
 """The same program on the embedded engine and on a server gives the same, in fp32; the demo runs."""
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
+import msgspec
 import pytest
+from end_to_end.typed_cases import Person
+from support.commands import run_python, served
 
 import agentflow as af
 
@@ -37,31 +39,55 @@ async def describe(s: af.State, thing: str) -> dict[str, str]:
     return values | {name: await s[name] for name in ("alive", "whole", "sampled", "edited")}
 
 
-async def run_on(**kwargs) -> dict[str, str]:
+@af.program
+async def invent(s: af.State) -> list[Any]:
+    """Typed values, wired and selected."""
+    s += af.user("Invent people.")
+    async with s.fork(4) as branches:
+        for branch in branches:
+            branch += af.assistant(af.gen("person", schema=Person, max_tokens=60, temperature=1.0))
+    s += af.user(
+        "First: ", branches[0]["person"], f" Second: {branches[1]['person'].json('name')}. Who is older?"
+    )
+    s += af.assistant(
+        "It is ", af.select("older", ["the first", "the second"]), ": ", af.gen("age", type=int)
+    )
+    people = await branches.gather("person")
+    return [people, await s["older"], await s["age"], (await s.messages())[1]["content"]]
+
+
+async def run_on(**kwargs) -> list[Any]:
     async with af.session(seed=7, **kwargs) as flow:
-        return await flow.run(describe, "an old oak")
+        return [await flow.run(describe, "an old oak"), await flow.run(invent)]
 
 
 @pytest.fixture(scope="module")
-def embedded_result(model_folder):
-    backend = af.Embedded(dtype="float32", kv_tokens=4000, threads=2)
+def embedded_results(model_folder):
+    backend = af.Embedded(dtype="float32", kv_tokens=6000, threads=2)
     return anyio.run(lambda: run_on(backend=backend))
 
 
-def test_the_values_are_worth_comparing(embedded_result):
-    assert embedded_result["alive"] in ("yes", "no")
-    assert all(len(value) > 5 for name, value in embedded_result.items() if name != "alive")
-    assert len({embedded_result[f"part{i}"] for i in range(3)}) > 1
+def test_the_values_are_worth_comparing(embedded_results):
+    described, (people, older, age, told) = embedded_results
+    assert described["alive"] in ("yes", "no")
+    assert all(len(value) > 5 for name, value in described.items() if name != "alive")
+    assert len({described[f"part{i}"] for i in range(3)}) > 1
+    assert all(isinstance(person, Person) for person in people)
+    assert len({person.name for person in people}) > 2
+    assert older in ("the first", "the second")
+    assert isinstance(age, int)
+    shown = msgspec.json.encode(people[0]).decode().replace(",", ", ").replace(":", ": ")
+    assert told == f"First: {shown} Second: {people[1].name}. Who is older?"
 
 
 @pytest.mark.parametrize("backend", ["asyncio", pytest.param("trio", marks=pytest.mark.full)])
-def test_a_server_gives_what_the_embedded_engine_gives(embedded_result, model_url, backend):
-    assert anyio.run(lambda: run_on(url=model_url), backend=backend) == embedded_result
+def test_a_server_gives_what_the_embedded_engine_gives(embedded_results, model_url, backend):
+    assert anyio.run(lambda: run_on(url=model_url), backend=backend) == embedded_results
 
 
-def test_many_clients_at_once_get_the_same(embedded_result, model_url):
-    async def main() -> list[dict[str, str]]:
-        results: list[dict[str, str]] = []
+def test_many_clients_at_once_get_the_same(embedded_results, model_url):
+    async def main() -> list[list[Any]]:
+        results: list[list[Any]] = []
 
         async def one() -> None:
             results.append(await run_on(url=model_url))
@@ -71,17 +97,14 @@ def test_many_clients_at_once_get_the_same(embedded_result, model_url):
                 group.start_soon(one)
         return results
 
-    assert anyio.run(main) == [embedded_result] * 4
+    assert anyio.run(main) == [embedded_results] * 4
 
 
-def test_the_demo_answers_on_a_server(model_url):
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / "essay_judge.py", "--url", model_url],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+def test_the_demo_answers_on_a_server(tiny):
+    with served("--model", f"smollm2-135m={tiny}", "--kv-tokens", "8000") as (url, _):
+        result = run_python(EXAMPLES / "essay_judge.py", "--url", url)
+    assert result.returncode == 0, result.stderr
+    assert "grade" in result.stdout
     for figure in (
         "prompt tokens",
         "of which cached",
@@ -94,12 +117,7 @@ def test_the_demo_answers_on_a_server(model_url):
 
 
 def test_the_demo_reports_in_one_line_that_no_server_answers():
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / "essay_judge.py", "--url", "ws://127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = run_python(EXAMPLES / "essay_judge.py", "--url", "ws://127.0.0.1:1")
     assert result.returncode == 1
     assert "agentflow serve" in result.stdout.replace("\n", " ")
     assert "Traceback" not in result.stdout + result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from end_to_end.typed_cases import ALWAYS_END, CASES, Book, Person
+from end_to_end.typed_cases import ALWAYS_END, CASES, Book
 
 import agentflow as af
 from agentflow.errors import BadArgument
@@ -141,7 +141,7 @@ def test_where_both_ways_write_the_same_tokens_they_are_as_likely(on_server, pai
     assert num_same > 1
 
 
-@pytest.mark.full  # test_forked_wired_and_selected compares both places, with fewer kinds
+@pytest.mark.full  # test_embedded_and_server compares both places, with fewer kinds
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
 def test_the_embedded_engine_gives_the_same(on_server, how):
     seed, options = OPTIONS[how]
@@ -204,42 +204,6 @@ def test_a_pattern_too_large_for_a_dfa_is_enforced(model_url):
 
 
 # With the rest of the language
-
-
-@af.program
-async def together(s: af.State) -> list[Any]:
-    s += af.user("Invent people.")
-    async with s.fork(8) as branches:
-        for branch in branches:
-            branch += af.assistant(af.gen("person", schema=Person, max_tokens=NUM_TOKENS, temperature=1.0))
-    s += af.user(
-        "First: ", branches[0]["person"], f" Second: {branches[1]['person'].json('name')}. Who is older?"
-    )
-    s += af.assistant(
-        "It is ", af.select("older", ["the first", "the second"]), ": ", af.gen("age", type=int)
-    )
-    people = await branches.gather("person")
-    return [people, await s["older"], await s["age"], (await s.messages())[1]["content"]]
-
-
-def test_forked_wired_and_selected(model_url):
-    async def main() -> list[Any]:
-        async with af.session(model_url, seed=7) as flow:
-            first = await flow.run(together)
-        async with af.session(model_url, seed=7) as flow:
-            assert await flow.run(together) == first
-        async with embedded(seed=7) as flow:
-            assert await flow.run(together) == first
-        result: list[Any] = first
-        return result
-
-    people, older, age, told = anyio.run(main)
-    assert all(isinstance(person, Person) for person in people)
-    assert len({person.name for person in people}) > 4
-    assert older in ("the first", "the second")
-    assert isinstance(age, int)
-    shown = msgspec.json.encode(people[0]).decode().replace(",", ", ").replace(":", ": ")
-    assert told == f"First: {shown} Second: {people[1].name}. Who is older?"
 
 
 @pytest.mark.parametrize("jumps", [True, False])

@@ -3,7 +3,6 @@
 import importlib
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from example_session import example_parser, figures, run_example
 from scripted_example import scripted, shown
+from support.commands import run_python
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
@@ -117,8 +117,7 @@ def test_a_missing_server_is_reported(capsys):
 
 
 def test_a_missing_document_is_reported():
-    command = [sys.executable, ROOT / "examples" / "long_document.py", "no-such-file.txt"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_python(ROOT / "examples" / "long_document.py", "no-such-file.txt")
     assert result.returncode == 2
     assert "no-such-file.txt cannot be read" in result.stderr
     assert "Traceback" not in result.stderr

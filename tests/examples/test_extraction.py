@@ -1,13 +1,12 @@
 """Extraction: a record of each PDF, by one gen under a schema; a stopped run continues."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from extraction import PAPERS, Person, extract, main, text_of
 from scripted_example import run, scripted, shown
+from support.commands import run_python
 
 import agentflow as af
 
@@ -84,8 +83,7 @@ async def test_a_resumed_run_reads_only_what_is_left(tmp_path):
 
 
 def test_a_missing_pdf_is_reported():
-    command = [sys.executable, EXAMPLES / "extraction.py", "no-such-file.pdf"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_python(EXAMPLES / "extraction.py", "no-such-file.pdf")
     assert result.returncode == 2
     assert "no-such-file.pdf" in result.stderr
     assert "Traceback" not in result.stderr

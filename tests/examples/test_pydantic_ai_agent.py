@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import openai
@@ -12,6 +11,7 @@ from pydantic_ai import Agent, ModelSettings, NativeOutput, Tool
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai_agent import Report, until_first_result, weather
+from support.commands import run_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydantic_ai_agent.py"
 
@@ -22,8 +22,7 @@ def url(model_url: str) -> str:
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run_python(EXAMPLE, *options)
 
 
 def test_the_example(url: str) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.observed_backends import Stepped, assert_idle, settle, unconstrained
+from support.process_template import start_python
 from support.programs import ask, echo
 
 import agentflow as af
@@ -181,12 +180,9 @@ def test_each_input_is_once_in_a_file_whose_writers_were_killed(tmp_path):
     script, path = tmp_path / "child.py", tmp_path / "run.jsonl"
     script.write_text(CHILD)
     ran: Counter[str] = Counter()
-    root = str(Path(af.__file__).parents[1])
     kills = iter([1, 60, 170, 3, 250])
     while True:
-        environment = {**os.environ, "PYTHONPATH": root}
-        command = [sys.executable, "-P", str(script), str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
+        with start_python("-P", script, path, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             limit = next(kills, None)
             lines = []

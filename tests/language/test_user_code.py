@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -17,6 +16,8 @@ from typing import Annotated, Any
 import anyio
 import pytest
 from pydantic import AfterValidator
+from support.commands import run_python
+from support.process_template import start_python
 
 import agentflow as af
 from agentflow.language.failures.user_code import UserCode
@@ -314,8 +315,8 @@ SCRIPT = """
 def test_f12c_ctrl_c_does_not_wait_for_the_thread_of_a_tool():
     import signal
 
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    pipe = subprocess.PIPE
+    with start_python("-c", textwrap.dedent(SCRIPT), stdout=pipe, stderr=pipe) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"begun\n"
@@ -397,7 +398,7 @@ def test_f12d_an_exception_of_a_signal_handler_on_the_loop_ends_everything(base,
     if "main" in call:
         call = MAIN + "    " + call
     script = textwrap.dedent(INTERRUPTED.format(base=base, call=call))
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", script)
     assert sorted(ended.stdout.splitlines()) == sorted(left), ended.stderr
     assert ended.returncode != 0 or base == "SystemExit"
     if base == "KeyboardInterrupt":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
+from support.process_template import start_python
 
 import agentflow as af
 from agentflow.recording.file import read_recording
@@ -61,8 +61,7 @@ async def record(path: Path, num_runs: int = 1, *, seed: int = 1) -> None:
 
 def run_child(path: Path, what: str, number: signal.Signals) -> None:
     """Records 30 runs in a process, which is killed while its session is open."""
-    child = subprocess.Popen([sys.executable, "-c", CHILD, path, what], stdout=subprocess.PIPE)
-    with child:
+    with start_python("-c", CHILD, path, what, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         child.send_signal(number)

@@ -3,12 +3,12 @@
 import io
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import psutil
-from support import process_template
+from support.process_template import ENGINE, process_name, start_command, start_python
 
 from agentflow.cli.main import main
 
@@ -24,19 +24,32 @@ def call_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
 
-def run_cli(*arguments: str, timeout: float = 110, **kwargs) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, to its end."""
-    command = [sys.executable, "-m", "agentflow", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)
+    return run_python("-m", "agentflow", *arguments, input=input)
+
+
+def run_python(*arguments: str | Path, input: str = "") -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, to its end; it may have imported agentflow."""
+    pipe = subprocess.PIPE
+    with start_python(*arguments, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(input, timeout=110)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server on a free port: its url and its process."""
-    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    server = subprocess.Popen(
-        command,
+    server = start_command(
+        "serve",
+        "--port",
+        "0",
+        *options,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -76,9 +89,6 @@ def engines_of(pid: int | None = None) -> list[psutil.Process]:
 def _is_engine(process: psutil.Process) -> bool:
     """And not the process that compiles constraints, nor the template of engine processes."""
     try:
-        return (
-            process_template.forked.get(process.pid) == process_template.ENGINE
-            or process_template.ENGINE in process.cmdline()
-        )
+        return process.name() == process_name(ENGINE) or ENGINE in process.cmdline()
     except psutil.Error:  # it has just ended
         return False

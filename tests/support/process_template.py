@@ -1,8 +1,8 @@
 """Processes that have imported the modules of child processes, and fork one wherever a test starts one.
 
-A process that runs an engine, or reads an image, imports for seconds and works for a few milliseconds. A fork
-of a template has the imports already; everything else is as in a new process: its parent, its process group,
-its environment, its descriptors and its main module.
+A process that runs an engine, or a command, imports for seconds and works for a few milliseconds. A fork of a
+template has the imports already; everything else is as in a new process: its parent, its process group, its
+environment, its descriptors and its main module. A forked command has a template itself, for its engines.
 """
 
 from __future__ import annotations
@@ -15,63 +15,92 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from agentflow.engine.machine import child_process
+
 ENGINE = "agentflow.engine.process.worker"
-_IMPORTED = {
-    ENGINE: ("agentflow.engine.models.torch_runner", "support.engine_loaders", ENGINE),
-    "support.compile_worker": ("agentflow.engine.grammar.compiler.compile", "support.compile_worker"),
-    "agentflow.engine.media.worker": ("av", "PIL.ImageOps", "agentflow.engine.media.worker"),
-}
-"""The main modules of the processes that are forked, and what their templates import."""
-# A template has the same command line as its forks, and none that names their module.
-_NUMBERS = {module: str(number) for number, module in enumerate(_IMPORTED)}
-forked: dict[int, str] = {}
-"""The modules of all processes that were forked, by their numbers."""
+COMMAND = "agentflow"
+_COMPILER, _READER = "support.compile_worker", "agentflow.engine.media.worker"
+_IMPORTED = (
+    (
+        "agentflow.engine.models.torch_runner",
+        "support.engine_loaders",
+        ENGINE,
+        "agentflow.cli.main",
+        "agentflow.server.serve",
+        "agentflow.server.models.open_models",
+        "agentflow.engine.grammar.compiler.compile",
+        "anyio._backends._asyncio",
+        "anyio._backends._trio",
+    ),
+    ("agentflow.engine.grammar.compiler.compile", _COMPILER),
+    ("av", "PIL.ImageOps", _READER),
+)
+"""What each template imports. Tests limit the memory of the last two."""
+_OF_TESTS = {ENGINE: 0, COMMAND: 0, _COMPILER: 1, _READER: 2}
+_OF_COMMANDS = {ENGINE: 0, "agentflow.engine.grammar.compiler.worker": 0}
+"""The main modules of processes, and the templates from which tests, and commands, fork them."""
 _PYTHON = sys.executable
 _MOST_BYTES = 2**17
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 
 
-class Forked(subprocess.Popen[bytes]):
-    """A process that the template has forked for this one."""
-
-    def __init__(self, command: list[str], pid: int) -> None:
-        # What Popen's own methods read, which wait and send signals.
-        self.args, self.pid, self.returncode = command, pid, None
-        self.stdin = self.stdout = self.stderr = None
-        self._child_created = True
-        self._waitpid_lock = threading.Lock()
+def process_name(module: str) -> str:
+    """The name of a forked process with this main module. Its command line is that of its template."""
+    return module.removesuffix(".worker").rpartition(".")[2]
 
 
 class ProcessTemplate:
-    """The template of processes that run ``module``. ``environment``: of the template itself."""
+    """A template. ``wait`` returns when it has ended."""
 
-    def __init__(self, module: str, environment: dict[str, str]) -> None:
-        self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket, wait: Callable[[], object]) -> None:
+        self._connection = connection
+        self._wait = wait
+
+    @classmethod
+    def start(cls, number: int, environment: dict[str, str]) -> ProcessTemplate:
+        connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(other.fileno()), _NUMBERS[module]],
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(other.fileno()), str(number)],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 process_group=0,
             )
+        return cls(connection, process.wait)
 
-    def fork(self, command: list[str], environment: dict[str, str], descriptors: tuple[int, ...]) -> int:
-        """Returns the number of a new process, a child of this one."""
-        asked = json.dumps([command, environment, descriptors]).encode()
+    @classmethod
+    def with_these_imports(cls) -> ProcessTemplate:
+        """A fork of this process, which has no other thread."""
+        connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            os.setpgid(0, 0)
+            _fork_when_asked(other)
+        other.close()
+        return cls(connection, lambda: os.waitpid(pid, 0))
+
+    def fork(self, asked: list[Any], descriptors: list[int]) -> int:
+        """Returns the number of a new process, a child of this one. ``asked``: the arguments of ``_become``
+        before its last one."""
         _adopt_orphans(True)
         try:
-            socket.send_fds(self._connection, [asked], [1, 2, *descriptors])
+            socket.send_fds(self._connection, [json.dumps(asked).encode()], descriptors)
             return int(self._connection.recv(64))
         finally:
             _adopt_orphans(False)
@@ -79,7 +108,7 @@ class ProcessTemplate:
     def close(self) -> None:
         """Ends the template, but none of the processes that it has forked."""
         self._connection.close()
-        self._process.wait()
+        self._wait()
 
 
 def _adopt_orphans(does: bool) -> None:
@@ -88,60 +117,121 @@ def _adopt_orphans(does: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0)
 
 
+class _Forked(subprocess.Popen[Any]):
+    """A process that ``fork`` makes; all else is Popen's."""
+
+    def __init__(
+        self, fork: Callable[[list[Any], list[int]], int], command: Sequence[str], **options: Any
+    ) -> None:
+        self._fork = fork
+        super().__init__(command, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        """Called by Popen with the pipes that it has made; -1 where a stream is inherited."""
+        command, _, _, _, pass_fds, folder, environment = given[:7]
+        pipes, (*_, is_session, process_group) = given[10:16], given[16:]
+        streams = [number if end == -1 else end for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        group = None if is_session else 0 if process_group == 0 else os.getpgrp()
+        environment = dict(os.environ if environment is None else environment)
+        words = [os.fspath(word) for word in command[1:]]
+        asked = [words, environment, os.fspath(folder or os.getcwd()), group, [0, 1, 2, *pass_fds]]
+        try:
+            self.pid = self._fork(asked, [*streams, *pass_fds])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class _Templates:
+    """The templates of this process, which start when they are needed. ``numbers``: those of main modules."""
+
+    def __init__(self, numbers: dict[str, int], started: dict[int, ProcessTemplate]) -> None:
+        self._numbers, self._started = numbers, started
+        self._lock = threading.Lock()
+        self._path = child_process.import_path()
+        self._paths = (self._path, os.environ.get("PYTHONPATH"))
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """``subprocess.Popen`` for commands with ``-m``, which forks those that have a template."""
+        number = self._numbers.get(command[command.index("-m") + 1])
+        # With another path it may import other files than the template has.
+        path = (options.get("env") or os.environ).get("PYTHONPATH")
+        if number is None or path not in self._paths or command[0] != _PYTHON:
+            return subprocess.Popen(command, **options)
+        return self.forked(number, command, **options)
+
+    def forked(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """``subprocess.Popen`` of a command of Python, which this template forks."""
+
+        def fork(asked: list[Any], descriptors: list[int]) -> int:
+            with self._lock:
+                if number not in self._started:
+                    environment = {**(options.get("env") or os.environ), "PYTHONPATH": self._path}
+                    self._started[number] = ProcessTemplate.start(number, environment)
+                try:
+                    return self._started[number].fork(asked, descriptors)
+                except BaseException:  # a time-out: its answer would be taken for that of the next fork
+                    self._started.pop(number).close()
+                    raise
+
+        return _Forked(fork, command, **options)
+
+    def close(self) -> None:
+        for template in self._started.values():
+            template.close()
+
+
+_templates: _Templates | None = None
+
+
 @contextmanager
 def forked_processes() -> Iterator[None]:
-    """Lets ``child_process`` start its processes from templates, on Linux."""
+    """Lets ``child_process`` and ``start_command`` start their processes from templates, on Linux."""
+    global _templates
     if sys.platform != "linux":
         yield
         return
-    from agentflow.engine.machine import child_process
-
-    templates: dict[str, ProcessTemplate] = {}
-    lock = threading.Lock()
-    path = child_process.import_path()
-
-    def popen(command: list[str], *, pass_fds: list[int], **options: Any) -> subprocess.Popen[bytes]:
-        module, environment = command[3], options["env"]
-        # With another path it may import other files than the template has.
-        if command[0] != _PYTHON or module not in _IMPORTED or environment["PYTHONPATH"] != path:
-            return subprocess.Popen(command, pass_fds=pass_fds, **options)
-        with lock:
-            if module not in templates:
-                templates[module] = ProcessTemplate(module, environment)
-            try:
-                pid = templates[module].fork(command[3:], environment, tuple(pass_fds))
-            except BaseException:  # such as a time-out: its answer would be taken for that of the next fork
-                templates.pop(module).close()
-                raise
-        forked[pid] = module
-        return Forked(command, pid)
-
+    _templates = _Templates(_OF_TESTS, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_process, "_popen", popen)
+        patch.setattr(child_process, "_popen", _templates.popen)
         yield
-    for template in templates.values():
-        template.close()
+    _templates.close()
+    _templates = None
+
+
+def start_command(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """``agentflow`` with these arguments, in a process. ``options``: of Popen."""
+    return start_python("-m", COMMAND, *arguments, **options)
+
+
+def start_python(*arguments: str | Path, **options: Any) -> subprocess.Popen[Any]:
+    """Python with these arguments, in a process that may have imported agentflow. ``options``: of Popen."""
+    command = [sys.executable, *arguments]
+    if _templates is None:
+        return subprocess.Popen(command, **options)
+    return _templates.forked(_OF_TESTS[COMMAND], command, **options)  # type: ignore[arg-type]
 
 
 def main() -> None:
     """The template itself: forks until its connection closes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    module = [*_IMPORTED][int(sys.argv[2])]
-    for name in _IMPORTED[module]:
+    sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
+    for name in _IMPORTED[int(sys.argv[2])]:
         importlib.import_module(name)
-    del sys.modules[module]  # it is the main module of each fork
     gc.collect()
     gc.freeze()
+    _fork_when_asked(connection)
+
+
+def _fork_when_asked(connection: socket.socket) -> NoReturn:
     while True:
         asked, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 16)
         if not asked:
-            return
-        command, environment, numbers = json.loads(asked)
+            os._exit(0)
         answer = _forked_twice()
         if answer is None:
             connection.close()
-            _become(command, environment, descriptors, [1, 2, *numbers])
-            return
+            _become(*json.loads(asked), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(answer)
@@ -163,30 +253,80 @@ def _forked_twice() -> bytes | None:
     return None
 
 
-def _become(command: list[str], environment: dict[str, str], have: list[int], want: list[int]) -> None:
-    os.setpgid(0, 0)
+def _become(
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
+    group: int | None,
+    want: list[int],
+    have: list[int],
+) -> NoReturn:
+    """Runs a command of Python. ``group``: a process group; None for a new session, in the terminal
+    that the input is, if it is one. ``have``: the descriptors that become those of ``want``."""
+    if group is None:
+        os.setsid()
+    else:
+        os.setpgid(0, group)
     apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(want) + 1) for descriptor in have]
     for descriptor in have:
         os.close(descriptor)
     for descriptor, number in zip(apart, want, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if group is None and os.isatty(0):
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # it becomes the session's
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
-    sys.argv[1:] = command[1:]
-    code = None
+    code: object = None
     try:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        _run(command)
     except SystemExit as end:
         code = end.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     # As Python ends a process, but without the destruction of all modules: with torch it takes five times as
     # much processor time as everything else that most of these processes do.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(int(code or 0))
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _run(command: list[str]) -> None:
+    """Runs ``-m MODULE``, ``-c CODE`` or ``FILE``, after options."""
+    while (option := command.pop(0)) in ("-P", "-W"):
+        if option == "-W":
+            warnings._processoptions([command.pop(0)])  # type: ignore[attr-defined]
+    what = command.pop(0) if option in ("-m", "-c") else option
+    sys.argv[:] = [option, *command]
+    name = process_name(what) if option == "-m" else "python"
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    if option == "-m" and what != COMMAND:
+        sys.modules.pop(what, None)  # the template has imported it
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    child_process._popen = _Templates(_OF_COMMANDS, {0: ProcessTemplate.with_these_imports()}).popen
+    if option == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), vars(main))
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(what)))
+        runpy.run_path(what, run_name="__main__")
 
 
 if __name__ == "__main__":

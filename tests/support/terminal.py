@@ -7,12 +7,12 @@ import pty
 import re
 import select
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.cells import cell_len
+from support.process_template import start_command
 
 INTERRUPT, END = b"\x03", b"\x04"
 
@@ -58,12 +58,12 @@ class Terminal:
 def in_a_terminal(*arguments: str, columns: int = 80) -> Iterator[Terminal]:
     """``agentflow`` with these arguments, in a terminal of this width."""
     master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "agentflow", *arguments],
+    process = start_command(
+        *arguments,
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        start_new_session=True,
+        start_new_session=True,  # a fork finds its terminal without the function
         preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # its controlling terminal
         env={**os.environ, "TERM": "xterm", "COLUMNS": str(columns)},
     )
