@@ -50,6 +50,14 @@ async def ask(s: af.State, question: str, *, mark: str = "") -> str:
     return await s["x"]
 
 
+@af.program
+async def ask_twice(s: af.State, question: str) -> list[str]:
+    """Two turns, which are two stages."""
+    s += af.user(question) + af.assistant(af.gen("first", max_tokens=8))
+    s += af.user("And?") + af.assistant(af.gen("second", max_tokens=8))
+    return [await s["first"], await s["second"]]
+
+
 async def agen(items: list[Any]) -> AsyncIterator[Any]:
     """An asynchronous generator of the items."""
     for item in items:

@@ -56,14 +56,6 @@ async def ask(s: af.State, question: str) -> str:
 
 
 @af.program
-async def ask_twice(s: af.State, question: str) -> list[str]:
-    """Two turns, which are two stages."""
-    s += af.user(question) + af.assistant(af.gen("first", max_tokens=8))
-    s += af.user("And?") + af.assistant(af.gen("second", max_tokens=8))
-    return [await s["first"], await s["second"]]
-
-
-@af.program
 async def compare(s: af.State, question: str) -> str:
     """A fork, whose branches are one stage, and a join: two stages."""
     s += af.user(question)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.apis.batch_sessions import VENDORS, Place, ask, ask_twice, backend_at, compare, session_on
+from support.apis.batch_sessions import VENDORS, Place, ask, backend_at, compare, session_on
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
 from support.apis.fake_server import fake_server
+from support.programs import ask_twice
 
 import agentflow as af
 from agentflow.errors import DataDependent, NotSupported

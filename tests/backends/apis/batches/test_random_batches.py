@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from support.apis.batch_programs import Step, program_of, programs
 from support.apis.batch_sessions import VENDORS, session_on
+from support.examples import times
 
 from agentflow.backends.apis.batches import collector
 
@@ -35,7 +36,7 @@ def depth_after(steps: list[Step], own: int, last: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", VENDORS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=programs)
 def test_batches_give_the_values_of_a_map(
     name: str, steps: list[Step], monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import AfterValidator
 from support.apis.batch_programs import Step, program_of, programs
-from support.apis.batch_sessions import MODELS, VENDORS, ask_twice, compare, session_on
+from support.apis.batch_sessions import MODELS, VENDORS, compare, session_on
 from support.apis.batch_vendors import FakeVendor, Fate, OpenAIVendor, words_for
+from support.examples import times
+from support.programs import ask_twice
 
 import agentflow as af
 from agentflow.backends.apis.batches import collector
@@ -226,7 +228,7 @@ def _plain(body: dict[str, Any]) -> str:
     return json.dumps({**body, "seed": None}, sort_keys=True)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=programs, seed=st.integers(0, 2**32))
 def test_random_failures_pay_no_answer_twice(
     steps: list[Step], seed: int, monkeypatch: pytest.MonkeyPatch

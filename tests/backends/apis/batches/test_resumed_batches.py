@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,11 @@ import anyio
 import pytest
 from openai.types import BatchError
 from support.apis import openai_answers
-from support.apis.batch_sessions import VENDORS, ask, ask_twice, compare, session_on
+from support.apis.batch_sessions import MODELS, VENDORS, ask, backend_at, compare, session_on
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
 from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_server
+from support.process_template import start_python
+from support.programs import ask_twice
 
 import agentflow as af
 from agentflow.errors import BadArgument, RequestRefused
@@ -297,25 +296,21 @@ SCRIPT = """
 import sys
 import agentflow as af
 from agentflow.backends.apis.batches import collector
-from support.apis.batch_sessions import VENDORS, ask_twice, backend_at
+from support.programs import ask_twice
 
 collector.FIRST_POLL_S = collector.MAX_POLL_S = 0.01
-name, url, path = sys.argv[1:]
-flow = af.session(backend=backend_at(VENDORS[name], url))
+vendor, model, url, path = sys.argv[1:]
+flow = af.session(backend=getattr(af, vendor)(model, base_url=url, api_key="k", max_retries=0))
 af.map(ask_twice, ["a", "b", "c"], batch=True, resume=path, session=flow)
 """
 
 
-def started(*arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
-
-
 async def test_a_killed_process_continues_its_batch(vendor: FakeVendor, path: str) -> None:
     vendor.num_polls = 10**9
-    name = next(name for name, kind in VENDORS.items() if kind is type(vendor))
     async with fake_server(vendor) as server:
-        child = started(name, server.url, path)
+        backend = type(backend_at(type(vendor), server.url)).__name__
+        url = f"{server.url}/v1" if backend == "OpenAI" else server.url
+        child = start_python("-c", SCRIPT, backend, MODELS[type(vendor)], url, path)
         try:
             await server.wait_until(lambda: bool(vendor.num_asked), within_s=80)
         finally:
