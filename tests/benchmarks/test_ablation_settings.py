@@ -17,10 +17,14 @@ anyio_backend = pytest.fixture(only_asyncio)
 pytestmark = [pytest.mark.anyio, pytest.mark.model]
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(resolve_model(ablation.MODEL))
+
+
 @pytest.mark.parametrize("setting", ablation.SETTINGS, ids=lambda setting: setting.name)
-async def test_every_program_runs_under_each_setting(setting: ablation.Setting) -> None:
+async def test_every_program_runs_under_each_setting(setting: ablation.Setting, tokenizer: Tokenizer) -> None:
     runner: Any = FakeRunner(num_slots=4_000, vocab_size=49_152, max_context=4_000)
-    tokenizer = Tokenizer.from_folder(resolve_model(ablation.MODEL))
     few_shot = Shape(SHAPES[0].name, 8, SHAPES[0].program)
     run = await ablation.run_once(runner, tokenizer, setting, few_shot, 1_600)
     assert len(run.engine.recorded.requests) == 8
