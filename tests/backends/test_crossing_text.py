@@ -10,8 +10,9 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.fake_engine import FakeEngine
 from support.observed_backends import settle
 from support.session_peer import HangingGenerator
@@ -332,7 +333,7 @@ budgets = st.builds(Budget, st.none() | st.integers(0, 2000), st.none() | st.int
 pieces = st.lists(st.text("abc é\n", min_size=1, max_size=20), max_size=12)
 
 
-@settings(max_examples=25)
+@examples(60)
 @given(
     pieces=pieces,
     cuts=st.lists(budgets, max_size=3),

@@ -9,8 +9,9 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.session_peer import HANG
 from support.tcp_proxy import Budget, Proxy, proxied
 from support.wire_server import ThreadServer, thread_server
@@ -191,7 +192,7 @@ async def test_f18g_a_recording_over_a_restart_can_be_replayed(
         assert await twice(flow, lambda: None) == recorded
 
 
-@settings(max_examples=10)
+@examples(40)
 @given(
     breaks=st.lists(
         st.tuples(st.integers(0, 4000), st.booleans(), st.sampled_from(["up", "down"])), max_size=5

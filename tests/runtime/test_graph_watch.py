@@ -8,8 +8,9 @@ from functools import partial
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.language.observing.graph_watch import GraphsView
 from agentflow.protocol import ops
@@ -149,7 +150,7 @@ _actions = st.lists(
 _ROOMS: dict[str, Callable[[], Room]] = {"ample": Room, "little": partial(Room, 5, 6, 8)}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(_actions, st.sampled_from(sorted(_ROOMS)), st.sets(st.integers(0, 59)), st.sets(st.integers(0, 59)))
 def test_looks_put_together_are_the_whole_graphs(
     actions: list[tuple[int, Action]], room: str, unseen: set[int], lost: set[int]
