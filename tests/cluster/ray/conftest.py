@@ -29,6 +29,7 @@ def ray_nodes() -> Iterator[tuple]:
         from ray.cluster_utils import Cluster
 
         head = {**NODE, "node_ip_address": HEAD, "_system_config": SYSTEM}
+        head |= {"no_monitor": True, "include_log_monitor": False}  # two processes that nothing here needs
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             yield cluster, cluster.add_node(**NODE, node_ip_address=SECOND)
