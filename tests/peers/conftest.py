@@ -18,7 +18,7 @@ from agentflow.engine.store.model_store import pulled_folder
 
 PEERS = Path(os.environ.get("AGENTFLOW_PEERS", Path(__file__).parents[2] / "build" / "peers"))
 CONTEXT = 512
-START_S = 300.0  # vLLM imports for a minute on a busy machine
+START_S = 540.0  # vLLM imports for up to five minutes on a busy machine
 
 
 @dataclass(frozen=True)
