@@ -103,7 +103,7 @@ class ApiSettings:
             (
                 "url",
                 isinstance(self.url, str) and _is_address(self.url),
-                "an address such as http://host:8000/v1",
+                "an address such as http://host:8000/v1, without a query",
             ),
             (
                 "model",
@@ -129,6 +129,12 @@ class ApiSettings:
                 self.hedge_after_s is None or is_number(self.hedge_after_s, 0, 1e9),
                 "a number of seconds or None",
             ),
+            (
+                "ssl_context",
+                self.ssl_context is None or isinstance(self.ssl_context, ssl.SSLContext),
+                "an ssl.SSLContext",
+            ),
+            ("proxy", self.proxy is None or isinstance(self.proxy, str), "the address of a proxy"),
         )
         for param, is_valid, expected in checks:
             if not is_valid:
@@ -169,7 +175,8 @@ class ApiBackend:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return is_server and not parts.query and not parts.fragment  # requests would not have them
     except ValueError:
         return False
 

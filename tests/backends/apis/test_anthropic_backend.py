@@ -697,6 +697,8 @@ async def test_a_cancelled_gen_closes_its_connection() -> None:
         ({"effort": "huge"}, "effort"),
         ({"reasoning": 3}, "reasoning"),
         ({"max_retries": -1}, "max_retries"),
+        ({"ssl_context": "tls"}, "ssl_context"),
+        ({"proxy": 3128}, "proxy"),
     ],
 )
 def test_wrong_arguments(options: Any, param: str) -> None:

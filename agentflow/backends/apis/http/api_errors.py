@@ -126,7 +126,7 @@ class ErrorMapping:
                 return NotAuthorized(
                     f"the API key ({self.key_source}) does not permit this request to {at}{said}"
                 )
-            case 429 if detail.code in _QUOTA or detail.kind in _QUOTA:
+            case 402 | 429 if status == 402 or detail.code in _QUOTA or detail.kind in _QUOTA:
                 return NotAuthorized(
                     f"the account of the API key ({self.key_source}) has no quota left at {self.server}: "
                     f"add credit, or raise its limit{said}"

@@ -26,7 +26,14 @@ from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventRead
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
 from agentflow.backends.apis.http.pacing import Pace, Turn
 from agentflow.backends.apis.http.rate_limits import Demand
-from agentflow.errors import AgentflowError, Overloaded, ProtocolError, RateLimited, ServerUnreachable
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    Overloaded,
+    ProtocolError,
+    RateLimited,
+    ServerUnreachable,
+)
 from agentflow.runtime.backoff import doubled_s, spread
 from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.runtime.turns import Starts
@@ -98,20 +105,33 @@ async def open_http(
         "headers": {"accept-encoding": "identity", **headers},
         "timeout": timeout,
     }
+    try:
+        httpx2.URL(base_url)
+    except httpx2.InvalidURL as error:
+        raise BadArgument(f"{base_url!r:.200} is no address: {error}", param="url") from error
     client = (
         PooledClient(Connections(ssl_context, KEEPALIVE_S), **options)
         if is_direct
-        else httpx2.AsyncClient(
-            **options,
-            limits=httpx2.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-            ),
-            verify=True if ssl_context is None else ssl_context,
-            proxy=proxy,
-        )
+        else _proxied(proxy, ssl_context, options)
     )
     async with client:
         yield client
+
+
+def _proxied(
+    proxy: str | None, ssl_context: ssl.SSLContext | None, options: dict[str, Any]
+) -> httpx2.AsyncClient:
+    """A client behind a proxy. ``BadArgument`` if httpx2 cannot use that."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S)
+    verify = True if ssl_context is None else ssl_context
+    try:
+        return httpx2.AsyncClient(**options, limits=limits, verify=verify, proxy=proxy)
+    except (ValueError, httpx2.InvalidURL, ImportError) as error:
+        source = "proxy=" if proxy is not None else "the environment (such as ALL_PROXY)"
+        remedy = "give an http:// address"
+        if isinstance(error, ImportError):
+            remedy = f"pip install {error.name or 'socksio'}, or {remedy}"
+        raise BadArgument(f"the proxy in {source} cannot be used: {remedy}", param="proxy") from error
 
 
 class ApiTransport:
@@ -348,8 +368,9 @@ class ApiTransport:
     def _pause_s(self, error: AgentflowError, num_failed: int) -> float:
         pause_s = doubled_s(self._first_pause_s, MAX_PAUSE_S, num_failed) * spread(0.5, 1.0)
         asked_s = error.retry_after_s if isinstance(error, Overloaded) else None
-        # Spreads the clients that received the same time.
-        return pause_s if asked_s is None else asked_s * spread(1.0, 1.1)
+        # Spreads the clients that received the same time. After no time at all, the next refusal would follow
+        # immediately.
+        return asked_s * spread(1.0, 1.1) if asked_s else pause_s
 
     async def _attempt(
         self, exchange: _Exchange, path: str, body: bytes, sink: EventSink, headers: Mapping[str, str]

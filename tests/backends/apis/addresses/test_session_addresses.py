@@ -180,6 +180,9 @@ async def test_no_server_at_an_address() -> None:
         ("openai:gpt-4o", {"embed_model": ""}),
         ("http://127.0.0.1:9/v1", {"embed_model": ""}),
         ("http://", {}),
+        ("http://127.0.0.1:9/v1?api-version=1", {}),
+        ("http://127.0.0.1:9/?key=k", {}),
+        ("http://127.0.0.1:9/v1#top", {}),
     ],
 )
 def test_an_address_that_names_no_model_is_refused(
@@ -189,6 +192,14 @@ def test_an_address_that_names_no_model_is_refused(
     monkeypatch.setenv("ANTHROPIC_API_KEY", "k")
     with pytest.raises(BadArgument):
         af.session(url, **options)
+
+
+@pytest.mark.parametrize("host", ["é" * 70, "a\0b"], ids=["too long", "not printable"])
+async def test_an_address_with_a_host_that_has_no_form_in_dns(host: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        async with af.session(backend=af.OpenAICompatible(f"http://{host}/v1")):
+            raise AssertionError
+    assert caught.value.param == "url"
 
 
 async def test_one_session_has_models_of_several_vendors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ async def test_failures_before_anything_is_visible_are_repeated(name: str) -> No
         (Answer(b"{}", 429, {"retry-after": "3600"}), RateLimited),
         (Answer(b"{}", 503, {"x-should-retry": "false"}), Overloaded),
         (Answer(b'{"error": {"code": "insufficient_quota"}}', 429), NotAuthorized),
+        (Answer(b'{"error": {"message": "Insufficient Balance"}}', 402), NotAuthorized),
         (Answer(b"", 302, {"location": "http://127.0.0.1:1"}), BadArgument),
         (Answer(b"<html>", content_type="text/html"), ProtocolError),
         (Answer([b"data: v\n\n", Close()], content_type=STREAM), ServerLost),
@@ -161,6 +162,17 @@ async def test_nothing_is_repeated_where_another_endpoint_can_answer(name: str) 
 @pytest.mark.on_trio
 async def test_the_longest_wait_that_a_server_may_ask_for_is_kept() -> None:
     async with opened([Answer(b"{}", 429, {"retry-after": "60"})] * 9) as (transport, server):
+        with anyio.move_on_after(0.5) as scope:
+            await stream(transport)
+        assert scope.cancelled_caught
+        assert len(server.received) == 1
+
+
+@pytest.mark.on_trio
+@pytest.mark.parametrize("wait", ["0", "-5", "Wed, 21 Oct 2015 07:28:00 GMT"])
+async def test_a_server_that_asks_for_no_wait_is_not_asked_again_immediately(wait: str) -> None:
+    script = [Answer(b"{}", 429, {"retry-after": wait})] * 9
+    async with opened(script, first_pause_s=60.0) as (transport, server):
         with anyio.move_on_after(0.5) as scope:
             await stream(transport)
         assert scope.cancelled_caught

@@ -15,6 +15,7 @@ from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Forever, Hol
 
 from agentflow.backends.apis.http.connections import MAX_HEAD_BYTES, Connections
 from agentflow.backends.apis.http.transport import open_http
+from agentflow.errors import BadArgument
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
@@ -255,6 +256,20 @@ async def test_a_proxy_is_asked(monkeypatch: pytest.MonkeyPatch, is_in_environme
         async with open_http("http://nowhere.invalid/v1", {}, proxy=proxy) as http:
             await http.get("models")
         assert server.last.path == "http://nowhere.invalid/v1/models"
+
+
+@pytest.mark.parametrize("proxy", ["ftp://ann:secret@host", "socks9://host:1"])
+@pytest.mark.parametrize("is_in_environment", [False, True])
+async def test_a_proxy_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, proxy: str, is_in_environment: bool
+) -> None:
+    if is_in_environment:
+        monkeypatch.setenv("all_proxy", proxy)
+    with pytest.raises(BadArgument) as caught:
+        async with open_http("http://host/v1", {}, proxy=None if is_in_environment else proxy):
+            pass
+    assert caught.value.param == "proxy"
+    assert "secret" not in str(caught.value)
 
 
 async def test_the_answer_to_head_has_a_length_and_no_body() -> None:
