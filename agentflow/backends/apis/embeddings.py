@@ -11,6 +11,7 @@ import anyio
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.reported_usage import count
 from agentflow.backends.apis.capability_table import EmbeddingFacts
 from agentflow.backends.apis.generation.api_format import Call, Request
 from agentflow.backends.apis.generation.conversation import ApiContext
@@ -30,13 +31,9 @@ class _One(msgspec.Struct):
     index: int | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-
-
 class _Answer(msgspec.Struct):
     data: list[_One]
-    usage: _Usage | None = None
+    usage: Any = None
 
 
 class ApiEmbedder:
@@ -123,7 +120,7 @@ class ApiEmbedder:
             except AgentflowError:
                 charged(Usage())
                 raise
-            counted = None if answer.usage is None else answer.usage.prompt_tokens
+            counted = count(answer.usage, "prompt_tokens", "total_tokens")
             if counted is None:  # a server that counts nothing must not make a cap useless
                 counted = len(body) // CHARS_PER_TOKEN
             usage = charged(Usage(prompt_tokens=counted))

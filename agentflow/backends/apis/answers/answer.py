@@ -87,9 +87,14 @@ class Answer:
         self.num_deltas = 0
         self.is_visible = False
 
-    def was_stopped_by(self, stop: int | str | msgspec.UnsetType | None) -> bool:
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the program asked for log-probabilities. Those of others are not read."""
+        return self._params.wants_logprobs
+
+    def was_stopped_by(self, stop: object) -> bool:
         """Whether a stop of the program ended the text, by the report of a server: the text or the id of the
-        stop, None if it was none, or unset if the server does not say."""
+        stop, None if it was none, or anything else if the server does not say."""
         match stop:
             case str():
                 return True

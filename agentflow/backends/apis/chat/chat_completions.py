@@ -8,11 +8,12 @@ ids of tool calls, null in place of lists, a stream without ``[DONE]``), and str
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
@@ -36,8 +37,7 @@ from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.images import Medium, kind_of
 
 DONE = b"[DONE]"
-Stop: TypeAlias = int | str | msgspec.UnsetType | None
-
+PartT = TypeVar("PartT")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -285,13 +285,14 @@ class TokenLogprobs(msgspec.Struct):
 class ChoicePart(msgspec.Struct):
     """A part of an answer. ``stop_reason`` (vLLM) and ``matched_stop`` (SGLang): the stop that ended it."""
 
-    index: int = 0
+    index: int | None = None
     finish_reason: str | None = None
-    stop_reason: Stop = msgspec.UNSET
-    matched_stop: Stop = msgspec.UNSET
+    stop_reason: Any = msgspec.UNSET
+    matched_stop: Any = msgspec.UNSET
+    logprobs: msgspec.Raw = NULL
 
     @property
-    def stop(self) -> Stop:
+    def stop(self) -> Any:
         """The stop that ended the text; unset if the server does not say."""
         return self.matched_stop if self.stop_reason is msgspec.UNSET else self.stop_reason
 
@@ -299,48 +300,25 @@ class ChoicePart(msgspec.Struct):
 class _Choice(ChoicePart):
     delta: _Delta | None = None
     message: _Delta | None = None  # of an answer that is not streamed
-    logprobs: TokenLogprobs | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-
-
-class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class UsageFields(msgspec.Struct):
-    """The usage of an answer, as the APIs of OpenAI report it."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
-
-    @property
-    def written_tokens(self) -> int:
-        """The tokens of the prompt that were written to the provider's cache."""
-        return (self.prompt_tokens_details and self.prompt_tokens_details.cache_write_tokens) or 0
-
-    def usage(self) -> Usage:
-        """The usage."""
-        cached = self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens
-        reasoning = self.completion_tokens_details and self.completion_tokens_details.reasoning_tokens
-        return Usage(
-            self.prompt_tokens or 0, cached or 0, self.completion_tokens or 0, reasoning_tokens=reasoning or 0
-        )
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: UsageFields | None = None
+    usage: msgspec.Raw = NULL
     error: Any = None
-    object: str | None = None
+    object: Any = None
 
 
-_FINISHED = {"stop": "eos", "tool_calls": "eos", "function_call": "eos", "eos": "eos", "length": "length"}
+_FINISHED = {
+    "stop": "eos",
+    "tool_calls": "eos",
+    "function_call": "eos",
+    "length": "length",
+    "eos": "eos",  # Together
+    "eos_token": "eos",  # Hugging Face's server, as the next one
+    "stop_sequence": "stop",
+    "model_length": "length",  # Mistral
+}
 
 
 class StreamReader(ABC):
@@ -359,7 +337,7 @@ class StreamReader(ABC):
         self.answer = answer
         self.errors = errors
         self._num_sent = num_sent
-        self._usage: Usage | None = None
+        self._usage = NULL  # the latest one
         self._has_ended = False  # the server ended the answer
         self.is_over = False
         self.is_left = False  # a stop has ended the text before the server did
@@ -375,24 +353,27 @@ class StreamReader(ABC):
             self.is_over = True
             self.close()
             return
-        try:
-            chunk = self.chunks.decode(event.data)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            shown = event.data[:100].decode("utf-8", "replace")
-            raise ProtocolError(
-                f"{self.errors.server} sent an event that is not of its API ({error}): {shown!r}"
-            ) from error
-        if chunk.error is not None or chunk.object == "error" or event.name == "error":
+        chunk = self.decoded(self.chunks, event.data)
+        if chunk.error or chunk.object == "error" or event.name == "error":
             raise self.errors.of_event(event_error(event.data))
-        if chunk.usage is not None:
-            self._usage = chunk.usage.usage()
-            self.answer.written_tokens = chunk.usage.written_tokens
+        if is_given(chunk.usage):
+            self._usage = chunk.usage
         for choice in chunk.choices or ():
             self.read(choice)
         if self.answer.is_stopped and not self._has_ended:
             self.is_left = True
             self.answer.finish("stop")
             self._set_usage()
+
+    def decoded(self, decoder: msgspec.json.Decoder[PartT], data: bytes | msgspec.Raw) -> PartT:
+        """An event, or a part of one. ``ProtocolError`` if it has another form."""
+        try:
+            return decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            shown = bytes(data)[:100].decode("utf-8", "replace")
+            raise ProtocolError(
+                f"{self.errors.server} sent an event that is not of its API ({error}): {shown!r}"
+            ) from error
 
     @abstractmethod
     def read(self, choice: Any) -> None:
@@ -404,7 +385,7 @@ class StreamReader(ABC):
             raise self.errors.lost("the stream ended before the answer did")
         self._set_usage()
 
-    def end(self, reason: str, stop: Stop) -> None:
+    def end(self, reason: str, stop: object) -> None:
         """The server ends the answer. ``stop``: the stop that ended it; unset if the server does not say."""
         if reason == "content_filter":
             raise self.errors.filtered()
@@ -418,7 +399,10 @@ class StreamReader(ABC):
 
     def _set_usage(self) -> None:
         guess = Usage(self._num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
-        self.answer.usage = self._usage or guess
+        self.answer.usage, self.answer.written_tokens = read_usage(self._usage, guess)
+
+
+_logprobs = msgspec.json.Decoder(TokenLogprobs)
 
 
 class ChatReader(StreamReader):
@@ -434,10 +418,10 @@ class ChatReader(StreamReader):
 
     def read(self, choice: _Choice) -> None:
         """Reads a part of the answer."""
-        if choice.index != 0:
+        if choice.index:
             return
-        if choice.logprobs is not None:
-            for token in choice.logprobs.content or ():
+        if self.answer.wants_logprobs and is_given(choice.logprobs):
+            for token in self.decoded(_logprobs, choice.logprobs).content or ():
                 self.answer.add_token(token.info())
         delta = choice.message if choice.delta is None else choice.delta
         if delta is not None:
@@ -457,7 +441,7 @@ class ChatReader(StreamReader):
                 self._refusal.append(delta.refusal)
             for call in delta.tool_calls or ():
                 self._read_call(call)
-        if choice.finish_reason is not None:
+        if choice.finish_reason:  # some servers send an empty one until the end
             if self._refusal:
                 raise self.errors.refused("".join(self._refusal))
             self.end(choice.finish_reason, choice.stop)

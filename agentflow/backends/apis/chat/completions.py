@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.reported_usage import NULL, is_given
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.chat_completions import (
     ChoicePart,
     StreamReader,
     TokenLogprobs,
-    UsageFields,
     stream_options,
 )
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
@@ -85,16 +85,18 @@ class _Logprobs(TokenLogprobs):
     top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
+_logprobs = msgspec.json.Decoder(_Logprobs)
+
+
 class _Choice(ChoicePart):
     text: str | None = None
-    logprobs: _Logprobs | None = None
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: UsageFields | None = None
+    usage: msgspec.Raw = NULL
     error: Any = None
-    object: str | None = None
+    object: Any = None
 
 
 class TextReader(StreamReader):
@@ -104,13 +106,13 @@ class TextReader(StreamReader):
 
     def read(self, choice: _Choice) -> None:
         """Reads a part of the answer."""
-        if choice.index != 0:
+        if choice.index:
             return
-        if choice.logprobs is not None:
-            self._read_logprobs(choice.logprobs)
+        if self.answer.wants_logprobs and is_given(choice.logprobs):
+            self._read_logprobs(self.decoded(_logprobs, choice.logprobs))
         if choice.text:
             self.answer.add_text(choice.text)
-        if choice.finish_reason is not None:
+        if choice.finish_reason:
             self.end(choice.finish_reason, choice.stop)
 
     def _read_logprobs(self, found: _Logprobs) -> None:

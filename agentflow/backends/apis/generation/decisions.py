@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from agentflow.backends.apis.answers.answer import TokenInfo
+from agentflow.backends.apis.answers.reported_usage import usage_in
 from agentflow.backends.apis.responses.responses_stream import call_item
 from agentflow.errors import ProtocolError
 from agentflow.protocol.chat import Message
@@ -25,6 +26,8 @@ PATH = "decisions"
 MAX_AT_ONCE = 32
 """The most concurrent requests of one decide."""
 LETTERS = string.ascii_uppercase
+ROUNDING = 1e-3
+"""How much a probability may be outside of 0 to 1."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -97,44 +100,31 @@ def _question(question: Question) -> dict[str, Any]:
     return fields
 
 
+_Share = Annotated[float, msgspec.Meta(ge=-ROUNDING, le=1 + ROUNDING)]
+
+
 class _Probability(msgspec.Struct):
-    probability: float
+    probability: _Share
     value: str | bool | int | None = None
     label: str | None = None
 
 
 class _Answer(msgspec.Struct):
     type: str
-    probability: float | None = None
+    probability: _Share | None = None
     probabilities: list[_Probability] = []
-
-
-class _InputDetails(msgspec.Struct):
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
-
-
-class _OutputDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
-    input_tokens_details: _InputDetails = msgspec.field(default_factory=_InputDetails)
-    output_tokens_details: _OutputDetails = msgspec.field(default_factory=_OutputDetails)
 
 
 class _Decisions(msgspec.Struct):
     answers: list[_Answer]
-    usage: _Usage = msgspec.field(default_factory=_Usage)
+    usage: Any = None
 
 
 def read_answers(
-    found: Any, questions: Sequence[Question], server: str
+    found: Any, questions: Sequence[Question], server: str, guess: Usage
 ) -> tuple[tuple[tuple[float, ...] | None, ...], Usage]:
-    """The probabilities in the endpoint's answer, and the usage. ``ProtocolError`` if it does not answer the
-    questions."""
+    """The probabilities in the endpoint's answer, and the usage, or parts of ``guess``. ``ProtocolError`` if
+    it does not answer the questions."""
     try:
         decisions = msgspec.convert(found, _Decisions)
         answers = [
@@ -143,14 +133,8 @@ def read_answers(
         ]
     except (msgspec.ValidationError, KeyError, ValueError) as error:
         raise ProtocolError(f"{server} answered decisions that are not of its API ({error})") from error
-    usage = decisions.usage
-    return tuple(answers), Usage(
-        usage.input_tokens,
-        usage.input_tokens_details.cached_tokens,
-        usage.output_tokens,
-        reasoning_tokens=usage.output_tokens_details.reasoning_tokens,
-        written_tokens=usage.input_tokens_details.cache_write_tokens,
-    )
+    usage, written_tokens = usage_in(decisions.usage, guess)
+    return tuple(answers), msgspec.structs.replace(usage, written_tokens=written_tokens)
 
 
 def _probabilities(question: Question, answer: _Answer) -> tuple[float, ...] | None:
@@ -161,8 +145,14 @@ def _probabilities(question: Question, answer: _Answer) -> tuple[float, ...] | N
     if question.kind == "predicate":
         if answer.probability is None:
             raise ValueError(f"question {question.name!r} has no probability")
-        return answer.probability, 1.0 - answer.probability
+        share = _within_bounds(answer.probability)
+        return share, 1.0 - share
     by_text = {
-        str(one.value if one.label is None else one.label): one.probability for one in answer.probabilities
+        str(one.value if one.label is None else one.label): _within_bounds(one.probability)
+        for one in answer.probabilities
     }
     return tuple([by_text[text] for text in question.answers])
+
+
+def _within_bounds(probability: float) -> float:
+    return min(max(probability, 0.0), 1.0)

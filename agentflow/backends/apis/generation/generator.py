@@ -265,7 +265,8 @@ class ApiGenerator:
             try:
                 found = await self._calls.transport.post(decisions.PATH, body, demand=Demand(len(body)))
                 server = self._calls.transport.errors.server
-                probabilities, usage = decisions.read_answers(found, questions, server)
+                guess = Usage(len(body) // CHARS_PER_TOKEN)
+                probabilities, usage = decisions.read_answers(found, questions, server, guess)
             except (ProtocolError, anyio.get_cancelled_exc_class()):  # the endpoint may have read the request
                 self._calls.total += charged(Usage(len(body) // CHARS_PER_TOKEN))
                 raise

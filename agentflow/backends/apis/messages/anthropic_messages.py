@@ -116,7 +116,7 @@ class AnthropicMessages:
 
     def sink(self, request: Request, answer: Answer) -> MessagesReader:
         """The reader of a stream."""
-        return MessagesReader(answer, self._errors, lead=request.lead)
+        return MessagesReader(answer, self._errors, lead=request.lead, num_sent=request.num_chars)
 
     def _prompt(self, context: ApiContext, reasons: bool) -> _Prompt:
         """The messages. ``NotSupported`` if the open turn has text that the model cannot continue."""

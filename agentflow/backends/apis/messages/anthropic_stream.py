@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.reported_usage import NULL, count, counts_in
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import (
@@ -69,22 +70,8 @@ class AnthropicErrors(ErrorMapping):
         return error
 
 
-class _UsageFields(msgspec.Struct):
-    """The known counts of an answer."""
-
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-    output_tokens_details: _OutputDetails | None = None
-
-
-class _OutputDetails(msgspec.Struct):
-    thinking_tokens: int | None = None
-
-
 class _MessageFields(msgspec.Struct):
-    usage: _UsageFields | None = None
+    usage: msgspec.Raw = NULL
 
 
 class _WholeMessage(msgspec.Struct):
@@ -92,8 +79,8 @@ class _WholeMessage(msgspec.Struct):
 
     content: list[msgspec.Raw]
     stop_reason: str | None = None
-    stop_details: msgspec.Raw = msgspec.Raw(b"null")
-    usage: msgspec.Raw = msgspec.Raw(b"null")
+    stop_details: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
 
 
 class _BlockFields(msgspec.Struct):
@@ -128,7 +115,7 @@ class _EventFields(msgspec.Struct):
     message: _MessageFields | None = None
     content_block: _BlockFields | None = None
     delta: _DeltaFields | None = None
-    usage: _UsageFields | None = None
+    usage: msgspec.Raw = NULL
     error: Any = None
 
 
@@ -164,6 +151,16 @@ _FINISHED: Final = {
 }
 
 
+_COUNTS: Final = {
+    "input": "input_tokens",
+    "output": "output_tokens",
+    "read": "cache_read_input_tokens",
+    "written": "cache_creation_input_tokens",
+    "thinking": "output_tokens_details.thinking_tokens",
+}
+"""The fields of the known counts."""
+
+
 @dataclass
 class _Block:
     """A block of an unfinished answer."""
@@ -197,12 +194,14 @@ class MessagesReader:
         answer: Receives the answer.
         errors: Makes the errors.
         lead: White space with which the answer may begin, and which the context has already.
+        num_sent: The characters of the request, to estimate the prompt's tokens if they are not reported.
     """
 
-    def __init__(self, answer: Answer, errors: ErrorMapping, *, lead: str = "") -> None:
+    def __init__(self, answer: Answer, errors: ErrorMapping, *, lead: str = "", num_sent: int = 0) -> None:
         self.answer = answer
         self.errors = errors
         self._lead = lead
+        self._num_sent = num_sent
         self._counts: dict[str, int] = {}
         self._blocks: dict[int, _Block] = {}
         self._open: int | None = None  # the block that has begun and not ended
@@ -344,25 +343,20 @@ class MessagesReader:
         self._has_ended = True
         self.answer.finish("stop" if self.answer.is_stopped else _FINISHED[reason])
 
-    def _count(self, counts: _UsageFields | None) -> None:
+    def _count(self, usage: msgspec.Raw) -> None:
         """Later counts replace earlier ones, which they include."""
-        if counts is None:
-            return
-        details = counts.output_tokens_details
-        found = {
-            "input": counts.input_tokens,
-            "output": counts.output_tokens,
-            "read": counts.cache_read_input_tokens,
-            "written": counts.cache_creation_input_tokens,
-            "thinking": None if details is None else details.thinking_tokens,
-        }
-        self._counts |= {name: max(0, count) for name, count in found.items() if count is not None}
+        found = counts_in(usage)
+        for name, field_name in _COUNTS.items():
+            if (number := count(found, field_name)) is not None:
+                self._counts[name] = number
 
     def _set_usage(self) -> None:
         counts = self._counts
         read, written = counts.get("read", 0), counts.get("written", 0)
-        output = counts.get("output", 0) if self._has_ended else self.answer.num_deltas
-        prompt = counts.get("input", 0) + read + written
+        num_deltas = self.answer.num_deltas
+        output = counts.get("output", num_deltas) if self._has_ended else num_deltas
+        guess = 0 if read + written else self._num_sent // CHARS_PER_TOKEN
+        prompt = counts.get("input", guess) + read + written
         self.answer.usage = Usage(prompt, read, output, reasoning_tokens=counts.get("thinking", 0))
         self.answer.written_tokens = written
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import EngineFailed, ProtocolError
@@ -95,28 +96,12 @@ class _Item(msgspec.Struct):
                 return None
 
 
-class _InputDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-
-
-class _OutputDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class _UsageFields(msgspec.Struct):
-    input_tokens: int | None = None
-    input_tokens_details: _InputDetails | None = None
-    output_tokens: int | None = None
-    output_tokens_details: _OutputDetails | None = None
-
-
 class _Incomplete(msgspec.Struct):
     reason: str | None = None
 
 
 class _ResponseFields(msgspec.Struct):
-    usage: _UsageFields | None = None
+    usage: msgspec.Raw = NULL
     error: Any = None
     incomplete_details: _Incomplete | None = None
 
@@ -130,7 +115,7 @@ class _EventFields(msgspec.Struct):
     summary_index: int = 0
     item: msgspec.Raw = _NO_ITEM
     delta: Any = None  # a text in the events that are read
-    logprobs: list[_Token] | None = None
+    logprobs: msgspec.Raw = NULL
     response: _ResponseFields | None = None
     error: Any = None
     code: Any = None
@@ -144,6 +129,7 @@ class _Head(msgspec.Struct):
 
 _events = msgspec.json.Decoder(_EventFields)
 _heads: msgspec.json.Decoder[_Head | None] = msgspec.json.Decoder(_Head | None)
+_tokens = msgspec.json.Decoder(list[_Token])
 _known_items = msgspec.json.Decoder(_Item)
 _KINDS: Final = {
     "response.output_text.delta": "message",
@@ -183,7 +169,6 @@ class ResponsesReader:
     _items: dict[int, _Open] = field(default_factory=dict)
     _latest: int = -1  # the latest item
     _refusal: list[str] = field(default_factory=list)
-    _usage: Usage | None = None
 
     @property
     def is_visible(self) -> bool:
@@ -252,9 +237,16 @@ class ResponsesReader:
             return
         if not isinstance(fields.delta, str):
             raise self._wrong("a part that is no text")
-        for token in fields.logprobs or ():
-            self.answer.add_token(token.info())
+        if self.answer.wants_logprobs and is_given(fields.logprobs):
+            for token in self._tokens(fields.logprobs):
+                self.answer.add_token(token.info())
         self._add(kind, item, fields.delta)
+
+    def _tokens(self, logprobs: msgspec.Raw) -> list[_Token]:
+        try:
+            return _tokens.decode(logprobs)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise self._wrong(f"log-probabilities that are not of its API ({error})") from error
 
     def _add(self, kind: str, item: _Open, part: str) -> None:
         """A part of an item; ``kind``: of its event."""
@@ -295,9 +287,7 @@ class ResponsesReader:
             raise self.errors.refused("".join(self._refusal))
         self.is_over = True
         self.answer.finish("stop" if self.answer.is_stopped else reason)
-        if response.usage is not None:
-            self._count(response.usage)
-        self._set_usage()
+        self._set_usage(response.usage)
         if reason == "eos":
             self._keep_native()
 
@@ -311,19 +301,9 @@ class ResponsesReader:
             text = "".join([item.text for item in items if item.type == "message"])
             self.answer.keep_native(text, b",".join(map(_encode, written)))
 
-    def _count(self, counts: _UsageFields) -> None:
-        read, written = counts.input_tokens_details, counts.output_tokens_details
-        self._usage = Usage(
-            counts.input_tokens or 0,
-            (read and read.cached_tokens) or 0,
-            counts.output_tokens or 0,
-            reasoning_tokens=(written and written.reasoning_tokens) or 0,
-        )
-        self.answer.written_tokens = (read and read.cache_write_tokens) or 0
-
-    def _set_usage(self) -> None:
+    def _set_usage(self, usage: msgspec.Raw = NULL) -> None:
         guess = Usage(self.num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
-        self.answer.usage = self._usage or guess
+        self.answer.usage, self.answer.written_tokens = read_usage(usage, guess)
 
     def _wrong(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self.errors.server} sent {what}")

@@ -99,7 +99,8 @@ def test_whole_responses_have_log_probabilities() -> None:
     part = {"token": "yes", "logprob": -0.5, "top_logprobs": [{"token": "yes", "logprob": -0.5}]}
     content = [{"type": "output_text", "text": "yes", "annotations": [], "logprobs": [part]}]
     item = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
-    found = read_whole(json.dumps({"status": "completed", "output": [item]}).encode())
+    response = json.dumps({"status": "completed", "output": [item]}).encode()
+    found = read_whole(response, params=GenParams(top_logprobs=1))
     assert [(token.text, token.logprob) for token in found.tokens] == [("yes", -0.5)]
     assert found.text == "yes"
 
