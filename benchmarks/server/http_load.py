@@ -15,9 +15,12 @@ from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks.soak.raw_http import BadAnswer, parse
+
 WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morning", "bridge", "copper"]
 DONE = b"data: [DONE]"
 ENDED = b'"finish_reason":"stop"'
+Message = dict[str, str]
 # Clients time out after this; a request without an answer by then counts as hanging.
 GIVE_UP_S = 120.0
 
@@ -37,11 +40,15 @@ class Outcome:
 @dataclass
 class Load:
     """A closed loop of clients that send requests in sequence. Or, with ``rate_per_s``, an open loop:
-    requests arrive at random times for ``duration_s``."""
+    requests arrive at random times for ``duration_s``.
+
+    With ``turns`` or ``branches``, a client sends several requests in the place of each one: the turns of a
+    chat, or a tree of calls. The answers are part of the prompts after them.
+    """
 
     port: int
     streams: int = 1  # the clients
-    requests: int = 1  # of each client
+    requests: int = 1  # of each client: single ones, chats or trees
     rate_per_s: float = 0.0  # the mean arrival rate of an open loop
     duration_s: float = 0.0  # the limit of a closed loop; 0: none
     prompt_words: int = 40  # random words of each prompt
@@ -50,6 +57,9 @@ class Load:
     seed: int = 0
     shared_words: int = 0  # words before the random ones, the same in all prompts
     schema: dict[str, Any] | None = None  # of the answers, whose number of tokens is then unknown
+    turns: int = 1  # of a chat; each has its own random words
+    branches: int = 0  # of a tree: they continue one answer at the same time, and a last call reads theirs
+    model: str = "smollm2-135m"
     outcomes: list[Outcome] = field(default_factory=list)
 
     async def put(self) -> dict[str, Any]:
@@ -72,35 +82,53 @@ class Load:
         at_s = time.perf_counter()
         while at_s < end_s:
             await asyncio.sleep(max(0.0, at_s - time.perf_counter()))  # noqa: TID251  the next arrival
-            group.create_task(self._ask(rng))
+            group.create_task(self._converse(rng))
             at_s += rng.expovariate(self.rate_per_s)
 
     async def _one_after_the_other(self, rng: random.Random, end_s: float) -> None:
         asked = 0
         while asked < self.requests or time.perf_counter() < end_s:
-            await self._ask(rng)
+            await self._converse(rng)
             asked += 1
 
-    async def _ask(self, rng: random.Random) -> None:
+    async def _converse(self, rng: random.Random) -> None:
+        """Sends a single request, the turns of a chat, or the calls of a tree."""
+        messages: list[Message] = []
+        for _ in range(self.turns):
+            messages += await self._turn(rng, messages)
+        if self.branches:
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(self._turn(rng, messages)) for _ in range(self.branches)]
+            answers = "\n".join(call.result()[-1]["content"] for call in calls)
+            await self._turn(rng, messages, quoted=answers)
+
+    async def _turn(self, rng: random.Random, before: list[Message], *, quoted: str = "") -> list[Message]:
+        """Sends the messages and one more, which begins with ``quoted``. Returns it and its answer."""
         outcome = Outcome(time.perf_counter())
         self.outcomes.append(outcome)
+        max_tokens = self.max_tokens + rng.randint(-self.spread, self.spread)
+        asked = {"role": "user", "content": self._content(rng, quoted, is_first=not before)}
+        answer = ""
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                max_tokens = self.max_tokens + rng.randint(-self.spread, self.spread)
-                await self._exchange(outcome, self._body(rng, max_tokens), max_tokens)
+                answer = await self._exchange(outcome, self._body([*before, asked], max_tokens), max_tokens)
         except TimeoutError:
             outcome.status = -1
-        except OSError:
+        except (OSError, BadAnswer):
             outcome.status = 0
         outcome.took_s = time.perf_counter() - outcome.began_s
+        return [asked, {"role": "assistant", "content": answer}]
 
-    def _body(self, rng: random.Random, max_tokens: int) -> bytes:
+    def _content(self, rng: random.Random, quoted: str, *, is_first: bool) -> str:
         shared = random.Random(self.seed)
-        words = [shared.choice(WORDS) for _ in range(self.shared_words)]
+        words = [shared.choice(WORDS) for _ in range(self.shared_words if is_first else 0)]
         words += [rng.choice(WORDS) for _ in range(self.prompt_words)]
+        return "\n".join(filter(None, [quoted, " ".join(words)]))
+
+    def _body(self, messages: list[Message], max_tokens: int) -> bytes:
         body = {
-            "model": "smollm2-135m",
-            "messages": [{"role": "user", "content": " ".join(words)}],
+            "model": self.model,
+            "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -112,26 +140,40 @@ class Load:
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return json.dumps(body).encode()
 
-    async def _exchange(self, outcome: Outcome, body: bytes, max_tokens: int) -> None:
+    async def _exchange(self, outcome: Outcome, body: bytes, max_tokens: int) -> str:
+        """Sends a request and records the outcome. Returns the answer's text if later prompts need it."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             head += "Connection: close\r\n\r\n"
             writer.write(head.encode() + body)
-            outcome.status = int((await reader.readline()).split()[1])
-            tail = b""
+            first_line = await reader.readline()
+            outcome.status = int(first_line.split()[1])
+            tail, received = b"", [first_line]
             while data := await reader.read(65536):
                 # The first delta has only the role.
                 num_deltas = data.count(b'"content":"') - data.count(b'"content":""')
                 if num_deltas and not outcome.ttft_s:
                     outcome.ttft_s = time.perf_counter() - outcome.began_s
                 tail = (tail + data)[-2_000:]
+                if self.turns > 1 or self.branches:
+                    received.append(data)
             if outcome.status == 200 and DONE in tail:
                 outcome.num_tokens = max_tokens if self.schema is None else 0
                 outcome.ended = ENDED in tail
+                return _text(b"".join(received)) if len(received) > 1 else ""
+            return ""
         finally:
             writer.close()
+
+
+def _text(received: bytes) -> str:
+    """Returns the text of a streamed answer."""
+    lines = parse(received).body.splitlines()
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 async def main() -> None:
