@@ -258,7 +258,7 @@ def _simulations() -> str:
     from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
     from agentflow.engine.simulator.simulation import simulate
     from agentflow.engine.simulator.summary import summarise
-    from agentflow.engine.simulator.workload import read_workload
+    from agentflow.engine.simulator.workload_file import read_workload
 
     lines = ["### Policies on the committed workloads, simulated\n"]
     for file in sorted((ROOT / "benchmarks" / "workloads").glob("*.json")):
@@ -289,7 +289,7 @@ def _plot_cold_tail() -> str | None:
         return "images/cold-tail.svg" if (PAGE.parent / "images" / "cold-tail.svg").exists() else None
     from agentflow.engine.scheduling.scheduler import SchedulerConfig
     from agentflow.engine.simulator.simulation import simulate
-    from agentflow.engine.simulator.workload import read_workload
+    from agentflow.engine.simulator.workload_file import read_workload
 
     workload = read_workload(ROOT / "benchmarks" / "workloads" / "cold-tail.json")
     plt.rcParams["svg.hashsalt"] = "agentflow"

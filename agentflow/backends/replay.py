@@ -1,12 +1,12 @@
 """A backend that answers from a recording, without a model, as long as the program sends the same ops.
 
-**What is compared.** Each content op (text, turns, gens with all their parameters, selects, forks) with the
+**Compared.** Each content op (text, turns, gens with all their parameters, selects, forks) with the
 one that was recorded at the same place: the run, the path in its fork tree, the position in the state's
 stream. Numbers of states and variables are not compared, because they depend on how branches interleave;
 references are compared by their targets. When a state is closed, it must have received all its recorded ops;
 when the session ends, all recorded runs must have been repeated.
 
-**What is not compared.** Awaits change nothing, and are answered wherever they stand. ``Cancel`` and ``Seal``
+**Not compared.** Awaits change nothing, and are answered wherever they stand. ``Cancel`` and ``Seal``
 take effect immediately, so their position depends on timing. Task groups are compared as a set for each
 state. A failure elsewhere or a cancellation stops a branch at a point that depends on timing, so such a state
 may receive fewer or more ops than were recorded.
@@ -62,7 +62,7 @@ from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, spec_of
 from agentflow.recording.file import Recording, read_recording
 from agentflow.recording.images import read_image
-from agentflow.recording.places import Content, ForkTree, Node, Path, describe, difference
+from agentflow.recording.places import Content, ForkTree, Path, StateInTree, describe, difference
 from agentflow.recording.runs import (
     CONTROL,
     RecordedEvent,
@@ -91,7 +91,7 @@ class Replay:
     """
 
     is_replay = True
-    """It has the texts that the client provided, such as the results of tools."""
+    """A recording also has the texts that the client provided, such as the results of tools."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._recording = read_recording(path)
@@ -421,7 +421,7 @@ def _beginning_of(run: RecordedRun) -> str:
     return f" (it begins with {texts[0]})" if texts else ""
 
 
-class _LiveState(Node):
+class _LiveState(StateInTree):
     """A state of the running program. ``recorded``: its counterpart; None while it is unknown, and below an
     op that was not recorded."""
 

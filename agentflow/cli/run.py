@@ -172,7 +172,7 @@ def _scalar_types(program: ProgramFunction) -> dict[str, type]:
     return {name: kind for name, kind in hints.items() if kind in (int, float, bool)}
 
 
-class Batch:
+class InputRun:
     """One run of the command. ``failures``: the failures so far."""
 
     def __init__(self, options: argparse.Namespace, program: ProgramFunction, inputs: list[Any]) -> None:
@@ -258,7 +258,7 @@ def run_batch(options: argparse.Namespace) -> int:
     inputs = InputFile(options.inputs, program).read()
     if options.output is not None and not options.resume and os.path.exists(options.output):
         raise BadArgument(f"{options.output} exists: continue it with --resume, or remove it")
-    batch = Batch(options, program, inputs)
+    batch = InputRun(options, program, inputs)
     collect_garbage_rarely()  # it would stop all runs
     try:
         anyio.run(batch.run)
@@ -278,7 +278,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("program", metavar="PROGRAM", help="FILE.py:NAME or MODULE:NAME; without a name, the only program")
     add("inputs", metavar="INPUTS", help="a JSONL file, or a CSV file with a header; -: standard input")
     add("-o", "--output", metavar="FILE", help="append each result as it ends (default: standard output)")
-    add("--resume", action="store_true", help="continue FILE: run only what has no result there")
+    add("--resume", action="store_true", help="continue FILE: run only the inputs without a result there")
     add("--key", metavar="FIELD", help="the field that identifies an input (default: all of it)")
     add("--url", help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)")
     add(

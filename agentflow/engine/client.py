@@ -51,7 +51,7 @@ from agentflow.engine.submit import Origin, Submit
 from agentflow.engine.text.reasoning import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
-from agentflow.engine.watching.hub import WatchHub
+from agentflow.engine.watching.shared_watches import SharedWatches
 from agentflow.errors import (
     AgentflowError,
     EngineDown,
@@ -151,7 +151,7 @@ class EngineClient:
         self._media_of: dict[int, list[PreparedMedium]] = {}  # of unfinished requests
         self._queries: dict[int, _Call] = {}
         self._stats_ticket: int | None = None  # of the unanswered StatsRequest
-        self.watches = WatchHub(self._query)
+        self.watches = SharedWatches(self._query)
         self.adapters: dict[str, AdapterLoaded] = {}
         """The loaded adapters by name."""
         self._ended_because: str | None = None
@@ -186,9 +186,21 @@ class EngineClient:
         thinking: Thinking | None = None,
         calls: CallMarks | None = None,
     ) -> Finished:
-        """Generates. ``on_sent`` is called when the request is in the engine's queue, ``on_text`` with each
-        text delta, and ``on_progress`` with all progress of each step. Cancelling the call aborts the
-        request; so does an error of the latter two, which is raised here."""
+        """Generates after a prompt. Cancelling the call aborts the request.
+
+        Args:
+            token_ids: The prompt.
+            params: The sampling parameters.
+            seed: Of the random numbers.
+            on_text: Called with each text delta. An exception aborts the request and propagates.
+            on_progress: Called with all progress of each step. Exceptions as for ``on_text``.
+            origin: The tenant, the program and the cache salt of the request.
+            constraint: The output satisfies it.
+            jump_forward: Forced text is appended without sampling.
+            on_sent: Called when the request is in the engine's queue.
+            thinking: How the output may begin with reasoning.
+            calls: The marks of the tool calls that the output may have.
+        """
         message = Submit(
             next(self._ids),
             token_ids,
@@ -224,9 +236,19 @@ class EngineClient:
         head_of: Sequence[int] = (),
         origin: Origin = _NOWHERE,
     ) -> Finished:
-        """Log-probabilities of each choice's tokens after ``token_ids``, or after ``token_ids`` and the head
-        of the choice, all computed together. Shared prefixes are computed once. ``BadArgument`` for a choice
-        without tokens."""
+        """Computes the log-probabilities of each choice's tokens, all together. Shared prefixes are computed
+        once.
+
+        Args:
+            token_ids: The prompt.
+            choices: The tokens of each choice.
+            heads: Tokens between the prompt and some of the choices.
+            head_of: The index of each choice's head; without heads, choices follow the prompt.
+            origin: The tenant, the program and the cache salt of the request.
+
+        Raises:
+            BadArgument: a choice has no tokens.
+        """
         message = Submit(
             next(self._ids), token_ids, None, origin=origin, choices=choices, heads=heads, head_of=head_of
         )
@@ -486,7 +508,7 @@ class _EngineThread(threading.Thread):
     """Loads an engine and runs it. ``ready``: loading succeeded or failed. ``ended``: the thread has ended.
 
     Loading takes seconds and cannot be interrupted, so the thread is a daemon. If its session ends meanwhile,
-    the thread is left behind, drops what it has loaded as soon as it can, and keeps no process alive."""
+    the thread is left behind, drops the model as soon as it can, and keeps no process alive."""
 
     def __init__(self, load: Load, max_unfinished: int | None) -> None:
         super().__init__(name="agentflow engine", daemon=True)

@@ -217,7 +217,7 @@ class Link:
                 self._end_spans(error)
 
     @asynccontextmanager
-    async def beside(self, backend: Backend) -> AsyncIterator[Link]:
+    async def to_backend(self, backend: Backend) -> AsyncIterator[Link]:
         """A link of the same session to another backend. Its runs are among the session's, and both links
         use up the session's limits."""
         link = Link(self.seed)
@@ -238,7 +238,7 @@ class Link:
         await link.close(None, None, None)
 
     async def _leave(self, link: Link) -> None:
-        """The limits are those of one link again, whose backend does not know what the other has used."""
+        """Returns to the limits of one link, whose backend does not know the usage of the other."""
         if anyio.current_effective_deadline() != -math.inf:  # else the tasks of the link are cancelled, too
             with anyio.CancelScope(shield=True), anyio.move_on_after(_STATS_S), suppress(AgentflowError):
                 self._ended_stats = [summed([*self._ended_stats, await link._backend_stats()])]
@@ -292,7 +292,7 @@ class Link:
         self.check_loop()
 
     def check_open(self) -> None:
-        """As ``check_alive``, in any thread."""
+        """Like ``check_alive``, in any thread."""
         if self._failure is not None:
             raise ErrorInfo.of(self._failure).to_exception()
         if self._connection is None:

@@ -52,30 +52,30 @@ class _VariablePlace(NamedTuple):
     transforms: tuple[Transform, ...] = ()
 
 
-class Node:
+class StateInTree:
     """A state: its run (numbered from 0 in the order of opening), its path, and its forks. ``id``: its number
     in the session."""
 
-    def __init__(self, run: int, path: Path, parent: Node | None) -> None:
+    def __init__(self, run: int, path: Path, parent: StateInTree | None) -> None:
         self.id = 0
         self.run = run
         self.path = path
         self.parent = parent
-        self.forks: list[Node] = []
+        self.forks: list[StateInTree] = []
         self.num_variables = 0
         self.num_gens = 0
         self.is_cancelled = False
 
     def cancel(self) -> None:
         """Marks the state and all its forks."""
-        pending: list[Node] = [self]
+        pending: list[StateInTree] = [self]
         while pending:  # a chain of forks may be deeper than Python's stack
             node = pending.pop()
             node.is_cancelled = True
             pending += node.forks
 
 
-NodeT = TypeVar("NodeT", bound=Node)
+NodeT = TypeVar("NodeT", bound=StateInTree)
 
 
 class ForkTree(Generic[NodeT]):

@@ -23,7 +23,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, num_done_with, references, spec_of
 from agentflow.recording.file import Entry, Recording
-from agentflow.recording.places import Content, ForkTree, Node, Path
+from agentflow.recording.places import Content, ForkTree, Path, StateInTree
 
 CONTROL = ops.TaskGroup | ops.Seal | ops.Await | ops.Cancel | ops.Close
 """Ops that are not compared in order, but matter to a replay."""
@@ -87,7 +87,7 @@ class RecordedOp:
     children: list[RecordedState] = field(default_factory=list)
 
 
-class RecordedState(Node):
+class RecordedState(StateInTree):
     """A state, with its ops and events."""
 
     def __init__(self, run: int, path: Path, parent: RecordedState | None) -> None:
@@ -97,7 +97,7 @@ class RecordedState(Node):
         self.groups: set[Content] = set()
         self.num_ops_sealed: int | None = None  # ops before its seal; None: it was not sealed
         self.failure: RecordedEvent | None = None
-        self.error: ErrorInfo | None = None  # of its failure, or of what came after its cancellation
+        self.error: ErrorInfo | None = None  # of its failure, or of a failure after its cancellation
         self.cause: tuple[int, int | None] = (0, None)  # of its failure: ops sent, and an event, before
         self.end_s = 0.0
         self._fork_position = 0 if parent is None else len(parent.ops) + 1  # the fork itself included
@@ -194,7 +194,7 @@ class RecordedRuns:
         self.origins: dict[ErrorInfo, RecordedEvent] = {}  # of each root cause, the first event with it
         self._num_events = 0
         self._num_ops = 0
-        self._variables: dict[tuple[Node, int], RecordedVariable] = {}
+        self._variables: dict[tuple[StateInTree, int], RecordedVariable] = {}
         self._tree: ForkTree[RecordedState] = ForkTree(
             RecordedState, recording.header.seed, resolves_params=recording.header.resolves_params
         )

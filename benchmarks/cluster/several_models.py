@@ -16,7 +16,8 @@ from agentflow.cluster.routing.router import Router
 from agentflow.cluster.simulated.several_models import SimulatedModel, SimulatedModels
 from agentflow.cluster.simulated.simulation import MODEL
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.simulator.workload import Arrival, Workload, beside, chat, few_shot, two_models
+from agentflow.engine.simulator.generators import chat, combined, few_shot, two_models
+from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.cluster.workloads import TPOT_S
 from benchmarks.engine.programs import GPU
 from benchmarks.report import Report, Result
@@ -52,8 +53,8 @@ def _workloads(seed: int) -> list[tuple[str, Sequence[Arrival], int]]:
     chats = [chat(num_chats=60, per_s=2.4, seed=seed + number) for number in range(2)]
     return [
         ("programs over both models", two_models(num_programs=60, per_s=0.9, seed=seed), NUM_GPUS),
-        ("chats on each", beside(_of("large", chats[0]), _of("small", chats[1])), NUM_GPUS),
-        ("the large one on one GPU", beside(_of("large", large_questions), _of("small", questions)), 1),
+        ("chats on each", combined(_of("large", chats[0]), _of("small", chats[1])), NUM_GPUS),
+        ("the large one on one GPU", combined(_of("large", large_questions), _of("small", questions)), 1),
     ]
 
 

@@ -18,18 +18,17 @@ from agentflow.cluster.routing.router import Policy, Router
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, RoundRobin
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.simulator.simulation import Served, Simulated
-from agentflow.engine.simulator.workload import (
-    Arrival,
-    Workload,
+from agentflow.engine.simulator.generators import (
     agent_sessions,
-    beside,
     chat,
+    combined,
     few_shot,
     map_reduce,
     multi_agent,
     tree_of_thought,
 )
+from agentflow.engine.simulator.simulation import Served, Simulated
+from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.engine.programs import GPU, applications, conversations
 
 OURS, LARGE = "ours", "one-large"
@@ -223,7 +222,7 @@ def goodput(served: Sequence[Served]) -> float:
 def _mix(num_replicas: int, count: int, per_s: float, seed: int) -> list[Arrival]:
     """Half of the programs are chats, and a tenth of the others map-reduce."""
     documents = max(1, count // 40)
-    return beside(
+    return combined(
         conversations(count - documents, per_s * (count - documents) / count, 9 + seed),
         map_reduce(
             num_programs=documents, per_s=per_s * documents / count, width=20, chunk=1024, seed=4 + seed

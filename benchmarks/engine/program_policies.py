@@ -14,10 +14,11 @@ from rich.console import Console
 
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.generators import agent_sessions
 from agentflow.engine.simulator.published import published_rules
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.summary import program_times
-from agentflow.engine.simulator.workload import Arrival, Workload, agent_sessions
+from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.report import Report, Result
 
 SLOW = CostModel(base_s=5.1e-3, row_s=2.05e-4, logits_s=0.0, read_s=2.5e-7, pair_s=1.2e-7)

@@ -24,19 +24,18 @@ from agentflow.cluster.simulated.published import LeastTokens
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.simulator.simulation import Served, Simulated, simulate
-from agentflow.engine.simulator.summary import program_times
-from agentflow.engine.simulator.workload import (
-    Arrival,
-    Workload,
+from agentflow.engine.simulator.generators import (
     agent_sessions,
-    beside,
     chains,
+    combined,
     hot_and_cold,
     map_reduce,
     multi_agent,
     unshared,
 )
+from agentflow.engine.simulator.simulation import Served, Simulated, simulate
+from agentflow.engine.simulator.summary import program_times
+from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.engine import program_policies
 from benchmarks.engine.real_programs import PROGRAMS, measure_real
 from benchmarks.report import Report, Result
@@ -238,7 +237,7 @@ def mix(engines: Engines, seconds: float, load: float) -> tuple[list[Arrival], f
     documents = [
         starting(document_map(100 + number), at_s, f"document {number}") for number, at_s in enumerate(starts)
     ]
-    return beside(conversations(int(rate * seconds), rate), *documents), rate
+    return combined(conversations(int(rate * seconds), rate), *documents), rate
 
 
 LONGEST = "programs.longest_setting_s"
@@ -265,14 +264,14 @@ def settings(scale: str, only: str) -> dict[str, Callable[[], Setting]]:
         documents = [
             starting(document_chain(number), 2 + each_s * number, f"chain {number}") for number in range(size)
         ]
-        arrivals = beside(background(int(rate * each_s * size), rate), *documents)
+        arrivals = combined(background(int(rate * each_s * size), rate), *documents)
         note = f"figure 12a: a chain beside requests at {load} of the served rate ({rate:.0f} a second)"
         return Setting(name, note, arrivals, one, goal)
 
     def many_chains() -> Setting:
         note = "figures 12b and 13: 25 chains at a time, of 10 requests over 2,048 tokens each"
         documents = [starting(document_chain(number, 2048), 0.0, f"chain {number}") for number in range(25)]
-        return Setting("many_chains", note, beside(*documents), one, ">= 1.5")
+        return Setting("many_chains", note, combined(*documents), one, ">= 1.5")
 
     def map_alone() -> Setting:
         note = "figure 14: 20 requests over 1,024 tokens each and one over their outputs"
@@ -285,7 +284,7 @@ def settings(scale: str, only: str) -> dict[str, Callable[[], Setting]]:
             starting(document_map(number), 2 + 3.0 * number, f"document {number}")
             for number in range(int(seconds / 3) - 1)
         ]
-        arrivals = beside(background(int(rate * seconds), rate), *documents)
+        arrivals = combined(background(int(rate * seconds), rate), *documents)
         note = f"figure 14 beside requests at {LOAD} of the served rate ({rate:.0f} a second)"
         return Setting("map_reduce", note, arrivals, one, ">= 1.5")
 

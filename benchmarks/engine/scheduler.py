@@ -19,8 +19,10 @@ from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
+from agentflow.engine.simulator.generators import generate, unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
-from agentflow.engine.simulator.workload import Workload, generate, read_workload, unshared
+from agentflow.engine.simulator.workload import Workload
+from agentflow.engine.simulator.workload_file import read_workload
 from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.deep_queue import measure_deep_queue

@@ -16,9 +16,9 @@ from support.observed_backends import Stepped, settle
 from support.programs import echo
 
 import agentflow as af
-from agentflow.language.display.outline import Piece, elided, shortened
+from agentflow.language.display.outline import OutlinePiece, elided, shortened
 from agentflow.language.display.terminal import show
-from agentflow.language.states import live
+from agentflow.language.states import live_display
 from agentflow.language.states.outliner import _CacheEstimate, outline_of
 
 pytestmark = pytest.mark.anyio
@@ -169,7 +169,7 @@ def test_cached_text_is_the_beginning_of_each_prompt(gens: list[tuple[int, int, 
     estimate, pieces, position = _CacheEstimate(), [], 0
     marks: list[bool] = []
     for num_new, num_cached, num_output in gens:
-        piece = Piece("text", "x" * num_new)
+        piece = OutlinePiece("text", "x" * num_new)
         estimate.pieces.append(piece)
         cached = min(num_cached, position + num_new)
         marks += [index < cached for index in range(position, position + num_new)]
@@ -237,12 +237,12 @@ class Cell:
 
 
 async def test_a_running_state_is_redrawn_until_it_is_done(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(live, "S_BETWEEN_DRAWINGS", 0)
+    monkeypatch.setattr(live_display, "S_BETWEEN_DRAWINGS", 0)
     backend = Stepped({"": "one two three"})
     cell = Cell()
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.user("a") + af.assistant(af.gen("x"))
-        flow._link.start_soon(live._follow, s._node, cell)
+        flow._link.start_soon(live_display._follow, s._node, cell)
         await settle()
         await backend.allow(2)
         assert cell.shown[-1]["text/plain"].endswith("one two‹x…›")

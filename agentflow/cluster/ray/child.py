@@ -67,10 +67,10 @@ class RayChild:
         self._host = host
         self._engine = FrameConnection(engine)
         self._told_at = time.monotonic()
-        self._watch = Watch(watch, self._told_at)
+        self._watch = Heartbeat(watch, self._told_at)
         self._rank_hosts = [rank for rank, _ in ranks]
         # An actor sends beats from the time on when rank 0 has connected to it.
-        self._rank_watches = [Watch(one, self._told_at + CONNECT_S) for _, one in ranks]
+        self._rank_watches = [Heartbeat(one, self._told_at + CONNECT_S) for _, one in ranks]
         self._pid = pid
         self.on_end: Callable[[], object] = lambda: None
         """Called when it has ended."""
@@ -114,7 +114,7 @@ class RayChild:
         return how
 
 
-class Watch:
+class Heartbeat:
     """The server's end of the connection for beats. ``heard_at``: the time in seconds from when on the actor
     must not be silent for longer than ``LOST_S``."""
 
@@ -142,7 +142,7 @@ class Watch:
         self._connection.close()
 
 
-def _end(host: Any, ranks: Sequence[Any], watch: Watch, grace_s: float) -> str:
+def _end(host: Any, ranks: Sequence[Any], watch: Heartbeat, grace_s: float) -> str:
     import ray
     from ray.exceptions import RayError
 

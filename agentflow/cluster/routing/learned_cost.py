@@ -21,10 +21,10 @@ FORGOTTEN_PART = 0.05
 _LEAST_S = 1e-4
 _PRIOR: NDArray[np.float64] = np.array((0.02, 1e-4, 0.02))
 _LEAST = _PRIOR * 1e-3
-_LASTING = np.diag(1e-6 / _PRIOR**2)  # decides what requests of one length leave open
+_LASTING = np.diag(1e-6 / _PRIOR**2)  # decides where requests of one length cannot
 
 
-class Costs(NamedTuple):
+class LearnedCosts(NamedTuple):
     """``fixed_s`` of a request, ``unit_s`` of a unit of the prompt that is computed, ``output_s`` of a token
     of the output."""
 
@@ -54,8 +54,8 @@ class LearnedCost:
         self._products += row[:, None] * row
         self._targets += row
 
-    def costs(self) -> Costs:
-        """What the requests so far tell. Far slower than ``observe``."""
+    def costs(self) -> LearnedCosts:
+        """The costs fitted to the requests so far. Far slower than ``observe``."""
         matrix, right = self._products + _LASTING, self._targets + _LASTING @ _PRIOR
         used = [0, 1, 2]
         while True:  # a time is not negative: without the most negative part, as in ``fit_cost``
@@ -65,10 +65,10 @@ class LearnedCost:
             del used[int(found.argmin())]
         costs = _LEAST.copy()
         costs[used] = np.maximum(found, _LEAST[used])
-        return Costs(*costs.tolist())
+        return LearnedCosts(*costs.tolist())
 
 
-def mean_cost(costs: Sequence[Costs]) -> CostModel:
+def mean_cost(costs: Sequence[LearnedCosts]) -> CostModel:
     """The cost of an engine like the mean of the servers."""
     return CostModel(
         base_s=float(np.mean([cost.output_s for cost in costs])),

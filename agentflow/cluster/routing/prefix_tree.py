@@ -1,7 +1,7 @@
 """Which tokens each replica holds: one token-level radix tree over all replicas.
 
 An edge is a run of token ids. For each replica that holds a part of it, the edge knows where this part ends.
-What a replica holds of a sequence is always a prefix, because its cache loses leaves first. Two kinds of
+The cached part of a sequence is always a prefix, because caches lose leaves first. Two kinds of
 holdings count:
 
 - *reported*: blocks that entered the replica's cache and did not leave (``engine.cache.blocks``). A block is
@@ -33,15 +33,15 @@ POPULAR = 2
 @dataclass(slots=True, eq=False)
 class Kind:
     """Families that begin with the same tokens: how many there were, and requests that continued them, the
-    latest at full weight (``families``)."""
+    latest at full weight (``request_families``)."""
 
     num_begun: float = 0.0
     num_continued: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Family:
-    """A request and those that continue it (``families``)."""
+class RequestFamily:
+    """A request and those that continue it (``request_families``)."""
 
     replica: Replica  # where it began
     began_s: float
@@ -60,7 +60,7 @@ class Match(NamedTuple):
 
     hits: dict[Replica, int]
     num_popular: int
-    family: Family | None = None
+    family: RequestFamily | None = None
 
 
 class Edge:
@@ -78,7 +78,7 @@ class Edge:
         self.below: dict[Replica, int] = {}  # how many children have a part that the replica reported
         self.running: dict[Replica, int] = {}  # unfinished requests of which the prompt covers the edge
         self.key: Hashable = None  # roots only
-        self.family: Family | None = None  # the prompt with which it began ends here
+        self.family: RequestFamily | None = None  # the prompt with which it began ends here
 
     @property
     def end(self) -> int:
@@ -105,7 +105,7 @@ class PrefixTree:
         """Which tokens of ``run`` the replicas hold."""
         hits: dict[Replica, int] = {}
         num_popular = 0
-        family: Family | None = None
+        family: RequestFamily | None = None
         found = self._roots.get(key)
         if found is None:
             return Match(hits, 0)
@@ -223,7 +223,7 @@ class PrefixTree:
             done += len(child.run)
             edge = child
 
-    def mark(self, key: Hashable, run: TokenRun, family: Family) -> None:
+    def mark(self, key: Hashable, run: TokenRun, family: RequestFamily) -> None:
         """The family begins with this run, with which prompts in progress begin."""
         edge, done, size = self._root(key)[0], 0, len(run)
         while done < size:
@@ -269,7 +269,7 @@ class PrefixTree:
         edge.held[replica] = end
 
     def _release(self, edge: Edge, replica: Replica, end: int) -> None:
-        """The replica holds the path to the edge up to ``end`` only, and what other paths need of it."""
+        """The replica holds the path to the edge up to ``end`` only, and the parts that other paths need."""
         last = edge
         while edge.parent is not None and not edge.below.get(replica):
             if end > edge.start:
@@ -308,7 +308,7 @@ class PrefixTree:
         return upper
 
     def _prune(self, edge: Edge) -> None:
-        """Removes what no replica holds any more, from the end of the edge upwards."""
+        """Removes the part that no replica holds any more, from the end of the edge upwards."""
         while edge.parent is not None:
             longest = max(edge.held.values(), default=edge.start)
             num_blocks = longest // BLOCK_TOKENS - edge.start // BLOCK_TOKENS
@@ -318,7 +318,7 @@ class PrefixTree:
                 return
             if longest > edge.start:
                 if edge.end - longest >= BLOCK_TOKENS:
-                    edge.family = None  # others may begin with what is left
+                    edge.family = None  # others may begin with the rest
                 edge.run = edge.run[: (longest - edge.start) * TOKEN_BYTES]
                 return
             parent = edge.parent

@@ -19,16 +19,16 @@ from typing import Protocol
 
 import numpy as np
 
-from agentflow.cluster.routing.families import Families, begins_family
 from agentflow.cluster.routing.feed import Follower, Update
 from agentflow.cluster.routing.load import Call, EngineShape, Loads
-from agentflow.cluster.routing.prefix_tree import Family, Match, PrefixTree, Replica
+from agentflow.cluster.routing.prefix_tree import Match, PrefixTree, Replica, RequestFamily
+from agentflow.cluster.routing.request_families import RequestFamilies, begins_family
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, common_prefix_len
 from agentflow.errors import Overloaded
 
 AFFINITY_S = 1e-3
-"""What the replica of a program's latest request is preferred by, and so the replica of a task group."""
+"""The preference for the replica of a program's latest request, and so for that of a task group."""
 MAX_REMEMBERED = 65_536
 """Programs and task groups whose replica is remembered."""
 
@@ -38,7 +38,7 @@ class Policy(Protocol):
     when it left its replica."""
 
     reads_feed: bool
-    """Whether it reads what the replicas report of their caches."""
+    """Whether it reads the reports of the replicas' caches."""
 
     def add(self, replica: Replica) -> None:
         """A replica joins."""
@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 def units(calls: Sequence[Call]) -> Sequence[Sequence[Call]]:
-    """What is placed as a whole, in topological order: requests without a task group, and task groups."""
+    """The units of placement in topological order: requests without a task group, and task groups."""
     if len(calls) == 1:
         return [calls]
     found: list[list[Call]] = []
@@ -89,7 +89,7 @@ class Router:
     def __init__(self, shape: EngineShape, model: str = "", *, divides_groups: bool = True) -> None:
         self.tree = PrefixTree(model)
         self.loads = Loads(shape)
-        self.families = Families()
+        self.families = RequestFamilies()
         self._divides_groups = divides_groups
         self._followers: dict[Replica, Follower] = {}
         self._num_cached: dict[Replica, int] = {}  # reported tokens
@@ -105,13 +105,13 @@ class Router:
         self.families.add(replica)
 
     def lose(self, replica: Replica) -> None:
-        """A replica is gone, and what it held."""
+        """A replica is gone, with its cache."""
         self.loads.remove(replica)
         self._followers[replica].lost()
         self._num_cached[replica] = 0
 
     def forget(self, replica: Replica) -> None:
-        """What a replica held is gone. Its requests in progress stay until they end."""
+        """A replica's cache is gone. Its requests in progress stay until they end."""
         self._followers[replica].lost()
         self._num_cached[replica] = 0
         self.loads.cached(replica, 0)
@@ -202,7 +202,7 @@ class Router:
         size = -(-count // len(best[1]))
         common = first.run[: num_common * TOKEN_BYTES]
         is_one = 2 * num_common >= longest.num_tokens  # family in each part, not one for each member
-        family: Family | None = None
+        family: RequestFamily | None = None
         for number, (call, match) in enumerate(zip(members, matches, strict=True)):
             replica, its_hits = best[1][number // size], match.hits
             if number % size:

@@ -31,16 +31,16 @@ from agentflow.errors import RequestRefused
 def constrained_request(
     request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
 ) -> ConstrainedRequest:
-    """What follows a request that has a constraint or may think."""
+    """Follows the output of a request that has a constraint or may think."""
     has_channels = message.thinking is not None and message.thinking.has_channels
     kind = ChannelRequest if has_channels else ConstrainedRequest
     return kind(request, message, grammars, tokenizer)
 
 
 class ConstrainedRequest:
-    """Each call returns what is then forced, which the caller appends. ``request.next_mask`` has the tokens
-    that may follow: they are computed when it is first called after that, beside a forward pass if possible.
-    """
+    """Each call returns the tokens that are then forced, which the caller appends. ``request.next_mask`` has
+    the tokens that may follow: they are computed when it is first called after that, beside a forward pass if
+    possible."""
 
     def __init__(
         self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
@@ -76,12 +76,12 @@ class ConstrainedRequest:
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def num_forced(self, num_tokens: int) -> int:
-        """As ``ConstrainedText.num_forced_tokens``, of the first ``num_tokens`` of the whole output."""
+        """Like ``ConstrainedText.num_forced_tokens``, of the first ``num_tokens`` of the whole output."""
         return 0 if self._text is None else self._text.num_forced_tokens(num_tokens - self._num_before)
 
     @property
     def answer_at(self) -> int | None:
-        """As of ``Progress``; None if no reasoning can come before the answer, or channels tell."""
+        """See ``Progress``; None if no reasoning can come before the answer, or channels tell."""
         return None if self._reasoning is None else self._reasoning.answer_at
 
     @property
@@ -90,7 +90,7 @@ class ConstrainedRequest:
         return self._reasoning is not None and (self._reasoning.is_thinking or self._reasoning.is_gap)
 
     def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
-        """As ``ConstrainedText.forced_spans``, of the whole output."""
+        """Like ``ConstrainedText.forced_spans``, of the whole output."""
         if self._text is None:
             return []
         start = len(self._data_before.decode(errors="replace"))
@@ -146,7 +146,7 @@ class ConstrainedRequest:
         return self._update()
 
     def update(self) -> Jump | None:
-        """Returns what is forced after the tokens that were ``read``."""
+        """Returns the tokens that are forced after those that were ``read``."""
         return self._update()
 
     def end_reasoning(self) -> Jump | None:
@@ -207,7 +207,7 @@ class ConstrainedRequest:
         return jump
 
     def _append(self, text: str) -> Jump | None:
-        """Appends what ends reasoning, if the output has room for it."""
+        """Appends the tokens that end reasoning, if the output has room for them."""
         num_kept = self._num_before
         token_ids = self._tokenizer.encode_written(text)
         if num_kept + len(token_ids) > self._request.max_new_tokens:

@@ -24,10 +24,10 @@ _MOST_LEVELS: Final = 4
 """The number of lists around the innermost one whose commas are found. One token rarely closes more."""
 
 
-class Container(NamedTuple):
+class Nesting(NamedTuple):
     """An open list or object."""
 
-    outer: Container | None  # the list or object that contains it
+    outer: Nesting | None  # the list or object that contains it
     num_commas: int  # so far
 
 
@@ -38,7 +38,7 @@ class Position(NamedTuple):
     is_escaped: bool = False
     num_chars: int = 0  # of the open string
     num_digits: int | None = None  # of the current fraction; None outside a fraction
-    container: Container | None = None  # the innermost open one
+    container: Nesting | None = None  # the innermost open one
 
 
 def after(position: Position, data: bytes) -> Position:
@@ -64,11 +64,11 @@ def after(position: Position, data: bytes) -> Position:
         elif byte == _POINT:
             num_digits = 0
         elif byte in b"[{":
-            container = Container(container, 0)
+            container = Nesting(container, 0)
         elif byte in b"]}" and container is not None:
             container = container.outer
         elif byte == _COMMA and container is not None:
-            container = Container(container.outer, container.num_commas + 1)
+            container = Nesting(container.outer, container.num_commas + 1)
     return Position(in_string, escaped, num_chars, num_digits, container)
 
 
@@ -122,14 +122,14 @@ def _levels_of_commas(data: bytes, is_in_string: bool) -> Iterator[int]:
         position = after(position, byte)
 
 
-def _nested(depth: int) -> Container | None:
-    container: Container | None = None
+def _nested(depth: int) -> Nesting | None:
+    container: Nesting | None = None
     for _ in range(depth):
-        container = Container(container, 0)
+        container = Nesting(container, 0)
     return container
 
 
-def _depth(container: Container | None) -> int:
+def _depth(container: Nesting | None) -> int:
     depth = 0
     while container is not None:
         depth, container = depth + 1, container.outer

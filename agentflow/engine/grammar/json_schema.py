@@ -37,7 +37,7 @@ FREE_WHITESPACE_CHARS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Spaces:
     """The whitespace inside brackets, around commas and around colons."""
 
     inside: Regex
@@ -64,21 +64,21 @@ class Layout:
         return Sequence((literal(json.dumps(name, ensure_ascii=False)), self.colon, value))
 
 
-def layout(whitespace: Whitespace) -> Layout:
+def layout(whitespace: Whitespace) -> Spaces:
     """Returns the layout of a whitespace policy."""
     if whitespace == "free":
         space = CharSet(((0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)))
         any_space = Repeat(space, 0, FREE_WHITESPACE_CHARS)
-        return Layout(
+        return Spaces(
             any_space,
             Sequence((any_space, literal(","), any_space)),
             Sequence((any_space, literal(":"), any_space)),
         )
     gap = " " if whitespace == "compact" else ""
-    return Layout(EMPTY, literal("," + gap), literal(":" + gap))
+    return Spaces(EMPTY, literal("," + gap), literal(":" + gap))
 
 
-def exactly(value: object, spaces: Layout) -> Regex | None:
+def exactly(value: object, spaces: Spaces) -> Regex | None:
     """Returns the text of the value that a ``const`` requires. None if JSON cannot represent it."""
     if isinstance(value, dict):
         members = {str(name): exactly(member, spaces) for name, member in value.items()}

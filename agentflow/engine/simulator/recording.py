@@ -23,7 +23,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Failed, Finished, FromEngine, Progress
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.simulator.workload import Arrival, WorkloadWriter
+from agentflow.engine.simulator.workload import Arrival
+from agentflow.engine.simulator.workload_file import WorkloadWriter
 from agentflow.engine.submit import Submit
 from agentflow.runtime.task_group import open_task_group
 

@@ -16,7 +16,8 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.summary import Summary, summarise
-from agentflow.engine.simulator.workload import Workload, read_workload
+from agentflow.engine.simulator.workload import Workload
+from agentflow.engine.simulator.workload_file import read_workload
 from agentflow.errors import BadArgument
 
 

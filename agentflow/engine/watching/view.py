@@ -1,4 +1,4 @@
-"""What a session of one tenant sees of an engine.
+"""The part of an engine that a session of one tenant sees.
 
 A tenant without ``sees_metrics`` gets only its own requests, nodes and counters, and no steps, which are
 common to all tenants. Texts are for their own tenant in any case."""
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from agentflow.engine.messages import EngineStats
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.engine.watching.hub import WatchHub
+from agentflow.engine.watching.shared_watches import SharedWatches
 from agentflow.protocol.events import Stats, WatchedRequest
 from agentflow.runtime.generator import NodeText, Snapshot, SnapshotNode
 
@@ -21,7 +21,7 @@ class EngineView:
 
     def __init__(
         self,
-        hub: WatchHub,
+        hub: SharedWatches,
         tenant: Tenant,
         tokenizer: Tokenizer,
         stats: Callable[[EngineStats], Stats],
@@ -32,7 +32,7 @@ class EngineView:
         self._stats = stats
 
     async def snapshot(self, max_nodes: int, steps_after: int) -> Snapshot:
-        """As ``View.snapshot``."""
+        """Like ``View.snapshot``."""
         scope = None if self._tenant.sees_metrics else self._tenant.name
         found = await self._hub.snapshot(scope, max_nodes, steps_after)
         began_s = time.thread_time()
@@ -75,11 +75,11 @@ class EngineView:
         return snapshot
 
     async def text_of(self, node: int) -> NodeText:
-        """As ``View.text_of``."""
+        """Like ``View.text_of``."""
         found = await self._hub.peek(self._tenant.name, node)
         text = self._tokenizer.decode(found.token_ids, skip_special=False, continues=True)
         return NodeText(text, found.num_tokens)
 
     def spent(self, loop_s: float) -> None:
-        """As ``View.spent``."""
+        """Like ``View.spent``."""
         self._hub.spent(loop_s)

@@ -237,7 +237,7 @@ class NativeChoices(Structure):
     )
 
 
-class Status(c_int):
+class NativeStatus(c_int):
     """The result of a function that can fail; anything but 0 becomes an exception."""
 
 
@@ -248,72 +248,72 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_failure": (c_char_p, []),
     "af_set_num_threads": (c_int, [c_int]),
     "af_panel_size": (c_int64, [c_int, c_int64, c_int64, c_int]),
-    "af_pack": (Status, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
-    "af_zero_panels": (Status, [c_void_p, *4 * [c_int64]]),
+    "af_pack": (NativeStatus, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
+    "af_zero_panels": (NativeStatus, [c_void_p, *4 * [c_int64]]),
     "af_block_panel_bytes": (c_int64, [c_int64, c_int64]),
     "af_block_format": (c_int64, [c_int64]),
-    "af_pack_blocks": (Status, [c_int64, c_void_p, *4 * [c_int64], c_void_p]),
-    "af_rows_of": (Status, [c_int, POINTER(NativeWeight), c_void_p, c_int64, c_void_p]),
+    "af_pack_blocks": (NativeStatus, [c_int64, c_void_p, *4 * [c_int64], c_void_p]),
+    "af_rows_of": (NativeStatus, [c_int, POINTER(NativeWeight), c_void_p, c_int64, c_void_p]),
     "af_linear": (
-        Status,
+        NativeStatus,
         [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int64, c_int, *2 * [c_void_p]],
     ),
     "af_low_rank": (
-        Status,
+        NativeStatus,
         [c_int, c_void_p, *2 * [c_int64], POINTER(NativeChangedRows), *2 * [c_int64], c_void_p],
     ),
     "af_norm": (
-        Status,
+        NativeStatus,
         [c_int, c_void_p, *2 * [c_int64], *2 * [c_void_p], c_int64, c_float, c_void_p],
     ),
     "af_segment_attention": (
-        Status,
+        NativeStatus,
         [
             *(c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
             *(*5 * [c_int64], c_float, c_void_p),
         ],
     ),
     "af_attention": (
-        Status,
+        NativeStatus,
         [
             *(c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64]),
             *(c_float, c_int64, c_float, *2 * [c_void_p]),
         ],
     ),
-    "af_choose": (Status, [POINTER(NativeChoices), c_void_p]),
-    "af_log_sums": (Status, [c_void_p, *2 * [c_int64], c_void_p]),
-    "af_likeliest": (Status, [c_void_p, *3 * [c_int64], *2 * [c_void_p]]),
+    "af_choose": (NativeStatus, [POINTER(NativeChoices), c_void_p]),
+    "af_log_sums": (NativeStatus, [c_void_p, *2 * [c_int64], c_void_p]),
+    "af_likeliest": (NativeStatus, [c_void_p, *3 * [c_int64], *2 * [c_void_p]]),
     "af_part_seconds": (None, [c_void_p]),
     "af_start_forward": (
-        Status,
+        NativeStatus,
         [
             *(c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch)),
             *(POINTER(NativeAdapters), c_void_p, c_void_p),
             *(POINTER(NativeWeight), POINTER(NativeChoices), c_void_p),
         ],
     ),
-    "af_finish_forward": (Status, []),
+    "af_finish_forward": (NativeStatus, []),
     "af_ranks_memory": (c_int64, [c_int, c_int64]),
     "af_join_ranks": (c_void_p, [c_void_p, c_int, c_int, c_int64, c_double]),
     "af_leave_ranks": (None, [c_void_p]),
     "af_abort_ranks": (None, [c_void_p]),
     "af_add_in_pass": (c_int, [c_void_p, c_void_p, c_int64, c_int]),
-    "af_add_over_ranks": (Status, [c_void_p, c_void_p, c_int64, c_int]),
-    "af_gather_ranks": (Status, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "af_add_over_ranks": (NativeStatus, [c_void_p, c_void_p, c_int64, c_int]),
+    "af_gather_ranks": (NativeStatus, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
 }
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the functions of the library. A call that fails raises one of ``FAILURES``."""
 
-    def raised(status: Status, _function: Any, _arguments: Any) -> None:
+    def raised(status: NativeStatus, _function: Any, _arguments: Any) -> None:
         if status.value:
             raise FAILURES[status.value](library.af_failure().decode(errors="replace"))
 
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-        if result is Status:
+        if result is NativeStatus:
             function.errcheck = raised
     return library
 

@@ -222,7 +222,7 @@ class _MapWork(Generic[ResultT]):
 
     def _opened_link(self) -> AbstractAsyncContextManager[Link]:
         """The link on which the programs run."""
-        return nullcontext(self._link) if self._batched is None else self._link.beside(self._batched)
+        return nullcontext(self._link) if self._batched is None else self._link.to_backend(self._batched)
 
     def _show_batches(self, counts: BatchCounts) -> None:
         self.tally.batches = counts
@@ -585,7 +585,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         return self._work.tally.num_done
 
     def pairs(self) -> ProgramMap[tuple[Any, ResultT]]:
-        """The same map, with its inputs: it yields pairs of an input and its result.
+        """Returns this map with its inputs: it yields pairs of an input and its result.
 
         >>> async for text, grade in flow.map(judge, essays).pairs():
         ...     print(text, grade)

@@ -13,8 +13,8 @@ from agentflow.language.display.outline import (
     MAX_PIECE_CHARS,
     ForkOutline,
     LeftOut,
+    OutlinePiece,
     Part,
-    Piece,
     StateOutline,
     TurnOutline,
     elided,
@@ -110,7 +110,7 @@ class _Writer:
         for call in turn.calls:
             yield f'<div class="af-note">→ {escape(call.name)}({escape(short(call.text))})</div>'
 
-    def _piece(self, piece: Piece) -> Iterator[str]:
+    def _piece(self, piece: OutlinePiece) -> Iterator[str]:
         if piece.picture and len(piece.picture) <= self._picture_chars_left:
             self._picture_chars_left -= len(piece.picture)
             yield f'<img class="af-picture" alt="{escape(piece.text)}" src="{escape(piece.picture)}" />'
@@ -134,7 +134,7 @@ class _Writer:
             yield f'<span class="af-cursor" title="{escape(piece.name)}"></span>'
 
 
-def _about(piece: Piece) -> str:
+def _about(piece: OutlinePiece) -> str:
     """The tooltip of a gen."""
     if piece.usage is None:
         return piece.name

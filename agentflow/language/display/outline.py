@@ -21,7 +21,7 @@ Kind = Literal["text", "generated", "inserted", "image"]
 
 
 @dataclass(slots=True)
-class Piece:
+class OutlinePiece:
     """A piece of a turn."""
 
     kind: Kind

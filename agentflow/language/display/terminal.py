@@ -11,7 +11,7 @@ from agentflow.language.display.outline import (
     MAX_PIECE_CHARS,
     ForkOutline,
     LeftOut,
-    Piece,
+    OutlinePiece,
     StateOutline,
     TurnOutline,
     elided,
@@ -97,7 +97,7 @@ class _Writer:
         for call in turn.calls:
             yield Segment(f"\n→ {call.name}({short(call.text)})", "note")
 
-    def _piece(self, piece: Piece) -> Iterator[Segment]:
+    def _piece(self, piece: OutlinePiece) -> Iterator[Segment]:
         before, omitted, after = elided(piece.text, min(MAX_PIECE_CHARS, self._num_chars_left))
         self._num_chars_left -= len(before) + len(after)
         if piece.kind == "generated":

@@ -1,8 +1,8 @@
 """Makes the outline of a state, without waiting: its turns, its branches, and which text was cached.
 
-The backend reports how many tokens of each prompt were cached, not which characters. ``Piece.cached_chars``
-is therefore an estimate: of the text that is new in a prompt, its first part is cached, in proportion.
-"""
+The backend reports how many tokens of each prompt were cached, not which characters.
+``OutlinePiece.cached_chars`` is therefore an estimate: of the text that is new in a prompt, its first part is
+cached, in proportion."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentflow.errors import AgentflowError
 from agentflow.language.display.outline import (
     ForkOutline,
     LeftOut,
+    OutlinePiece,
     Part,
-    Piece,
     StateOutline,
     TurnOutline,
     shortened,
@@ -57,7 +57,7 @@ class _CacheEstimate:
     """Distributes the cached tokens of a prompt over its new pieces. ``num_tokens``: the tokens of the text
     before these pieces."""
 
-    def __init__(self, num_tokens: int = 0, pieces: Sequence[Piece] = ()) -> None:
+    def __init__(self, num_tokens: int = 0, pieces: Sequence[OutlinePiece] = ()) -> None:
         self.num_tokens = num_tokens
         self.pieces = list(pieces)
 
@@ -174,16 +174,16 @@ class _Walk:
         elif piece.usage is not None:
             self._estimate.generated(piece.usage)
 
-    def _piece(self, content: Content) -> Piece:
+    def _piece(self, content: Content) -> OutlinePiece:
         text = known_text(content)
         if isinstance(content, MediumExpression):
             shows = text == "[image]" and 0 < len(content.file.data) <= MAX_PICTURE_BYTES
-            return Piece("image", text, picture=content.file.url if shows else "")
+            return OutlinePiece("image", text, picture=content.file.url if shows else "")
         if not isinstance(content, Reference):
-            return Piece("text", text)
+            return OutlinePiece("text", text)
         variable, transforms, _ = target_of(content)
         is_own = variable.state is self._node and variable.is_generated
-        piece = Piece("inserted", text, variable.name)
+        piece = OutlinePiece("inserted", text, variable.name)
         if is_own and not transforms and variable.id not in self._generated:
             self._generated.add(variable.id)
             piece.kind = "generated"

@@ -30,7 +30,7 @@ from agentflow.language.media import check_is_text
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream
-from agentflow.language.states.live import in_notebook, show_state
+from agentflow.language.states.live_display import in_notebook, show_state
 from agentflow.language.states.outliner import outline_of
 from agentflow.language.states.recorder import Recorder, append
 from agentflow.language.states.reported import left_by
@@ -269,11 +269,16 @@ class State:
     ) -> None:
         """Gives the backend information about the next ops.
 
-        ``objective``: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
-        total matters. ``output_tokens``: the expected number of tokens of each. ``forks``: the number of
-        forks that come next; from 2 on, OpenAI and Anthropic are sent a long prefix ahead. ``deadline_s``:
-        the seconds in which they should be done; earlier deadlines are scheduled first. ``speculate``:
-        whether the call of a gen to an API goes on for the later gens of its turn (``af.OpenAI``).
+        Args:
+            objective: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
+                total matters.
+            output_tokens: The expected number of tokens of each generation.
+            forks: The number of forks that come next; from 2 on, OpenAI and Anthropic are sent a long prefix
+                ahead.
+            deadline_s: The seconds in which the next generations should be done; earlier deadlines are
+                scheduled first.
+            speculate: Whether the call of a gen to an API goes on for the later gens of its turn
+                (``af.OpenAI``).
 
         >>> s.hint(objective="throughput", output_tokens=64)
         """

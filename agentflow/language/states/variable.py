@@ -130,8 +130,8 @@ class Reference(Expression, Generic[ValueT_co]):
         return self._then("xml", tag)
 
     def yaml(self, path: str = "") -> Transformed:
-        """As ``json``, of a YAML text or the first Markdown block of it. Dates become texts in ISO's format.
-        Fails with ``RunFailed`` for a text with aliases, or of more than 65,536 characters. Raises
+        """Like ``json``, of a YAML text or the first Markdown block of it. Dates become texts in ISO's
+        format. Fails with ``RunFailed`` for a text with aliases, or of more than 65,536 characters. Raises
         ``NotSupported`` if the package ``pyyaml`` is not installed.
 
         >>> await s.set("x", "name: Ada\\nborn: {year: 1815}").yaml("born.year")
@@ -285,7 +285,7 @@ class Reference(Expression, Generic[ValueT_co]):
         )
 
 
-class Target(NamedTuple):
+class ReferencedVariable(NamedTuple):
     """The variable behind a reference. ``transforms`` apply to its text; ``label`` is for messages."""
 
     node: VariableNode
@@ -293,9 +293,9 @@ class Target(NamedTuple):
     label: str
 
 
-def target_of(reference: Reference[Any]) -> Target:
+def target_of(reference: Reference[Any]) -> ReferencedVariable:
     """The inner side of a reference."""
-    return Target(reference._node, reference._transforms, reference._label)
+    return ReferencedVariable(reference._node, reference._transforms, reference._label)
 
 
 async def text_of(reference: Reference[Any]) -> str:

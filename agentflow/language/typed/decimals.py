@@ -10,7 +10,7 @@ MOST_DIGITS: Final = 15
 """The most digits before the point, and after it."""
 
 
-class Limit(NamedTuple):
+class Endpoint(NamedTuple):
     """``is_open``: the value itself is outside."""
 
     value: Decimal
@@ -33,35 +33,35 @@ class _Fraction(NamedTuple):
 
 
 def decimal_pattern(
-    lows: list[Limit] | None = None,
-    highs: list[Limit] | None = None,
+    lows: list[Endpoint] | None = None,
+    highs: list[Endpoint] | None = None,
     *,
     whole_digits: int = MOST_DIGITS,
     places: int = MOST_DIGITS,
 ) -> str:
     """The pattern of a decimal above all ``lows`` and below all ``highs``. ``ValueError`` if there is none.
 
-    >>> decimal_pattern([Limit(Decimal(1))], [Limit(Decimal(2), is_open=True)], places=2)
+    >>> decimal_pattern([Endpoint(Decimal(1))], [Endpoint(Decimal(2), is_open=True)], places=2)
     '^(?:1(?:\\\\.[0-9]{1,2})?)$'
     """
     if not lows and not highs:
         whole = "0" if whole_digits < 1 else f"(0|[1-9][0-9]{{0,{whole_digits - 1}}})"
         return f"^-?{whole}" + (rf"(\.[0-9]{{1,{places}}})?$" if places else "$")
-    top = Limit(Decimal(10) ** whole_digits, is_open=True)
+    top = Endpoint(Decimal(10) ** whole_digits, is_open=True)
     low = max([_negated(top), *(lows or [])])
     high = _negated(max([_negated(limit) for limit in [top, *(highs or [])]]))
-    options = _sizes(max(low, Limit(Decimal(0))), high, places)
-    negative = _sizes(max(_negated(high), Limit(Decimal(0), is_open=True)), _negated(low), places)
+    options = _sizes(max(low, Endpoint(Decimal(0))), high, places)
+    negative = _sizes(max(_negated(high), Endpoint(Decimal(0), is_open=True)), _negated(low), places)
     if not options and not negative:
         raise ValueError("no decimal is within its limits")
     return f"^(?:{'|'.join([*options, *[f'-(?:{one})' for one in negative]])})$"
 
 
-def _negated(limit: Limit) -> Limit:
-    return Limit(-limit.value, limit.is_open)
+def _negated(limit: Endpoint) -> Endpoint:
+    return Endpoint(-limit.value, limit.is_open)
 
 
-def _sizes(low: Limit, high: Limit, places: int) -> list[str]:
+def _sizes(low: Endpoint, high: Endpoint, places: int) -> list[str]:
     """The decimals between two limits that are not negative."""
     if low.value > high.value:
         return []
@@ -81,7 +81,7 @@ def _sizes(low: Limit, high: Limit, places: int) -> list[str]:
     return found
 
 
-def _fraction(limit: Limit) -> _Fraction:
+def _fraction(limit: Endpoint) -> _Fraction:
     return _Fraction(f"{limit.value:f}".partition(".")[2].rstrip("0"), limit.is_open)
 
 

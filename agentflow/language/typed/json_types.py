@@ -30,7 +30,7 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.typed.decimals import MOST_DIGITS, Limit, decimal_pattern
+from agentflow.language.typed.decimals import MOST_DIGITS, Endpoint, decimal_pattern
 from agentflow.protocol.chat import hoisted
 from agentflow.protocol.record import Record
 from agentflow.protocol.schema_walk import (
@@ -88,7 +88,7 @@ def _reader_of(kind: Any) -> Reader:
 
 
 def typed_json(kind: Any, where: str) -> TypedJson:
-    """As ``json_type``, with keywords in the schema that a grammar cannot enforce."""
+    """Like ``json_type``, with keywords in the schema that a grammar cannot enforce."""
     shown = shown_type(kind)
     if isinstance(kind, str):
         raise BadArgument(f"{where}: give the type itself, not the string {kind!r:.80}", param="schema")
@@ -392,7 +392,7 @@ def schema_generator() -> Any:
             max_digits = schema.get("max_digits")
             places = schema.get("decimal_places", MOST_DIGITS)
             places = places if max_digits is None else min(places, max_digits)
-            limits = {key: Limit(schema[key], key in ("gt", "lt")) for key in _LIMITS if key in schema}
+            limits = {key: Endpoint(schema[key], key in ("gt", "lt")) for key in _LIMITS if key in schema}
             pattern = decimal_pattern(
                 [limits[key] for key in ("ge", "gt") if key in limits],
                 [limits[key] for key in ("le", "lt") if key in limits],

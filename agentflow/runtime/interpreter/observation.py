@@ -2,7 +2,7 @@
 
 Like all events, the events of a watch are made when the client reads: each is the difference between the
 newest snapshot and the one that the client has. A snapshot is taken when the client has read the one before,
-so a slow reader costs nothing and skips what happened in between."""
+so a slow reader costs nothing and skips intermediate states."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class GraphAnswers:
         return [GraphReply(ticket, own, others=tuple(shown))]
 
 
-class SentTree:
+class WatchedTree:
     """The part of the radix tree that one watch has sent. The client's ids of nodes and requests count from 1
     in each watch, because the backend's numbers would reveal the activity of other tenants."""
 
@@ -204,7 +204,7 @@ class _Watch:
         self.op = op
         self.scope = anyio.CancelScope()
         self.view: View | None = None
-        self.tree = SentTree()
+        self.tree = WatchedTree()
         self.graphs = graphs
         self.is_due = False
         self.pending: Snapshot | None = None

@@ -32,7 +32,7 @@ from agentflow.runtime.generator import (
 )
 from agentflow.runtime.interpreter.state_tree import PendingOp, StateRecord, with_place
 from agentflow.runtime.interpreter.variables import VariableRecord
-from agentflow.runtime.interpreter.wired_text import Ahead, WiredTexts, check_length
+from agentflow.runtime.interpreter.wired_text import FillAhead, WiredTexts, check_length
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
@@ -57,9 +57,16 @@ def opened_context(generator: Generator[ContextT], op: ops.Open) -> ContextT:
 
 
 class OpExecution(Generic[ContextT]):
-    """Executes ops with the generators of their states, and embeddings with ``embedders``, the default one
-    first. ``find`` gives the generator of a model. ``start_child`` takes the generator and the context of a
-    forked state, with its memory and its number of characters."""
+    """Executes ops with the generators of their states.
+
+    Args:
+        find: Returns the generator of a model.
+        embedders: By the models' names, the default one first.
+        variables: By their numbers.
+        memory: The budget of the session's texts.
+        start_child: Starts a forked state with its generator and context, its memory and its number of
+            characters.
+    """
 
     def __init__(
         self,
@@ -323,9 +330,11 @@ def _upcoming(state: StateRecord[ContextT]) -> list[Upcoming]:
     return found
 
 
-def _ahead(state: StateRecord[ContextT], generator: Generator[ContextT], context: ContextT) -> Ahead | None:
+def _ahead(
+    state: StateRecord[ContextT], generator: Generator[ContextT], context: ContextT
+) -> FillAhead | None:
     fill_ahead = getattr(generator, "fill_ahead", None)
-    return None if fill_ahead is None else Ahead(partial(fill_ahead, context), state)
+    return None if fill_ahead is None else FillAhead(partial(fill_ahead, context), state)
 
 
 def _num_chars_of(tools: Sequence[ToolSpec]) -> int:

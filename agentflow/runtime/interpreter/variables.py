@@ -34,7 +34,7 @@ from agentflow.runtime.limits import (
 )
 
 
-class Record(Protocol):
+class EventSource(Protocol):
     """A source of events that knows which of them the reader has received: a variable, a state, the answers
     to ``GetStats``."""
 
@@ -47,17 +47,17 @@ class EventCursor:
     ``drain``."""
 
     def __init__(self) -> None:
-        self._changed_records: dict[Record, None] = {}  # a dict: an ordered set
+        self._changed_records: dict[EventSource, None] = {}  # a dict: an ordered set
         self._changed = anyio.Event()
 
-    def mark(self, record: Record) -> None:
+    def mark(self, record: EventSource) -> None:
         """``record`` has new events."""
         # To the end: a state's ticket is reported after the variables before it.
         self._changed_records.pop(record, None)
         self._changed_records[record] = None
         self.wake()
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: EventSource) -> None:
         """The reader no longer reads ``record``."""
         self._changed_records.pop(record, None)
 
@@ -137,7 +137,7 @@ class VariableReader:
             self._events.mark(self)
 
     def rewind(self, num_chars: int) -> None:
-        """As ``VariableRecord.rewind``, for this reader."""
+        """Like ``VariableRecord.rewind``, for this reader."""
         self._position.rewind(num_chars)
         self._events.mark(self)
 
@@ -202,7 +202,7 @@ class VariableRecord:
         return self._text if self._growing is None else self._growing.getvalue()
 
     def text_from(self, at: int) -> str:
-        """The text so far from character ``at`` on, which may be its end. Costs what it returns."""
+        """The text so far from character ``at`` on, which may be its end. The time grows with the result."""
         if self._growing is None:
             return self._text[at:]
         self._growing.seek(at)

@@ -25,7 +25,7 @@ MIN_GROWN_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class FillAhead:
     """``fill`` lets the generator compute the context of a state that waits."""
 
     fill: Callable[[], Awaitable[None]]
@@ -55,7 +55,7 @@ class WiredTexts:
         parts: ops.Parts,
         sources: Sequence[VariableRecord],
         append: Callable[[str], None],
-        ahead: Ahead | None = None,
+        ahead: FillAhead | None = None,
     ) -> None:
         """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
         text that is known by then. ``sources``: the variables that the parts refer to, in their order. An

@@ -22,11 +22,13 @@ from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import read_conversation, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
 from agentflow.server.completion.api_run import EFFORT
-from agentflow.server.completion.completion import completing, prompt_ids
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.engine_run import prompt_ids
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, param_of_tool
-from agentflow.server.http.call import ALLOWED, ApiCall
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.json_body import ALLOWED
 from agentflow.server.models.api_model import TenantGenerator
 
 T = TypeVar("T")
@@ -195,9 +197,9 @@ def _naming_field() -> Iterator[None]:
 
 async def create_message(call: ApiCall) -> None:
     """Continues a conversation."""
-    body = await call.beside(read_request, call, MessagesRequest)
+    body = await call.process(read_request, call, MessagesRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    request = await call.beside(completion_of, call, body, generator.capabilities)
+    request = await call.process(completion_of, call, body, generator.capabilities)
     if body.thinking is None and isinstance(generator, TenantGenerator):
         request = replace(request, thinks=None)  # some models of vendors always reason
     capabilities = generator.capabilities
@@ -216,9 +218,9 @@ async def create_message(call: ApiCall) -> None:
 
 async def count_tokens(call: ApiCall) -> None:
     """Counts the tokens of the prompt without running the model."""
-    body = await call.beside(read_request, call, CountRequest)
+    body = await call.process(read_request, call, CountRequest)
     generator = call.generator(body.model, to_generate=False)
-    request = await call.beside(_count_request_of, body, generator.capabilities)
+    request = await call.process(_count_request_of, body, generator.capabilities)
     async with generator.metered():
         with _naming_field():
             token_ids = await prompt_ids(generator, request)

@@ -1,8 +1,8 @@
 """A gateway before servers of any make that have OpenAI's API: ``agentflow route``.
 
-In the order of imports: ``defaults`` has the settings, ``asked`` reads from a request what decides its
-target, ``cache_size`` reads metrics of servers, ``target`` is one server with its health, ``placement``
-chooses, and ``client_body`` reads the body of a client. ``http_proxy`` passes requests on,
+In the order of imports: ``defaults`` has the settings, ``request_facts`` reads from a request the facts that
+decide its target, ``cache_size`` reads metrics of servers, ``target`` is one server with its health,
+``target_choice`` chooses, and ``client_body`` reads the body of a client. ``http_proxy`` passes requests on,
 ``websocket_proxy`` websockets, and ``model_lists`` joins the lists of models. ``metrics`` counts, ``gateway``
 is the application, and ``route`` runs it.
 """

@@ -31,8 +31,8 @@ from agentflow.server.gateway.defaults import Limits
 from agentflow.server.gateway.http_proxy import HttpProxy, raw_path
 from agentflow.server.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from agentflow.server.gateway.model_lists import LISTS, ModelLists
-from agentflow.server.gateway.placement import Placement
 from agentflow.server.gateway.target import NotCompatible, Target, logger
+from agentflow.server.gateway.target_choice import TargetChoice
 from agentflow.server.gateway.websocket_proxy import WebSocketProxy
 from agentflow.server.origin_guard import BrowserGuard, KnowsHost, any_host
 from agentflow.server.routes import error_response
@@ -73,7 +73,7 @@ class Gateway:
     ) -> None:
         self.targets = targets
         self.limits = limits or Limits()
-        self.placement = Placement(targets, check_s=self.limits.check_s)
+        self.placement = TargetChoice(targets, check_s=self.limits.check_s)
         self._cache_tokens = cache_tokens
         for target in targets if cache_tokens is not None else ():
             target.cache_tokens = cache_tokens or target.cache_tokens

@@ -28,12 +28,13 @@ from starlette.types import Receive, Scope, Send
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import first_of, open_task_group
 from agentflow.server.errors import ApiError
-from agentflow.server.gateway.asked import Asked, read_asked
 from agentflow.server.gateway.client_body import ClientBody, ClientGone
 from agentflow.server.gateway.defaults import Limits
-from agentflow.server.gateway.placement import Place, Placement
+from agentflow.server.gateway.request_facts import RequestFacts, read_asked
 from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target, logger
-from agentflow.server.http.call import SMALL_BODY_BYTES, request_id_of
+from agentflow.server.gateway.target_choice import Assignment, TargetChoice
+from agentflow.server.http.call import request_id_of
+from agentflow.server.http.json_body import SMALL_BODY_BYTES
 from agentflow.server.routes import error_format_of, error_response
 
 MAX_ATTEMPTS = 3
@@ -45,7 +46,7 @@ MAX_PAUSE_S = 30.0
 MAX_REFUSAL_BYTES = 65_536
 REFUSALS = (429, 502, 503, 504)
 NOT_FOUND = 404
-"""Another target may have what was asked for."""
+"""After these answers, another target may have the requested object."""
 TARGET_HEADER = b"x-agentflow-target"
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -84,7 +85,7 @@ class HttpProxy:
     """
 
     def __init__(
-        self, placement: Placement, transport: httpx2.AsyncBaseTransport, limits: Limits, via: str
+        self, placement: TargetChoice, transport: httpx2.AsyncBaseTransport, limits: Limits, via: str
     ) -> None:
         self._placement = placement
         self._transport = transport
@@ -125,14 +126,14 @@ class HttpProxy:
         finally:
             body.close()
 
-    async def _read(self, scope: Scope, body: ClientBody) -> Asked:
+    async def _read(self, scope: Scope, body: ClientBody) -> RequestFacts:
         method, path, headers = scope["method"], raw_path(scope).decode("latin-1"), Headers(scope=scope)
         data = bytes(body.data) if body.is_whole else b""
         if len(data) <= SMALL_BODY_BYTES:
             return read_asked(method, path, headers, data)
         return await anyio.to_thread.run_sync(read_asked, method, path, headers, data, limiter=self._readers)
 
-    async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: Asked) -> None:
+    async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: RequestFacts) -> None:
         """Asks one target after the other, until one answers."""
         tried: list[Target] = []
         num_attempts = num_lost = 0
@@ -161,7 +162,7 @@ class HttpProxy:
                 break
             self.retries["lost" if refusal.is_lost else str(refusal.status)] += 1
         if refusal.status == NOT_FOUND and owner is not None and owner not in tried:
-            text = "the server that has what this request refers to does not answer now"
+            text = "the server that has the object of this request does not answer now"
             raise ApiError(503, "no_target", text, retry_after_s=self._limits.check_s)
         if refusal.error is not None:
             raise refusal.error
@@ -194,8 +195,8 @@ class HttpProxy:
     async def _attempt(
         self,
         request: httpx2.Request,
-        place: Place,
-        asked: Asked,
+        place: Assignment,
+        asked: RequestFacts,
         body: ClientBody,
         answer: _Answer,
         may_refuse: Collection[int],
@@ -250,7 +251,9 @@ class HttpProxy:
                 await received.close()
         return None
 
-    async def _pass_on(self, received: _Received, place: Place, asked: Asked, answer: _Answer) -> None:
+    async def _pass_on(
+        self, received: _Received, place: Assignment, asked: RequestFacts, answer: _Answer
+    ) -> None:
         headers = answer_headers(received.response.headers.raw)
         headers.append((TARGET_HEADER, b"%d" % place.target.number))
         is_good, stores = received.status < 300, asked.stores and received.status < 300

@@ -10,8 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from agentflow.server.gateway.http_proxy import HttpProxy
-from agentflow.server.gateway.placement import Placement
 from agentflow.server.gateway.target import Target
+from agentflow.server.gateway.target_choice import TargetChoice
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _PREFIX = "agentflow_gateway_"
@@ -20,7 +20,7 @@ _PREFIX = "agentflow_gateway_"
 class GatewayMetrics(Collector):
     """Reads the counters of the gateway."""
 
-    def __init__(self, targets: list[Target], placement: Placement, proxy: HttpProxy) -> None:
+    def __init__(self, targets: list[Target], placement: TargetChoice, proxy: HttpProxy) -> None:
         self._targets, self._placement, self._proxy = targets, placement, proxy
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -37,7 +37,7 @@ class GatewayMetrics(Collector):
             answers.add_metric([base[number], str(status)], count)
         yield answers
         decisions = CounterMetricFamily(
-            f"{_PREFIX}decisions", "Choices of a target, by what decided.", labels=["reason"]
+            f"{_PREFIX}decisions", "Choices of a target, by reason.", labels=["reason"]
         )
         for reason, count in self._placement.reasons.items():
             decisions.add_metric([reason], count)

@@ -29,10 +29,10 @@ from websockets.typing import Subprotocol
 from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
-from agentflow.server.gateway.asked import Asked
 from agentflow.server.gateway.http_proxy import answer_headers, raw_path, request_headers
-from agentflow.server.gateway.placement import Placement
+from agentflow.server.gateway.request_facts import RequestFacts
 from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target
+from agentflow.server.gateway.target_choice import TargetChoice
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_QUEUED = 4
@@ -64,7 +64,7 @@ class WebSocketProxy:
         via: The gateway in the header ``via``.
     """
 
-    def __init__(self, placement: Placement, via: str) -> None:
+    def __init__(self, placement: TargetChoice, via: str) -> None:
         self._placement = placement
         self._via = via.encode()
 
@@ -72,7 +72,7 @@ class WebSocketProxy:
         """Serves one websocket until it closes."""
         socket = WebSocket(scope, receive, send)
         names = session_names(scope)
-        asked, tried = Asked(names=names), list[Target]()
+        asked, tried = RequestFacts(names=names), list[Target]()
         refusal: Response | None = None
         owner = self._placement.owner(session_names(scope, (SESSION,)))
         while True:

@@ -7,53 +7,45 @@ and answer it. If the client disconnects, the handler is cancelled immediately.
 from __future__ import annotations
 
 import codecs
-import json
 import logging
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
 import msgspec
-import msgspec.inspect
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError, drop_traceback
-from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
+from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, JsonScan
 from agentflow.protocol.ops import MAX_TRACE_CHARS
-from agentflow.protocol.wire import HALF_PAIR, json_fault
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server import event_stream
-from agentflow.server.errors import (
-    MAX_PARAM_CHARS,
-    ApiError,
-    api_error_of,
-    not_ready,
-    truncated,
-    unsupported,
-)
+from agentflow.server.errors import ApiError, api_error_of, not_ready, unsupported
 from agentflow.server.event_stream import EventStream
 from agentflow.server.http.caller import Caller
-from agentflow.server.http.whole_numbers import (
-    MAX_REWRITTEN_BYTES,
-    options,
-    type_info,
-    with_whole_numbers,
+from agentflow.server.http.json_body import (
+    SMALL_BODY_BYTES,
+    check_size,
+    decoded,
+    not_json,
+    shown_fault,
+    too_large,
 )
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.service import Service
-from agentflow.server.stores.fronts import Answered, Asked
+from agentflow.server.stores.fronts import ForwardedAnswer, ForwardedRequest
 from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, LimitState
 
@@ -62,16 +54,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ArgTs = TypeVarTuple("ArgTs")
 JSON = b"application/json"
-# Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. Nor
-# are they read in a thread.
-SMALL_BODY_BYTES = 32_768
-_UNKNOWN = "Object contains unknown field `"
-_MISSING = "Object missing required field `"
-_GOT_FLOAT = "got `float`"
-# Beginnings of msgspec's messages.
-_BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
-ALLOWED = "; allowed: "
-"""Separates a message from the allowed values."""
 FORWARDED = "agentflow.forwarded"
 """The key of a scope with the name of the tenant for which another server with the same store asks."""
 CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
@@ -173,7 +155,7 @@ class ApiCall:
         try:
             return msgspec.convert(dict(self.query), kind, strict=False)
         except msgspec.ValidationError as error:
-            message, param = _shown_fault(error, kind, "")
+            message, param = shown_fault(error, kind, "")
             raise ApiError(400, "invalid_request", message, param=param) from None
 
     @property
@@ -181,7 +163,7 @@ class ApiCall:
         """The size of the body."""
         return len(self._body)
 
-    async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
+    async def process(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
         """Calls a function that processes the whole body. If the body is large, this happens in a thread of
         the tenant, so that the event loop continues."""
         if len(self._body) <= SMALL_BODY_BYTES:
@@ -218,8 +200,8 @@ class ApiCall:
     def text_generator(
         self, model: str | None, body: object, *, to_generate: bool = True, priority: int | None = None
     ) -> TextGenerator:
-        """As ``generator``, also for a model behind an API. ``ApiError`` if such a model is given a field of
-        ``body`` that needs an engine."""
+        """Like ``generator``, also for a model behind an API. ``ApiError`` if such a model is given a field
+        of ``body`` that needs an engine."""
         found = self.service.models.find(model, self.tenant)
         generator = found.generator(self.tenant)
         if not isinstance(generator, TenantGenerator):
@@ -236,7 +218,7 @@ class ApiCall:
         return generator
 
     def embedder(self, model: str | None, *, priority: int | None = None) -> TextGenerator:
-        """As ``generator``, to make embeddings, also with a model behind an API."""
+        """Like ``generator``, to make embeddings, also with a model behind an API."""
         found = self.service.models.find(model, self.tenant)
         generator = found.generator(self.tenant)
         if not isinstance(generator, TenantGenerator):
@@ -248,14 +230,14 @@ class ApiCall:
         self.record.model = generator.capabilities.model
         return generator
 
-    async def asked_elsewhere(self, front: str, query: bytes | None = None) -> Answered:
+    async def asked_elsewhere(self, front: str, query: bytes | None = None) -> ForwardedAnswer:
         """The answer of another server with the same store. ``query``: replaces the call's. ``EngineDown`` if
         that server is gone, ``Overloaded``."""
         fronts = self.service.fronts
         assert fronts is not None
         return await fronts.ask(
             front,
-            Asked(
+            ForwardedRequest(
                 method=self.record.method,
                 path=self._scope["path"],
                 query=self._scope.get("query_string", b"") if query is None else query,
@@ -265,7 +247,7 @@ class ApiCall:
             ),
         )
 
-    def failure_of(self, answered: Answered) -> ApiError:
+    def failure_of(self, answered: ForwardedAnswer) -> ApiError:
         """The error that another server has answered with."""
         fault = msgspec.json.decode(answered.body, type=_Fault).error
         param, code = fault.param, fault.code or "invalid_value"
@@ -358,7 +340,7 @@ class ApiCall:
         length = self.headers.get("content-length", "")
         announced_bytes = int(length) if length.isdigit() else 0
         if announced_bytes > limits.body_bytes:
-            raise _too_large(limits.body_bytes)
+            raise too_large(limits.body_bytes)
         self._charge(announced_bytes)
         scan = JsonScan(BODY_BOUNDS)
         utf8 = codecs.getincrementaldecoder("utf-8")()  # msgspec does not check strings that it skips
@@ -372,16 +354,16 @@ class ApiCall:
                     raise ClientGone
                 piece: bytes = message.get("body", b"")
                 if len(self._body) + len(piece) > limits.body_bytes:
-                    raise _too_large(limits.body_bytes)
+                    raise too_large(limits.body_bytes)
                 held.reserve(len(piece))
                 self._body += piece
                 self._charge(len(self._body))
-                _count(scan, piece)
+                check_size(scan, piece)
                 self.is_body_read = not message.get("more_body", False)
                 try:
                     utf8.decode(piece, self.is_body_read)
                 except UnicodeError as error:
-                    raise _not_json(error) from None
+                    raise not_json(error) from None
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
             raise ApiError(408, "request_timeout", f"the body did not arrive within {seconds:g} s")
@@ -445,24 +427,6 @@ def _check_engine_fields(body: object, model: str) -> None:
             continue
         if name != "best_of" or value != getattr(body, "n", None):
             raise unsupported(name, f"{model} is behind an API")
-
-
-def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "") -> T:
-    """Decodes the body of a request, or the part of it at ``place``. ``ApiError`` if it does not have this
-    type."""
-    try:
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError as error:
-            if _GOT_FLOAT not in str(error) or len(memoryview(data)) > MAX_REWRITTEN_BYTES:
-                raise
-            return msgspec.json.decode(with_whole_numbers(bytes(data), kind), type=kind)
-    except msgspec.ValidationError as error:
-        message, param = _shown_fault(error, kind, place)
-        raise ApiError(400, "invalid_request", message, param=param) from None
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        fault = json_fault(bytes(data), error)
-        raise _not_json(fault, _half_pair_place(data, place) if fault == HALF_PAIR else None) from None
 
 
 def address_of(scope: Scope) -> str | None:
@@ -567,100 +531,3 @@ def _drop_frames(error: BaseException | None) -> None:
     while error is not None:
         drop_traceback(error)
         error = error.__cause__ or error.__context__
-
-
-def _not_json(fault: object, param: str | None = None) -> ApiError:
-    at = f" in {param}" if param else ""
-    return ApiError(400, "invalid_json", f"the body is not valid JSON: {fault}{at}", param=param)
-
-
-def _half_pair_place(data: bytes | bytearray | msgspec.Raw, place: str) -> str | None:
-    """The field of the first text with half a surrogate pair. None in a large body."""
-    if len(memoryview(data)) > SMALL_BODY_BYTES:
-        return None
-    try:
-        left = [(place, json.loads(bytes(data)))]  # takes halves
-    except (ValueError, RecursionError):
-        return None
-    while left:
-        at, value = left.pop()
-        match value:
-            case str() if not _is_unicode(value):
-                return at or None
-            case list():
-                left += [(f"{at}[{i}]", value[i]) for i in reversed(range(len(value)))]
-            case dict():
-                if not all(map(_is_unicode, value)):
-                    return at or None
-                left += [(f"{at}.{name}".lstrip("."), inner) for name, inner in reversed(value.items())]
-            case _:
-                pass
-    return None
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit")
-
-
-def _count(scan: JsonScan, piece: bytes) -> None:
-    try:
-        scan.push(piece)
-    except TooMuchJson as error:
-        text = f"the body has {error}, which is the limit"
-        raise ApiError(413, "request_too_large", text) from None
-
-
-def _shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple[str, str | None]:
-    """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
-    for a name within a field. ``within``: what precedes all places. Names and values of the client are
-    truncated, since they can be as long as the body."""
-    text, has_place, place = str(error).rpartition(" - at `")
-    if not has_place:
-        text, place = str(error), ""
-    place = truncated(place, MAX_PARAM_CHARS)
-    is_key = place.startswith("key` in `")
-    at = place.removeprefix("key` in `").rstrip("`").lstrip("$")
-    at = f"{within}{at}".lstrip(".")
-    if text.startswith(_UNKNOWN):
-        field = _field(at, text.removeprefix(_UNKNOWN))
-        return f"the parameter {field!r} is unknown", field
-    if text.startswith(_MISSING):
-        field = _field(at, text.removeprefix(_MISSING))
-        return f"the required parameter {field!r} is missing", field
-    is_choice = text.startswith(_BAD_CHOICES)
-    text = truncated(text, MAX_PARAM_CHARS)
-    if is_choice and (allowed := _allowed(kind, place)):
-        text += ALLOWED + ", ".join(map(repr, allowed))
-    of_key = "a key: " if is_key else ""
-    return (f"{at}: {of_key}{text}" if at else text), at or None
-
-
-def _allowed(kind: Any, place: str) -> list[str]:
-    """The names of which msgspec's error at this place requires one."""
-    found: list[Any] = [type_info(kind)]
-    for step in _STEPS.findall(place.removeprefix("$")):
-        found = [inner for one in found for inner in _inside(one, step)]
-    values = [value for one in found for type_ in options(one) for value in getattr(type_, "values", ())]
-    return sorted({value for value in values if isinstance(value, str)})
-
-
-_STEPS = re.compile(r"\[[^]]*\]|[^.[\]`]+")
-
-
-def _inside(type_: Any, step: str) -> Iterator[Any]:
-    """The types of a member, or of the items of a list. The name of a kind of object is one of its tags."""
-    for one in options(type_):
-        if isinstance(one, msgspec.inspect.ListType) and step.startswith("["):
-            yield one.item_type
-        elif isinstance(one, msgspec.inspect.StructType):
-            yield from [field.type for field in one.fields if field.encode_name == step]
-            if one.tag_field == step:
-                yield msgspec.inspect.LiteralType((one.tag,))
-
-
-def _field(at: str, name: str) -> str:
-    return truncated(f"{at}.{name.removesuffix('`')}".lstrip("."), MAX_PARAM_CHARS)

@@ -7,10 +7,10 @@ import anyio
 from starlette.types import ASGIApp, Message, Scope
 
 from agentflow.server.http.call import FORWARDED
-from agentflow.server.stores.fronts import Answered, Asked
+from agentflow.server.stores.fronts import ForwardedAnswer, ForwardedRequest
 
 
-async def answer_forwarded(routes: ASGIApp, app: ASGIApp, asked: Asked) -> Answered:
+async def answer_forwarded(routes: ASGIApp, app: ASGIApp, asked: ForwardedRequest) -> ForwardedAnswer:
     """The answer to a request.
 
     Args:
@@ -54,4 +54,4 @@ async def answer_forwarded(routes: ASGIApp, app: ASGIApp, asked: Asked) -> Answe
 
     await routes(scope, receive, send)
     headers = tuple([(bytes(name), bytes(value)) for name, value in start["headers"]])
-    return Answered(status=start["status"], headers=headers, body=b"".join(parts))
+    return ForwardedAnswer(status=start["status"], headers=headers, body=b"".join(parts))

@@ -1,6 +1,6 @@
 """The models of a server.
 
-``admission`` rejects requests that would wait too long, ``request_spans`` traces requests, ``models`` finds a
-model by its name, ``api_model`` is a model behind an API, and ``open_models`` starts models from their
+``wait_limit`` rejects requests that would wait too long, ``request_spans`` traces requests, ``models`` finds
+a model by its name, ``api_model`` is a model behind an API, and ``open_models`` starts models from their
 options.
 """

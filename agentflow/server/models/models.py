@@ -1,7 +1,7 @@
 """The models of a server, by name.
 
 ``Models`` finds the model that a request names. Each ``EngineModel`` has its own engine, KV pool, prefix
-cache and ``Admission``.
+cache and ``WaitLimit``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import UnknownModel, listed
 from agentflow.runtime.generator import Generator, SessionModels
-from agentflow.server.models.admission import Admission
 from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.models.request_spans import request_spans
+from agentflow.server.models.wait_limit import WaitLimit
 from agentflow.server.tenants.rate_limit import TenantGate
 
 TextGenerator: TypeAlias = EngineGenerator | TenantGenerator
@@ -95,7 +95,7 @@ class EngineModel:
         self._compiler = compiler
         self._gate = gate
         self._max_wait_s = max_wait_s
-        self._admission = Admission(max_wait_s)
+        self._admission = WaitLimit(max_wait_s)
         client.observe(self._admission)
         if (spans := request_spans(name)) is not None:
             client.observe(spans)
@@ -280,7 +280,7 @@ class Models:
         raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
 
     def find_embedder(self, name: str | None, tenant: Tenant) -> Model | None:
-        """As ``find``, but for None the tenant's first model that makes embeddings, or None."""
+        """Like ``find``, but for None the tenant's first model that makes embeddings, or None."""
         if name is not None:
             return self.find(name, tenant)
         return next((model for model in self.seen_by(tenant) if model.makes_embeddings), None)

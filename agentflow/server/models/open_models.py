@@ -27,7 +27,7 @@ from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.child import StartChild, start_process
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording
-from agentflow.engine.simulator.workload import open_sink, workload_name
+from agentflow.engine.simulator.workload_file import open_sink, workload_name
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate

@@ -25,7 +25,7 @@ from agentflow.server.ollama.types import (
 async def embed(call: ApiCall) -> None:
     """Makes the embeddings of one text or several."""
     began_ns = time.perf_counter_ns()
-    body = await call.beside(call.read, OllamaEmbedRequest)
+    body = await call.process(call.read, OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if body.input in ("", []):
         texts = []  # the request loads the model, in clients that wait for that
@@ -50,7 +50,7 @@ async def embed(call: ApiCall) -> None:
 
 async def embed_prompt(call: ApiCall) -> None:
     """Makes the embedding of one text."""
-    body = await call.beside(call.read, OllamaEmbeddingsRequest)
+    body = await call.process(call.read, OllamaEmbeddingsRequest)
     texts = [body.prompt] if body.prompt else []
     vectors, _ = await _embedded(call, body.model, texts, "prompt")
 

@@ -34,18 +34,18 @@ from agentflow.server.ollama.types import OllamaChatRequest, OllamaGenerateReque
 async def chat(call: ApiCall) -> None:
     """Continues a conversation."""
     began_ns = time.perf_counter_ns()
-    body = await call.beside(call.read, OllamaChatRequest)
+    body = await call.process(call.read, OllamaChatRequest)
     generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.messages))
-    request = await call.beside(_chat_of, call, body, generator)
+    request = await call.process(_chat_of, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
 
 async def generate(call: ApiCall) -> None:
     """Answers a message, or continues a text."""
     began_ns = time.perf_counter_ns()
-    body = await call.beside(call.read, OllamaGenerateRequest)
+    body = await call.process(call.read, OllamaGenerateRequest)
     generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.prompt))
-    request = await call.beside(_generation_of, call, body, generator)
+    request = await call.process(_generation_of, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
 

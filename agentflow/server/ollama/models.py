@@ -63,7 +63,7 @@ async def list_running(call: ApiCall) -> None:
 
 async def show_model(call: ApiCall) -> None:
     """Describes one model."""
-    body = await call.beside(call.read, OllamaShowRequest)
+    body = await call.process(call.read, OllamaShowRequest)
     name = body.model or body.name
     if name is None:
         raise ApiError(400, "invalid_request", "the required parameter 'model' is missing", "model")

@@ -25,7 +25,8 @@ from agentflow.server.compatible.functions import function_tool
 from agentflow.server.compatible.images import check_images
 from agentflow.server.completion.request import Continuation, names_of_unset
 from agentflow.server.errors import invalid_field, unsupported
-from agentflow.server.http.call import ApiCall, decoded
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.json_body import decoded
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.ollama.types import (
     GivenToolCall,
@@ -140,7 +141,7 @@ def prompt_of(
     a model without a chat template gets."""
     for name in ("suffix", "template"):
         if getattr(body, name):
-            raise unsupported(name, "the models continue a text, in the form of their own template")
+            raise unsupported(name, "the models continue a text, in the form of their template")
     images = _images_of(body.images, "images", generator)
     prompt, context = body.prompt or "", body.context or []
     is_text = body.raw or not generator.capabilities.conversations

@@ -73,9 +73,9 @@ _KIND = "chat.completion.chunk"
 
 async def create_chat_completion(call: ApiCall) -> None:
     """Continues a conversation."""
-    body = await call.beside(call.read, ChatRequest)
+    body = await call.process(call.read, ChatRequest)
     generator = call.text_generator(body.model, body, priority=priority_of(body.priority, body.nvext))
-    form, request = await call.beside(_request_of, call, body, generator)
+    form, request = await call.process(_request_of, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with naming_field(generator, "messages", form):

@@ -94,9 +94,9 @@ class TextAnswer(msgspec.Struct, kw_only=True):
 
 async def create_completion(call: ApiCall) -> None:
     """Continues one text or several."""
-    body = await call.beside(call.read, TextRequest)
+    body = await call.process(call.read, TextRequest)
     generator = call.text_generator(body.model, body, priority=priority_of(body.priority, body.nvext))
-    form, requests = await call.beside(_requests_of, call, body, generator)
+    form, requests = await call.process(_requests_of, call, body, generator)
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)

@@ -157,10 +157,10 @@ class DecisionAnswer(msgspec.Struct, kw_only=True):
 
 async def create_decision(call: ApiCall) -> None:
     """Answers questions about one input."""
-    body = await call.beside(call.read, DecisionRequest)
+    body = await call.process(call.read, DecisionRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    messages = await call.beside(_messages_of, body, generator.capabilities.model)
-    questions = await call.beside(_questions_of, body)
+    messages = await call.process(_messages_of, body, generator.capabilities.model)
+    questions = await call.process(_questions_of, body)
     if isinstance(generator, TenantGenerator):
         decided = await _decided_by_api(generator, body, messages, questions)
     else:

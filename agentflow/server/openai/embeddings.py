@@ -72,7 +72,7 @@ class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
 
 async def create_embeddings(call: ApiCall) -> None:
     """Makes the embeddings of one input or several."""
-    body = await call.beside(call.read, EmbeddingsRequest)
+    body = await call.process(call.read, EmbeddingsRequest)
     generator = call.embedder(body.model, priority=body.priority)
     inputs = _inputs_of(body.input, call.service.http_limits.max_embedding_inputs)
     options = EmbeddingOptions(body.prompt, body.prompt_name, body.dimensions)

@@ -15,7 +15,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.field_errors import naming_field, naming_param
 from agentflow.server.compatible.fields import MAX_MESSAGES, MAX_TOOLS, TokenId
-from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
+from agentflow.server.completion.engine_run import COUNTED_CONTEXTS, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
@@ -147,7 +147,7 @@ class DetokenizeAnswer(msgspec.Struct):
 
 async def tokenize(call: ApiCall) -> None:
     """Returns the token ids of a prompt."""
-    body = await call.beside(call.read, TokenizeRequest)
+    body = await call.process(call.read, TokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
     texts: list[str] | None = None
     async with generator.metered():
@@ -168,7 +168,7 @@ async def tokenize(call: ApiCall) -> None:
 
 async def detokenize(call: ApiCall) -> None:
     """Returns the text of token ids."""
-    body = await call.beside(call.read, DetokenizeRequest)
+    body = await call.process(call.read, DetokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
     with naming_param("tokens"):
         generator.limits.check_ids(body.tokens)
@@ -190,9 +190,9 @@ async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerat
         if body.add_special_tokens is not None:
             raise invalid_field("add_special_tokens", "it needs 'prompt'")
         request = CompletionRequest(
-            await call.beside(conversation_of, body.messages, generator.capabilities),
+            await call.process(conversation_of, body.messages, generator.capabilities),
             SamplingParams(),
-            tools=await call.beside(tools_of, body.tools or ()),
+            tools=await call.process(tools_of, body.tools or ()),
             opens_turn=body.add_generation_prompt is not False,
         )
         return await prompt_ids(generator, request)

@@ -29,7 +29,7 @@ from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
 from agentflow.server.compatible.functions import function_tool
 from agentflow.server.compatible.images import check_images, check_videos, image_of, video_of
 from agentflow.server.errors import invalid_field, unsupported
-from agentflow.server.http.call import decoded
+from agentflow.server.http.json_body import decoded
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.types import (
     AssistantMessage,

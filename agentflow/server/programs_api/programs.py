@@ -86,8 +86,8 @@ async def close_program(call: ApiCall, program: ServedProgram) -> None:
 @_of_program
 async def submit_request(call: ApiCall, program: ServedProgram) -> None:
     """Submits a request, and returns when it is accepted."""
-    body = await call.beside(call.read, SubmitRequest)
-    pieces, placed = await call.beside(read_prompt, body)
+    body = await call.process(call.read, SubmitRequest)
+    pieces, placed = await call.process(read_prompt, body)
     try:
         with _within_limits():
             await program.submit(pieces, model=body.model or "", trace=call.trace)
@@ -145,7 +145,7 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> 
 @_of_program
 async def set_variable(call: ApiCall, program: ServedProgram) -> None:
     """Sets a variable that no request makes."""
-    body = await call.beside(call.read, ValueRequest)
+    body = await call.process(call.read, ValueRequest)
     try:
         variable_id = msgspec.convert(call.path_params["var"], VariableId)
     except msgspec.ValidationError:

@@ -34,7 +34,7 @@ _SAMPLING = "sampling_params"
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _WHY_UNSUPPORTED = {
     "lora_path": "an adapter is a separate model: give its name as 'model' (GET /v1/models lists them)",
-    "session_params": "the prefix cache keeps what requests have in common: send the whole prompt",
+    "session_params": "the prefix cache keeps common beginnings of requests: send the whole prompt",
     "return_hidden_states": "the engine returns tokens only",
     "token_ids_logprob": "use top_logprobs_num",
     "custom_logit_processor": "the server runs no code of clients",
@@ -62,9 +62,9 @@ _NEUTRAL = {
 async def generate(call: ApiCall) -> None:
     """Continues one text or several, as SGLang does."""
     began_s = time.perf_counter()
-    body = await call.beside(call.read, SglangRequest)
+    body = await call.process(call.read, SglangRequest)
     generator = call.generator(body.model, priority=body.priority)
-    constraint_field, requests = await call.beside(_requests_of, call, body, generator)
+    constraint_field, requests = await call.process(_requests_of, call, body, generator)
     form = _form_of(body, requests, began_s)
     prompt_field = "input_ids" if body.text is None else "text"
     with naming_field(generator, prompt_field, constraint_field), _naming_sampling():

@@ -35,7 +35,7 @@ MAX_ASKED = 256
 """The requests of other fronts that run concurrently."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An HTTP request that another front has authenticated."""
 
     method: str
@@ -46,7 +46,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
 
 
-class Answered(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to it."""
 
     status: int
@@ -57,12 +57,12 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 class _Ask(msgspec.Struct, frozen=True, tag="ask"):
     number: str
     sender: str
-    request: Asked
+    request: ForwardedRequest
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     number: str
-    answer: Answered | None  # None: the front could not answer
+    answer: ForwardedAnswer | None  # None: the front could not answer
 
 
 class _Drop(msgspec.Struct, frozen=True, tag="drop"):
@@ -70,13 +70,13 @@ class _Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 _Message: TypeAlias = _Ask | _Answer | _Drop
-AnswerRequest: TypeAlias = Callable[[Asked], Awaitable[Answered]]
+AnswerRequest: TypeAlias = Callable[[ForwardedRequest], Awaitable[ForwardedAnswer]]
 
 
 @dataclass(eq=False)
 class _Pending:
     has_ended: anyio.Event = field(default_factory=anyio.Event)
-    answer: Answered | None = None
+    answer: ForwardedAnswer | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Fronts:
         found: bytes | None = await self._store.call(lambda client: client.get(key))
         return found
 
-    async def ask(self, front: str, request: Asked) -> Answered:
+    async def ask(self, front: str, request: ForwardedRequest) -> ForwardedAnswer:
         """The answer of another front. ``EngineDown`` if it has gone, ``Overloaded`` if the store does not
         answer or the other front is too busy."""
         number = secrets.token_hex(8)
@@ -207,7 +207,7 @@ class Fronts:
                 pass
 
     async def _run(self, ask: _Ask, scope: anyio.CancelScope, is_full: bool) -> None:
-        answer: Answered | None = None
+        answer: ForwardedAnswer | None = None
         try:
             with scope:
                 answer = None if is_full else await self._answer(ask.request)

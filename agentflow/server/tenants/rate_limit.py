@@ -11,7 +11,7 @@ A large body is charged before it is read, with one token for each ``BYTES_PER_T
 many are given back as its prompt is charged.
 
 The limit of costs is a bucket with the capacity of one day, for models behind an API. The highest cost that
-a call can have is taken before the call is sent, and what it did not cost is given back at its end. So a
+a call can have is taken before the call is sent, and the difference is given back at its end. So a
 tenant never spends more than it has.
 
 ``shared_limit`` has the same limits for several fronts.
@@ -83,7 +83,7 @@ class Bucket:
         return b"%d %d %d" % (self.capacity, self._level, self._filled_ns)
 
     def level(self, now_ns: int) -> int:
-        """What it has, in ``period_ns`` parts of a token."""
+        """The tokens in the bucket, times ``period_ns``."""
         self._fill(now_ns)
         return self._level
 
@@ -128,7 +128,7 @@ class Bucket:
         self._filled_ns = max(now_ns, self._filled_ns)
 
 
-class Account:
+class TenantBuckets:
     """The buckets and unfinished requests of one tenant."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Account:
         self.cost: Bucket | None = None
         self.num_unfinished = 0
         self.must_read = False
-        """Of shared buckets: a check has failed by what was read last."""
+        """Called when a check fails. Shared buckets then read the store again."""
 
     def set_limits(self, tenant: Tenant, now_ns: int) -> None:
         """Applies the tenant's limits. A bucket without a limit is kept, so that earlier use counts when
@@ -189,16 +189,16 @@ class TenantGate:
     ) -> None:
         self._clock_ns = clock_ns
         self._current = current
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, TenantBuckets] = {}
         self._sweep_at = MIN_SWEPT
 
     def __len__(self) -> int:
         """The number of accounts."""
         return len(self._accounts)
 
-    def new_account(self) -> Account:
+    def new_account(self) -> TenantBuckets:
         """An account that has used nothing."""
-        return Account()
+        return TenantBuckets()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -206,11 +206,11 @@ class TenantGate:
         yield
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
-        """As in ``RequestGate``. All is in this process."""
+        """See ``RequestGate``. All is in this process."""
         return None
 
     def ready_to_pay(self, tenant: Tenant, highest: float) -> Awaitable[None] | None:
-        """What must be awaited immediately before ``reserve_cost``; None: nothing."""
+        """Returns an awaitable to be awaited immediately before ``reserve_cost``; None: nothing."""
         return None
 
     def num_unfinished(self, tenant: Tenant) -> int:
@@ -310,7 +310,7 @@ class TenantGate:
 
     def _admit(
         self, tenant: Tenant, now_ns: int, num_requests: int = 1
-    ) -> tuple[Account, Bucket | None, Bucket | None]:
+    ) -> tuple[TenantBuckets, Bucket | None, Bucket | None]:
         """The result of ``_buckets``, if ``num_requests`` requests may start."""
         if self._current is not None:
             tenant = self._current(tenant)
@@ -319,7 +319,7 @@ class TenantGate:
         _check_buckets(((requests, "requests", num_requests), (tokens, "tokens", 1)), now_ns)
         return account, requests, tokens
 
-    def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[Account, Bucket | None, Bucket | None]:
+    def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[TenantBuckets, Bucket | None, Bucket | None]:
         """The tenant's account and its current buckets."""
         if self._current is not None:
             tenant = self._current(tenant)
@@ -333,7 +333,7 @@ class TenantGate:
             tenant = self._current(tenant)
         return None if tenant.max_cost_per_day is None else self._account(tenant, now_ns).cost
 
-    def _account(self, tenant: Tenant, now_ns: int) -> Account:
+    def _account(self, tenant: Tenant, now_ns: int) -> TenantBuckets:
         """The tenant's account with its current limits, which may have changed with the keys file."""
         account = self._accounts.get(tenant.name)
         if account is None:

@@ -2,9 +2,9 @@
 
 Admission stays synchronous. Before a request, ``ready`` makes sure that this front holds a *lease*: at least
 one request and one token of the tenant's, which it took from the shared buckets. A lease is a 32nd of a
-bucket, so most requests need no round trip; of a bucket below 64 it is what one request needs. Used tokens
-beyond the lease are a debt, which is taken from the shared bucket within ``SETTLE_S``. A lease that is not
-used for ``IDLE_NS`` is given back. For costs, exactly the highest cost of each call is leased.
+bucket, so most requests need no round trip; below a capacity of 64 a lease is the need of one request. Used
+tokens beyond the lease are a debt, which is taken from the shared bucket within ``SETTLE_S``. A lease that is
+not used for ``IDLE_NS`` is given back. For costs, exactly the highest cost of each call is leased.
 
 So, with F fronts, a tenant starts within a minute at most (1 + F/32) times the requests that one front would
 start, and each front may have one more prompt that takes the bucket of tokens below zero. Costs are never
@@ -36,9 +36,9 @@ from agentflow.server.tenants.rate_limit import (
     DAY_NS,
     MINUTE_NS,
     NANODOLLARS,
-    Account,
     Bucket,
     BucketState,
+    TenantBuckets,
     TenantGate,
 )
 
@@ -64,7 +64,7 @@ return 1
 
 class Lease(Bucket):
     """The part of a shared bucket that this front holds. As a ``Bucket``, it is all that the front may use:
-    its credit, and what was left in the shared bucket when it was last read, which refills."""
+    its credit, and the rest of the shared bucket when it was last read, which refills."""
 
     def __init__(self, capacity: int, now_ns: int, period_ns: int) -> None:
         super().__init__(capacity, now_ns, period_ns)
@@ -94,7 +94,7 @@ class Lease(Bucket):
         return self.credit >= amount * self.period_ns
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether credit should be given back. Of costs, it is what a call did not need."""
+        """Whether credit should be given back. Credit of costs is the unused part of a call's reservation."""
         return self.period_ns == DAY_NS or now_ns - self.used_ns > IDLE_NS
 
     def exchange(self, shared: Bucket, shared_ns: int, wanted: int, gives_back: bool) -> int:
@@ -115,7 +115,7 @@ class Lease(Bucket):
         return change
 
 
-class SharedAccount(Account):
+class SharedAccount(TenantBuckets):
     """The leases and unfinished requests of one tenant."""
 
     def __init__(self) -> None:
@@ -176,11 +176,11 @@ class SharedGate(TenantGate):
                         await self._exchange(name, account, {}, is_last=True)
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
-        """As in ``RequestGate``. ``Overloaded`` if a lease is needed and the store does not answer."""
+        """See ``RequestGate``. ``Overloaded`` if a lease is needed and the store does not answer."""
         return self._lease_of(tenant, {"requests": 1, "tokens": 1})
 
     def ready_to_pay(self, tenant: Tenant, highest: float) -> Awaitable[None] | None:
-        """As in ``TenantGate``. ``Overloaded`` as for ``ready``."""
+        """See ``TenantGate``. ``Overloaded`` as for ``ready``."""
         return self._lease_of(tenant, {"cost": math.ceil(highest * NANODOLLARS)})
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
@@ -229,7 +229,7 @@ class SharedGate(TenantGate):
     async def _exchange(
         self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False
     ) -> None:
-        """Pays debts, gives back what is idle, and leases what is wanted, in one step."""
+        """Pays debts, returns idle credit, and takes new leases, in one step."""
         key = self._store.key("limits", name)
         reply = await self._store.run(_READ, [key], [])
         for _ in range(_MAX_TRIES):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agentflow.cluster.ray import host as host_module
-from agentflow.cluster.ray.child import Watch
+from agentflow.cluster.ray.child import Heartbeat
 from agentflow.cluster.ray.host import BEAT_S, ENGINE, LOST_S, TOKEN_BYTES, WATCH, EngineHost, exchange_beats
 
 TOKEN = b"t" * TOKEN_BYTES
@@ -106,7 +106,7 @@ def test_the_actor_notices_that_the_server_is_gone(monkeypatch, how):
 
 def test_the_server_notices_that_an_actor_is_silent_or_gone():
     ours, theirs = socket.socketpair()
-    watch = Watch(ours, heard_at=100.0)
+    watch = Heartbeat(ours, heard_at=100.0)
     assert watch.exchange(100.0 + LOST_S)
     assert theirs.recv(1) == b"."
     # The server was stopped meanwhile: what had come before counts.

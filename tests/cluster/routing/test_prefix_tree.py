@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentflow.cluster.routing.prefix_tree import Family, PrefixTree
+from agentflow.cluster.routing.prefix_tree import PrefixTree, RequestFamily
 from agentflow.engine.cache.blocks import (
     BLOCK_TOKENS,
     BlocksRemoved,
@@ -62,7 +62,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.caches = [self.new_cache(replica) for replica in REPLICAS]
         self.slots = itertools.count()
         self.seen: list[tuple[str, bytes]] = []
-        self.marked: dict[tuple[object, bytes], Family] = {}  # by the prompt that a family begins with
+        self.marked: dict[tuple[object, bytes], RequestFamily] = {}  # by the prompt that a family begins with
 
     def new_cache(self, replica: int) -> RadixCache:
         def on_blocks(report: BlocksStored | BlocksRemoved) -> None:
@@ -106,7 +106,7 @@ class TreeMachine(RuleBasedStateMachine):
         prompts = self.holdings[replica].in_progress
         if prompts:
             key, run = data.draw(st.sampled_from(prompts))
-            self.marked[key, run] = Family(replica, 0.0, 0.0)
+            self.marked[key, run] = RequestFamily(replica, 0.0, 0.0)
             self.tree.mark(key, run, self.marked[key, run])
 
     @rule(replica=st.sampled_from(REPLICAS))
@@ -187,7 +187,7 @@ def test_the_rest_of_an_evicted_prompt_begins_no_family() -> None:
     shared, own = tokens(1, 2), tokens(3)
     root = blocks_of(shared + own)
     tree.begin(0, "", shared + own)
-    tree.mark("", shared + own, family := Family(0, 0.0, 0.0))
+    tree.mark("", shared + own, family := RequestFamily(0, 0.0, 0.0))
     assert tree.store(0, root)
     tree.end(0, "", shared + own)
     assert tree.match("", shared + own + tokens(4)).family is family

@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.routing.families import KNOWN_FAMILIES, REMEMBERED, Families, begins_family
 from agentflow.cluster.routing.load import Call, EngineShape
-from agentflow.cluster.routing.prefix_tree import Family, Match
+from agentflow.cluster.routing.prefix_tree import Match, RequestFamily
+from agentflow.cluster.routing.request_families import (
+    KNOWN_FAMILIES,
+    REMEMBERED,
+    RequestFamilies,
+    begins_family,
+)
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.simulator.cost_model import CostModel
 
@@ -38,10 +43,10 @@ class Reference:
 def test_expected_requests_are_those_that_families_have_not_brought(
     steps: list[tuple[int, bool, int]],
 ) -> None:
-    families, reference = Families(), Reference()
+    families, reference = RequestFamilies(), Reference()
     for replica in range(3):
         families.add(replica)
-    begun: list[Family] = []
+    begun: list[RequestFamily] = []
     for replica, begins, which in steps:
         if begins or not begun:
             begun.append(families.began("kind", replica, 0.0))
@@ -59,7 +64,7 @@ def test_expected_requests_are_those_that_families_have_not_brought(
 
 
 def test_old_families_are_expected_to_bring_less() -> None:
-    families = Families()
+    families = RequestFamilies()
     families.add(0)
     families.add(1)
     first = families.began("kind", 0, 0.0)
@@ -76,7 +81,7 @@ def test_old_families_are_expected_to_bring_less() -> None:
 
 
 def test_kinds_differ_in_what_continues_them() -> None:
-    families = Families()
+    families = RequestFamilies()
     families.add(0)
     for number in range(KNOWN_FAMILIES + 1):
         families.began("alone", 0, float(number))
@@ -107,7 +112,7 @@ def test_a_family_begins_where_no_prefix_ties_a_request_to_few_replicas(
     hits: dict[int, int], begins: bool
 ) -> None:
     assert begins_family(Match(hits, 0), 1000, 4) is begins
-    assert not begins_family(Match(hits, 0, Family(0, 0.0, 0.0)), 1000, 4)
+    assert not begins_family(Match(hits, 0, RequestFamily(0, 0.0, 0.0)), 1000, 4)
 
 
 def sequence(number: int, length: int) -> bytes:

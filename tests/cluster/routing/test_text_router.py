@@ -18,7 +18,8 @@ from agentflow.cluster.simulated.published import RoundRobin
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.simulator.workload import Workload, chat
+from agentflow.engine.simulator.generators import chat
+from agentflow.engine.simulator.workload import Workload
 from agentflow.errors import Overloaded
 
 SYSTEM = b"You are a strict judge of essays. " * 200

@@ -18,8 +18,9 @@ from agentflow.cluster.simulated.several_models import SimulatedModel, Simulated
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.generators import chat, combined, two_models, unshared
 from agentflow.engine.simulator.simulation import Simulated
-from agentflow.engine.simulator.workload import Arrival, Workload, beside, chat, two_models, unshared
+from agentflow.engine.simulator.workload import Arrival, Workload
 
 LARGE = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)
 SMALL = CostModel(base_s=2e-3, row_s=6e-6, logits_s=0.0, read_s=1e-8, pair_s=0.0)
@@ -61,7 +62,7 @@ QUESTIONS = unshared(num_requests=40, per_s=20.0, prompt=100, output=20)
 
 
 def test_models_on_devices_that_they_have_alone_are_separate_clusters() -> None:
-    both = beside(of("large", CHATS), of("small", QUESTIONS))
+    both = combined(of("large", CHATS), of("small", QUESTIONS))
     together = simulated(both, {"large": ["a", "b"], "small": ["c", "d"]})
     separate = []
     for name, arrivals in (("large", CHATS), ("small", QUESTIONS)):
@@ -86,7 +87,7 @@ def test_two_engines_on_a_device_take_twice_as_long() -> None:
 
 def test_a_router_that_knows_the_other_models_serves_sooner() -> None:
     """On three devices, a busy model has one, which the other one should leave alone."""
-    arrivals = beside(of("large", CHATS), of("small", QUESTIONS))
+    arrivals = combined(of("large", CHATS), of("small", QUESTIONS))
     devices = {"large": ["a"], "small": ["a", "b", "c"]}
     known, unknown = (simulated(arrivals, devices, knows=knows) for knows in (True, False))
     assert mean_s(known) < mean_s(unknown)
@@ -116,7 +117,7 @@ def test_programs_over_two_models_are_served() -> None:
 def test_no_work_is_lost_whatever_shares_a_device(
     seed: int, devices: dict[str, list[str]], knows: bool
 ) -> None:
-    arrivals = beside(
+    arrivals = combined(
         two_models(num_programs=3, per_s=5.0, rounds=2, width=3, draft=30, verdict=20, seed=seed),
         of("small", unshared(num_requests=10, per_s=20.0, prompt=100, output=20, seed=seed)),
     )

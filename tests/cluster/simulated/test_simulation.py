@@ -16,22 +16,15 @@ from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, LeastTokens
 from agentflow.cluster.simulated.simulation import MODEL, Loss, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.generators import agent_sessions, chains, chat, combined, map_reduce, unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
-from agentflow.engine.simulator.workload import (
-    Workload,
-    agent_sessions,
-    beside,
-    chains,
-    chat,
-    map_reduce,
-    unshared,
-)
+from agentflow.engine.simulator.workload import Workload
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=1e-9)
 CONFIG = SchedulerConfig(max_running=4, token_budget=256)
 WORKLOAD = Workload(
     "w",
-    beside(
+    combined(
         unshared(num_requests=30, per_s=20.0, prompt=100, output=20),
         chains(num_chains=3, length=4, chunk=60, summary=5, round_trip_s=0.1),
         map_reduce(num_programs=2, width=5, chunk=50, summary=5),
@@ -112,7 +105,7 @@ def test_a_simulation_that_is_cut_has_the_same_past() -> None:
 def test_counted_requests_are_as_requests_one_by_one(
     seed: int, per_s: float, kv_tokens: int, max_running: int, limit: int
 ) -> None:
-    arrivals = beside(
+    arrivals = combined(
         unshared(num_requests=12, per_s=per_s, prompt=60, output=90, limit=limit, num_tenants=2, seed=seed),
         chat(num_chats=4, per_s=per_s / 4, turns=3, system=80, message=20, reply=70, pause_s=0.2, seed=seed),
         agent_sessions(

@@ -21,8 +21,9 @@ from agentflow.engine.scheduling.admission import (
 )
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
+from agentflow.engine.simulator.generators import unshared
 from agentflow.engine.simulator.simulation import simulate
-from agentflow.engine.simulator.workload import Arrival, Workload, unshared
+from agentflow.engine.simulator.workload import Arrival, Workload
 from agentflow.protocol.sampling import SamplingParams
 
 

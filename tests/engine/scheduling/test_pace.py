@@ -18,8 +18,9 @@ from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import StepCost
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.fake_runner import FakeRunner
+from agentflow.engine.simulator.generators import combined, unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
-from agentflow.engine.simulator.workload import Arrival, Workload, beside, unshared
+from agentflow.engine.simulator.workload import Arrival, Workload
 
 GPU = CostModel(base_s=5e-3, row_s=20e-6, logits_s=0.0, read_s=2.5e-8, pair_s=1.2e-9)
 FINE = CostModel(base_s=4e-3, row_s=1e-4, logits_s=0.0, read_s=0.0, pair_s=0.0)
@@ -39,7 +40,7 @@ def simulated(arrivals: list[Arrival], target_ms: int | None) -> Simulated:
 
 def test_chats_keep_the_target_beside_throughput_work_that_breaks_it_without():
     chats = unshared(num_requests=80, prompt=800, output=100, per_s=8.0, seed=5)
-    arrivals = beside(chats, bulk(60))
+    arrivals = combined(chats, bulk(60))
     p95_ms, ended_s = {}, {}
     for target_ms in (None, 20, 12):
         served = simulated(arrivals, target_ms).served

@@ -19,9 +19,10 @@ from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.fake_runner import FakeRunner
+from agentflow.engine.simulator.generators import agent_sessions
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.summary import program_times
-from agentflow.engine.simulator.workload import Arrival, Workload, agent_sessions
+from agentflow.engine.simulator.workload import Arrival, Workload
 
 SLOW = CostModel(base_s=5e-3, row_s=2e-4, logits_s=0, read_s=0, pair_s=1.2e-7)
 """Long prompts take seconds, about as long as the tools of ``sessions``."""

@@ -9,10 +9,11 @@ import pytest
 
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.generators import agent_sessions
 from agentflow.engine.simulator.published import published_rules
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.summary import program_times
-from agentflow.engine.simulator.workload import Arrival, Workload, agent_sessions
+from agentflow.engine.simulator.workload import Arrival, Workload
 
 COST = CostModel(base_s=5e-3, row_s=2e-4, logits_s=0, read_s=0, pair_s=1.2e-7)
 RULES = published_rules(COST)

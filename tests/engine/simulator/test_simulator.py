@@ -17,24 +17,20 @@ from agentflow.engine.scheduling.defaults import SIMULATED_POLICY_NAMES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, fit_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
-from agentflow.engine.simulator.side_by_side import SimulateOptions, run_simulate
-from agentflow.engine.simulator.simulation import simulate
-from agentflow.engine.simulator.summary import program_times, summarise
-from agentflow.engine.simulator.workload import (
+from agentflow.engine.simulator.generators import (
     GENERATORS,
-    Arrival,
-    Workload,
-    WorkloadWriter,
     agent_sessions,
     chains,
     chat,
     generate,
-    open_sink,
-    read_workload,
     tree_of_thought,
     unshared,
-    workload_name,
 )
+from agentflow.engine.simulator.side_by_side import SimulateOptions, run_simulate
+from agentflow.engine.simulator.simulation import simulate
+from agentflow.engine.simulator.summary import program_times, summarise
+from agentflow.engine.simulator.workload import Arrival, Workload
+from agentflow.engine.simulator.workload_file import WorkloadWriter, open_sink, read_workload, workload_name
 from agentflow.errors import BadArgument
 
 ONE_SECOND = CostModel(base_s=1, row_s=0, logits_s=0, read_s=0, pair_s=0)

@@ -30,7 +30,7 @@ from agentflow.protocol.images import digest_of
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Snapshot, SnapshotNode
 from agentflow.runtime.interpreter.interpreter import Interpreter
-from agentflow.runtime.interpreter.observation import SentTree
+from agentflow.runtime.interpreter.observation import WatchedTree
 from agentflow.runtime.programs.graph import MAX_MEDIA
 from agentflow.runtime.programs.live import MAX_SHOWN_EDGES
 
@@ -114,7 +114,7 @@ def depth(parents: dict[int, int], number: int) -> int:
 
 @given(snapshots(), st.sets(st.integers(0, 7)))
 def test_deltas_applied_to_an_empty_map_give_the_snapshot(made: list[Snapshot], resets: set[int]) -> None:
-    sent = SentTree()
+    sent = WatchedTree()
     known: dict[int, TreeNode] = {}
     last: Snapshot | None = None
     for index, snapshot in enumerate(made):

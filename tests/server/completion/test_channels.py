@@ -17,7 +17,7 @@ import agentflow as af
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion.completion import prompt_ids
+from agentflow.server.completion.engine_run import prompt_ids
 from agentflow.server.completion.request import CompletionRequest, ReasoningDelta, TextDelta, answers_of
 
 pytestmark = pytest.mark.anyio

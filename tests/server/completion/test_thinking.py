@@ -22,7 +22,8 @@ from agentflow.engine.submit import Submit
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion.completion import completing, prompt_ids
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.engine_run import prompt_ids
 from agentflow.server.completion.request import (
     Answer,
     CompletionDelta,

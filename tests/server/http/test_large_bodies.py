@@ -25,9 +25,10 @@ from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
-from agentflow.server.completion.completion import COUNTED_CONTEXTS
+from agentflow.server.completion.engine_run import COUNTED_CONTEXTS
 from agentflow.server.errors import ApiError
-from agentflow.server.http.call import SMALL_BODY_BYTES, ApiCall
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.json_body import SMALL_BODY_BYTES
 from agentflow.server.openai.types import ChatRequest
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
 
@@ -311,7 +312,7 @@ async def test_a_body_is_released_without_a_garbage_collection(rejects: bool) ->
     async def answer(call: ApiCall) -> None:
         body = call.read(Decoded)
         bodies.append(weakref.ref(body))
-        await call.beside(check, body)
+        await call.process(check, body)
         await call.reply({})
 
     client = await sent(answer, gate, tenant)

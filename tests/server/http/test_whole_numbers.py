@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.server.errors import ApiError
-from agentflow.server.http.call import decoded
+from agentflow.server.http.json_body import decoded
 
 
 class Called(msgspec.Struct, tag_field="kind", tag="called", forbid_unknown_fields=True):

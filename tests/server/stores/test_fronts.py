@@ -13,7 +13,7 @@ from support.redis_server import RedisServer, shared_store
 
 from agentflow.errors import EngineDown, Overloaded
 from agentflow.server.stores import fronts as fronts_module
-from agentflow.server.stores.fronts import Answered, Asked, Fronts, open_fronts
+from agentflow.server.stores.fronts import ForwardedAnswer, ForwardedRequest, Fronts, open_fronts
 
 pytestmark = pytest.mark.anyio
 BODY = bytes(range(256)) * 4
@@ -35,7 +35,7 @@ class Peer:
     def __init__(self) -> None:
         self.has_begun, self.was_cancelled = anyio.Event(), anyio.Event()
 
-    async def answer(self, asked: Asked) -> Answered:
+    async def answer(self, asked: ForwardedRequest) -> ForwardedAnswer:
         self.has_begun.set()
         if asked.path == "/fails":
             raise ValueError("a fault")
@@ -44,11 +44,11 @@ class Peer:
                 await anyio.sleep_forever()
             finally:
                 self.was_cancelled.set()
-        return Answered(status=201, headers=((b"a", b"b"),), body=asked.tenant.encode() + asked.body)
+        return ForwardedAnswer(status=201, headers=((b"a", b"b"),), body=asked.tenant.encode() + asked.body)
 
 
-def asked(path: str = "/") -> Asked:
-    return Asked(method="GET", path=path, query=b"", tenant="ann", headers=(), body=BODY)
+def asked(path: str = "/") -> ForwardedRequest:
+    return ForwardedRequest(method="GET", path=path, query=b"", tenant="ann", headers=(), body=BODY)
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def two_fronts(redis: RedisServer) -> AsyncIterator[tuple[Fronts, Fronts, 
 
 async def test_a_front_answers_another(redis: RedisServer) -> None:
     async with two_fronts(redis) as (here, there, _):
-        answers: list[Answered] = []
+        answers: list[ForwardedAnswer] = []
 
         async def ask() -> None:
             answers.append(await here.ask(there.own, asked()))
@@ -73,7 +73,7 @@ async def test_a_front_answers_another(redis: RedisServer) -> None:
         async with anyio.create_task_group() as group:
             for _ in range(20):
                 group.start_soon(ask)
-        assert answers == [Answered(status=201, headers=((b"a", b"b"),), body=b"ann" + BODY)] * 20
+        assert answers == [ForwardedAnswer(status=201, headers=((b"a", b"b"),), body=b"ann" + BODY)] * 20
         with pytest.raises(Overloaded):
             await here.ask(there.own, asked("/fails"))
         assert (await here.ask(there.own, asked())).status == 201

@@ -10,7 +10,7 @@ import pytest
 from support.api_server import ApiServer, api_server
 from support.session_errors import Session, gen, session, text
 
-from agentflow.engine.watching import hub
+from agentflow.engine.watching import shared_watches
 from agentflow.runtime.interpreter import observation
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.keys import Tenants, hashed_key
@@ -22,8 +22,8 @@ WATCH = {"op": "watch", "ticket": 1, "interval_s": 0.1}
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots come as often as they are asked for, however long one took. The engine may do all its work
     in a pause."""
-    monkeypatch.setattr(hub, "ENGINE_PART", 1e9)
-    monkeypatch.setattr(hub, "LOOP_PART", 1e9)
+    monkeypatch.setattr(shared_watches, "ENGINE_PART", 1e9)
+    monkeypatch.setattr(shared_watches, "LOOP_PART", 1e9)
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_another_watch_replaces_the_first_and_unwatch_ends_it(server: ApiServer)
 
 
 def test_an_engine_has_a_number_of_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "MAX_WATCHES", 1)
+    monkeypatch.setattr(shared_watches, "MAX_WATCHES", 1)
     with api_server(constraints=False, server_limits=ServerLimits(resume_grace_s=0.0)) as server:
         with session(server) as first:
             next(watched(first))

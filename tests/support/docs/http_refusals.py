@@ -51,7 +51,7 @@ from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.http.call import SMALL_BODY_BYTES
+from agentflow.server.http.json_body import SMALL_BODY_BYTES
 
 Refused = Callable[[ApiServer, Api], Response | None]
 Opened = Callable[[], AbstractContextManager[ApiServer]]

@@ -6,9 +6,9 @@ appended several gens to one turn, with fixed text between them, the first call 
 The text after them is kept (``Ahead``). The program's fixed text is compared with it, to the character, and
 later gens take theirs from it, for as long as the two agree.
 
-The first value has the distribution that it has without speculation. A later value is what the model wrote
-after its own text, so at temperature 0 it is the same as well, if the model is a function of its prompt.
-"""
+The first value has the distribution that it has without speculation. A later value is the model's
+continuation of its own text, so at temperature 0 it is the same as well, if the model is a function of its
+prompt."""
 
 from __future__ import annotations
 

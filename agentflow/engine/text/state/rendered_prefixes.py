@@ -40,7 +40,7 @@ Hasher: TypeAlias = "hashlib.blake2b"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CutPoint:
     """A place in spans of text where the encoding may be cut."""
 
     hasher: Hasher  # of the text before it
@@ -55,7 +55,7 @@ class Place:
 class Attached:
     """The known beginning of a text."""
 
-    place: Place
+    place: CutPoint
     key: bytes
     token_ids: tuple[int, ...]
 
@@ -88,14 +88,14 @@ class RenderedPrefixes:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def places(self, spans: Sequence[Span], start: bytes) -> list[tuple[Place, bytes]]:
+    def places(self, spans: Sequence[Span], start: bytes) -> list[tuple[CutPoint, bytes]]:
         """Returns the places in the text of ``spans``, with the key of the text before each. ``start``:
         separates texts whose tokens have nothing to do with each other."""
         if not self._tokenizer.finds_spelled:
             return []
         return [(place, place.hasher.digest()) for place in _places(spans, self._tokenizer, _hasher(start))]
 
-    def attached(self, places: Sequence[tuple[Place, bytes]]) -> Attached | None:
+    def attached(self, places: Sequence[tuple[CutPoint, bytes]]) -> Attached | None:
         """Returns the longest known beginning of the text with these places."""
         with self._lock:
             for place, key in reversed(places):
@@ -186,7 +186,7 @@ def _hasher(start: bytes) -> Hasher:
     return hashlib.blake2b(start, digest_size=DIGEST_BYTES)
 
 
-def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[Place]:
+def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[CutPoint]:
     """Yields the places in the text of ``spans``, in order. Ends early at generated text whose special tokens
     cannot be told from spelled ones, and at a special token that two spans spell together. ``hasher``: of the
     text before, is changed."""
@@ -196,7 +196,7 @@ def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iter
         text, at = span.text, 0
         if span.medium:
             hasher.update(_MEDIUM + span.medium.encode() + _MEDIUM)
-            yield Place(hasher.copy(), number, len(text), None)
+            yield CutPoint(hasher.copy(), number, len(text), None)
             before = ""
             continue
         if reach and any(low < len(before) < high for low, high in tokenizer.spelled(before + text[:reach])):
@@ -220,9 +220,9 @@ def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iter
                 hasher.update(_bytes(text[at:offset]))
                 at = offset
                 num_ids = id_edges[edge] if id_edges else None
-                yield Place(hasher.copy(), number, offset, edge, len(edges), num_ids)
+                yield CutPoint(hasher.copy(), number, offset, edge, len(edges), num_ids)
         hasher.update(_bytes(text[at:]))
-        yield Place(hasher.copy(), number, len(text), None)
+        yield CutPoint(hasher.copy(), number, len(text), None)
 
 
 def _edges(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:

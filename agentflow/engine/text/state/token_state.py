@@ -22,7 +22,14 @@ from agentflow.engine.text.chat_layout import Layout, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
 from agentflow.engine.text.state.choices import EncodedChoices, encode_choices
-from agentflow.engine.text.state.laid_out import between_turns, laid_out
+from agentflow.engine.text.state.encoding import (
+    ShowMedium,
+    encode_spans,
+    known_spans,
+    spans_of,
+    with_edges,
+    with_known,
+)
 from agentflow.engine.text.state.parts import Part, PlainTools, TextRun
 from agentflow.engine.text.state.rendered_prefixes import Attached, RenderedPrefixes
 from agentflow.engine.text.state.spans import Segment, Span
@@ -39,95 +46,6 @@ from agentflow.protocol.images import (
     kind_of,
     medium_key,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ShowMedium:
-    """Shows images and videos as spans: ``span`` has the ids, and ``markup`` is what the template writes for
-    one of a kind."""
-
-    span: Callable[[Medium], Span]
-    markup: Mapping[MediumKind, MediumMarkup]
-
-    def part(self, part: Part) -> list[Span]:
-        """Returns the runs of an open turn, or outside turns."""
-        spans: list[Span] = []
-        for run in part.runs:
-            if run.medium is None:
-                spans.append(Span(run.text, is_markup=False, ids=run.ids))
-            elif (markup := self.markup.get(kind_of(run.medium))) is None:
-                spans.append(self.span(run.medium))
-            else:
-                before, after = Span(markup.before, is_markup=True), Span(markup.after, is_markup=True)
-                spans += [span for span in (before, self.span(run.medium), after) if span.text]
-        return spans
-
-
-def spans_of(
-    parts: Sequence[Part],
-    layout: Layout | None,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    now: datetime,
-    show: ShowMedium,
-) -> list[Span]:
-    """Returns the whole state, in the order of its text.
-
-    Args:
-        parts: the turns, and the text between them.
-        layout: of the closed turns, and of the opening of the open turn; None if there are no turns.
-        tokenizer: of the model.
-        template: the chat template.
-        now: the time for the template.
-        show: returns the span of an image or a video.
-
-    Raises:
-        NotSupported: the template leaves no place for text between turns.
-    """
-    begins_plain = not parts or parts[0].role is None
-    spans = [Span("", is_markup=True, ids=tokenizer.prefix_ids)] if begins_plain else []
-    if layout is None:
-        return spans + [span for part in parts for span in show.part(part)]
-    at = 0
-    bos = tokenizer.bos
-    if begins_plain and bos and tokenizer.bos_id in tokenizer.prefix_ids and layout.text.startswith(bos):
-        at = len(bos)  # the state already begins with bos
-    turns = [part for part in parts if part.role is not None and not part.is_open]
-    for part, end in between_turns(parts, layout, template, now):
-        spans += laid_out(layout, turns, tokenizer, at, end, show.span)
-        spans += show.part(part)
-        at = max(at, end)
-    spans += laid_out(layout, turns, tokenizer, at, len(layout.text), show.span)
-    return spans + [span for part in parts if part.is_open for span in show.part(part)]
-
-
-def encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
-    """Encodes ``spans``. Spans that are also in ``old``, an earlier state of the same text, are not encoded
-    again."""
-    known: dict[tuple[Span, bool], Segment] = {}
-    segments: list[Segment] = []
-    num_chars = 0
-    last_id: int | None = None
-    is_same = True  # so far
-    for number, span in enumerate(spans):
-        segment = old[number] if is_same and number < len(old) else None
-        if segment is None or segment.span != span:
-            is_same = False
-            # The ids of generated text and media do not depend on the text before them.
-            continues = span.ids is not None or tokenizer.continues_after(num_chars, last_id)
-            known = known or {(one.span, one.continues): one for one in old}
-            segment = known.get((span, continues)) or _encode(span, tokenizer, continues)
-        segments.append(segment)
-        num_chars += len(span.text)
-        last_id = segment.ids[-1] if segment.ids else last_id
-    return segments
-
-
-def _encode(span: Span, tokenizer: Tokenizer, continues: bool) -> Segment:
-    if span.ids is not None:
-        return Segment(span, continues, span.ids)
-    encode = tokenizer.encode_markup if span.is_markup else tokenizer.encode
-    return Segment(span, continues, tuple(encode(span.text, continues=continues)))
 
 
 class TokenState:
@@ -164,7 +82,7 @@ class TokenState:
         self._runs_to_take: list[TextRun] = []  # joined once, so that n images take a time that grows with n
         self._pending: list[str] = []
         self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
-        self._edges: dict[str, tuple[str, str]] = {}  # of ``_with_edges``
+        self._edges: dict[str, tuple[str, str]] = {}  # of ``with_edges``
         self._markup: dict[MediumKind, MediumMarkup | None] = {}
         self.unread: dict[Medium, Medium] = {}
         """The images and videos whose prepared form ``prepared`` must set before ids are needed, by the
@@ -592,7 +510,7 @@ class TokenState:
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
             spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
-        spans = _with_edges(spans, self._edges) if self._edges else spans
+        spans = with_edges(spans, self._edges) if self._edges else spans
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:
@@ -609,8 +527,8 @@ class TokenState:
             self.text_keys = [key for _, key in places]
             self._attached = self._known.attached(places)
             if self._attached is not None:
-                self._attached_spans = _known_of(spans, self._attached)
-                spans = _with_known(spans, self._attached)
+                self._attached_spans = known_spans(spans, self._attached)
+                spans = with_known(spans, self._attached)
         return encode_spans(spans, self._tokenizer, self._segments)
 
     def _new_texts(self, layout: Layout | None) -> list[str]:
@@ -665,48 +583,6 @@ def _marked(message: Message) -> str:
     return "".join([part if isinstance(part, str) else medium_mark(part) for part in parts])
 
 
-def _with_edges(spans: Sequence[Span], edges: Mapping[str, tuple[str, str]]) -> list[Span]:
-    """Returns the spans with plain text at the edges of media, which is encoded together with the markup
-    next to it. ``edges``: the texts before and after a medium, by its identity."""
-    found: list[Span] = []
-    tail = ""
-    for span in spans:
-        if tail:
-            joins = span.is_markup and span.ids is None
-            span, rest = (replace(span, text=tail + span.text), "") if joins else (span, tail)
-            found += [Span(rest, is_markup=True)] if rest else []
-        lead, tail = edges.get(span.medium, ("", ""))
-        if lead:
-            joins = bool(found) and found[-1].is_markup and found[-1].ids is None
-            before = found.pop().text if joins else ""
-            found.append(Span(before + lead, is_markup=True))
-        found.append(span)
-    return [*found, Span(tail, is_markup=True)] if tail else found
-
-
-def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
-    """Returns the spans with their known beginning as one span."""
-    place = attached.place
-    cut = spans[place.span]
-    before = "".join([span.text for span in spans[: place.span]])
-    known = Span(before + cut.text[: place.offset], is_markup=False, ids=attached.token_ids)
-    rest = spans[place.span + 1 :]
-    if place.edge is None:
-        return [known, *rest]
-    ids = None if cut.ids is None else cut.ids[place.num_ids :]
-    return [known, Span(cut.text[place.offset :], cut.is_markup, ids), *rest]
-
-
-def _known_of(spans: Sequence[Span], attached: Attached) -> list[Span]:
-    """Returns the spans of the known beginning."""
-    place = attached.place
-    cut = spans[place.span]
-    if place.edge is None:
-        return [*spans[: place.span + 1]]
-    ids = None if cut.ids is None else cut.ids[: place.num_ids]
-    return [*spans[: place.span], Span(cut.text[: place.offset], cut.is_markup, ids)]
-
-
 def _with_runs(parts: list[Part], runs: Sequence[TextRun]) -> list[Part]:
     """Returns ``parts`` with ``runs`` appended: to the open turn or outside all turns."""
     if not runs:
@@ -724,7 +600,7 @@ def _joined(segments: list[Segment]) -> list[int]:
     return ids
 
 
-# Ids that are compared at once.
+# Ids that one comparison covers.
 _COMPARED = 1024
 
 

@@ -19,7 +19,8 @@ from agentflow.protocol.chat import Message
 from agentflow.protocol.events import Capabilities
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.errors import ApiError, invalid_field
-from agentflow.server.http.call import ApiCall, decoded
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.json_body import decoded
 from agentflow.server.openai.responses.items import ItemReader, Turns, references_in
 from agentflow.server.openai.responses.stored import list_of, page_of
 from agentflow.server.openai.responses.types import (
@@ -44,7 +45,7 @@ _NO_MODEL = Capabilities("a conversation", images=True, videos=True)
 
 async def create_conversation(call: ApiCall) -> None:
     """Creates a conversation."""
-    body = await call.beside(call.read, ConversationRequest)
+    body = await call.process(call.read, ConversationRequest)
     async with _metered(call):
         items = await _read(call, body.items or ())
         made = StoredConversation(f"conv_{secrets.token_hex(24)}", int(time.time()), body.metadata or {})
@@ -82,7 +83,7 @@ async def list_items(call: ApiCall) -> None:
 
 async def create_items(call: ApiCall) -> None:
     """Appends items to a conversation."""
-    body = await call.beside(call.read, ConversationItemsRequest)
+    body = await call.process(call.read, ConversationItemsRequest)
     async with _metered(call):
         items = await _read(call, body.items)
 
@@ -116,7 +117,7 @@ async def delete_item(call: ApiCall) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EndedTurn:
     """A turn that has ended. ``answer``: the message of the model, of which ``output`` are the items."""
 
     given: Sequence[Item]
@@ -135,7 +136,7 @@ async def conversation_of(call: ApiCall, given: Unread) -> StoredConversation | 
     return await _conversation(call, decoded(given, ConversationId, "conversation").id, "conversation")
 
 
-async def append_turn(responses: Responses, tenant: str, conversation_id: str, turn: Turn) -> None:
+async def append_turn(responses: Responses, tenant: str, conversation_id: str, turn: EndedTurn) -> None:
     """Appends a turn to the stored conversation, unless it was deleted in the meantime."""
 
     def append(found: StoredConversation) -> StoredConversation:
@@ -176,14 +177,14 @@ async def _metered(call: ApiCall) -> AsyncIterator[None]:
 
 async def _read(call: ApiCall, given: Sequence[msgspec.Raw]) -> list[Item]:
     """The items of a request."""
-    references = await call.beside(_references, given)
+    references = await call.process(_references, given)
     items = await call.service.responses.find_items(call.tenant.name, references) if references else {}
     reader = ItemReader(_NO_MODEL, items.get)
 
     def read() -> list[Item]:
         return [reader.read(raw, f"items[{number}]") for number, raw in enumerate(given)]
 
-    return await call.beside(read)
+    return await call.process(read)
 
 
 def _references(given: Sequence[msgspec.Raw]) -> list[str]:

@@ -22,7 +22,7 @@ from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.functions import NO_PARAMETERS
 from agentflow.server.compatible.images import check_media, image_of, video_of
 from agentflow.server.errors import ApiError, invalid_field, unsupported
-from agentflow.server.http.call import decoded
+from agentflow.server.http.json_body import decoded
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
 from agentflow.server.responses.item import Find, Item, Reasoning, Step
 

@@ -27,7 +27,8 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.images import check_media
-from agentflow.server.completion.completion import completing, prompt_ids
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.engine_run import prompt_ids
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import announce, report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, unsupported
@@ -37,7 +38,7 @@ from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.request import NO_EFFORT, TEMPERATURE
 from agentflow.server.openai.responses.answer import ResponseWriter
 from agentflow.server.openai.responses.conversations import (
-    Turn,
+    EndedTurn,
     append_turn,
     check_room,
     conversation_of,
@@ -76,13 +77,13 @@ _UNSUPPORTED = {
 
 async def create_response(call: ApiCall) -> None:
     """Answers a turn of a conversation."""
-    body = await call.beside(call.read, ResponseRequest)
+    body = await call.process(call.read, ResponseRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
     _check_fields(body)
     if body.store is not False:
         call.service.responses.check_answers()
     before = await _before(call, body)
-    turn = await call.beside(_Turn, call, body, generator, before)
+    turn = await call.process(_Turn, call, body, generator, before)
     if body.truncation == "auto" and isinstance(generator, EngineGenerator):
         with _naming_fields(generator):
             turn.request = await _truncated(generator, turn.request)
@@ -154,7 +155,7 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerato
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What a turn continues, from the store. At most one of the first two is set."""
+    """The stored response or conversation that a turn continues. At most one of the first two is set."""
 
     conversation: StoredConversation | None
     history: History | None
@@ -162,13 +163,13 @@ class _Before:
 
 
 async def _before(call: ApiCall, body: ResponseRequest) -> _Before:
-    """Finds what the turn continues. ``ApiError``."""
+    """Finds the response or conversation that the turn continues. ``ApiError``."""
     conversation, history = await conversation_of(call, body.conversation), None
     if body.previous_response_id is not None:
         if conversation is not None:
             raise invalid_field("conversation", "it excludes 'previous_response_id'")
         history = await _history_of(call, body.previous_response_id)
-    references = await call.beside(references_in, body.input)
+    references = await call.process(references_in, body.input)
     items = await call.service.responses.find_items(call.tenant.name, references) if references else {}
     return _Before(conversation, history, items)
 
@@ -252,7 +253,7 @@ class _Turn:
         has_answer = answer.status in ("completed", "incomplete")
         output_items = tuple([self._output_item(item) for item in answer.output])
         if self._conversation is not None and has_answer:
-            turn = Turn(self.input_items, output_items, message)
+            turn = EndedTurn(self.input_items, output_items, message)
             await append_turn(self._responses, self._tenant, self._conversation.id, turn)
         if self.body.store is False:
             return

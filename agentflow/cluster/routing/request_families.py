@@ -8,9 +8,9 @@ choice of its replica decides where all of them run, and the load that the repli
 little about the load that they will meet: a replica with the fewest requests may have the most families,
 which have just begun.
 
-``Families`` learns how many requests continue a family of a kind (those that begin with the same tokens), for
-how long, and how much work each of them is. A replica *expects* what its families have not brought yet. To
-begin a family there costs::
+``RequestFamilies`` learns how many requests continue a family of a kind (those that begin with the same
+tokens), for how long, and how much work each of them is. A replica *expects* the remaining work of its
+families. To begin a family there costs::
 
     requests that will continue it * their mean time * (work that the replica expects / lifetime of a family)
 
@@ -27,7 +27,7 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.cluster.routing.prefix_tree import Family, Kind, Match, Replica
+from agentflow.cluster.routing.prefix_tree import Kind, Match, Replica, RequestFamily
 
 Seconds = NDArray[np.float64]
 
@@ -38,10 +38,10 @@ KNOWN_FAMILIES = 8
 """A kind with fewer families is expected to be like all others."""
 MAX_KINDS = 4096
 LIFETIMES = 2.0
-"""What a family has not brought after this many lifetimes is expected less and less."""
+"""After this many lifetimes, the remaining work of a family is expected less and less."""
 
 
-class Families:
+class RequestFamilies:
     """The families on all replicas."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Families:
         self._expected[replica] = 0.0
 
     def delay_s(self, kind: Hashable, size: int, now_s: float) -> Seconds | None:
-        """What it costs to begin a family of the kind on each of ``size`` replicas; None: nothing."""
+        """The cost of a new family of the kind on each of ``size`` replicas; None: nothing."""
         lifetime_s, followers = self._lifetime_s, self.num_followers(kind)
         if not followers or not lifetime_s:
             return None
@@ -85,7 +85,7 @@ class Families:
         factor: float = WEIGHT * followers * self._request_s.value * taken_s
         return factor * self._expected[:size]
 
-    def began(self, kind: Hashable, replica: Replica, now_s: float) -> Family:
+    def began(self, kind: Hashable, replica: Replica, now_s: float) -> RequestFamily:
         """A request that begins a family of the kind was sent to the replica."""
         known = self._kinds.pop(kind, None) or Kind()
         self._kinds[kind] = known
@@ -96,9 +96,9 @@ class Families:
         self._reduce(now_s)
         followers = self.num_followers(kind)
         self._expected[replica] += followers
-        return Family(replica, now_s, followers, known)
+        return RequestFamily(replica, now_s, followers, known)
 
-    def continued(self, family: Family, now_s: float) -> None:
+    def continued(self, family: RequestFamily, now_s: float) -> None:
         """A request was placed that continues a family."""
         for one in (self._all, family.kind):
             _count(one, begins=False)

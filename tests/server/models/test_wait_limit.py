@@ -1,4 +1,4 @@
-"""Admission control: what it foresees against queues that are simulated to their end."""
+"""The limit on expected waits, against queues that are simulated to their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentflow.engine.messages import Failed, Finished, Started
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.models.admission import MAX_IDLE_TENANTS, Admission
+from agentflow.server.models.wait_limit import MAX_IDLE_TENANTS, WaitLimit
 
 
 def submit(request_id: int, tenant: str = "ann", priority: int = 0) -> Submit:
@@ -28,7 +28,7 @@ def finished(request_id: int) -> Finished:
 
 
 def test_an_empty_queue_takes_anything():
-    admission = Admission(0.001, ClockS())
+    admission = WaitLimit(0.001, ClockS())
     admission.check("ann")
     admission.sent(submit(1))
     admission.received([Started([1])])
@@ -39,7 +39,7 @@ def test_an_empty_queue_takes_anything():
 def test_a_steady_queue_is_foreseen(place_s):
     """One request starts each ``place_s``; two come in that time."""
     clock = ClockS()
-    admission = Admission(10.0, clock)
+    admission = WaitLimit(10.0, clock)
     queue: list[int] = []
     foreseen: dict[int, float] = {}
     came: dict[int, float] = {}
@@ -69,7 +69,7 @@ def test_a_steady_queue_is_foreseen(place_s):
 def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch):
     """``batch`` start at once, after as many times 0.1 s. Three times as many come as can start."""
     clock, rng = ClockS(), random.Random(1)
-    admission = Admission(5.0, clock)
+    admission = WaitLimit(5.0, clock)
     queue: list[int] = []
     lengths: list[int] = []
     numbers = itertools.count()
@@ -92,7 +92,7 @@ def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch
 
 def test_other_tenants_are_not_refused_for_one_that_floods():
     clock = ClockS()
-    admission = Admission(5.0, clock)
+    admission = WaitLimit(5.0, clock)
     for request_id in range(100):
         admission.sent(submit(request_id, "flood"))
     for request_id in range(10):
@@ -107,7 +107,7 @@ def test_other_tenants_are_not_refused_for_one_that_floods():
 
 def test_the_pace_of_an_overload_is_forgotten_when_it_is_over():
     clock = ClockS()
-    admission = Admission(10.0, clock)
+    admission = WaitLimit(10.0, clock)
     for request_id in range(20):
         admission.sent(submit(request_id))
     for request_id in range(19):  # 3 s for each place
@@ -127,7 +127,7 @@ def test_the_pace_of_an_overload_is_forgotten_when_it_is_over():
 
 def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
     clock = ClockS()
-    admission = Admission(10.0, clock)
+    admission = WaitLimit(10.0, clock)
     admission.sent(submit(1))
     admission.check("ann")
     clock.now_s += 10.5
@@ -139,7 +139,7 @@ def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
 
 def test_a_request_that_waits_for_its_priority_blocks_no_other():
     clock = ClockS()
-    admission = Admission(10.0, clock)
+    admission = WaitLimit(10.0, clock)
     admission.sent(submit(1, priority=-1))  # all others start before it
     for request_id in range(2, 30):
         admission.check("ann")
@@ -158,7 +158,7 @@ def test_a_request_that_waits_for_its_priority_blocks_no_other():
 
 def test_without_a_limit_nothing_is_refused():
     clock = ClockS()
-    admission = Admission(None, clock)
+    admission = WaitLimit(None, clock)
     for request_id in range(10):
         admission.sent(submit(request_id))
     clock.now_s += 1e6
@@ -166,7 +166,7 @@ def test_without_a_limit_nothing_is_refused():
 
 
 def test_idle_tenants_are_forgotten():
-    admission = Admission(1.0, ClockS())
+    admission = WaitLimit(1.0, ClockS())
     for number in range(3 * MAX_IDLE_TENANTS):
         admission.sent(submit(number, str(number)))
         admission.received([Started([number])])
@@ -188,7 +188,7 @@ def test_idle_tenants_are_forgotten():
 def test_waiting_requests_are_counted_in_any_order_of_events(events):
     """Against a plain set, with starts and ends of unknown requests and of those that started before."""
     clock = ClockS()
-    admission = Admission(1.0, clock)
+    admission = WaitLimit(1.0, clock)
     waiting: dict[int, str] = {}
     known: set[int] = set()
     for what, request_id, tenant, passes_s in events:

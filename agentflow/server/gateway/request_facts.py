@@ -1,5 +1,5 @@
-"""What the gateway reads from a request: its model, its prompt, its place in a program, and the stored things
-that it refers to.
+"""The facts of a request that the gateway reads: its model, its prompt, its place in a program, and the
+stored objects that it refers to.
 
 The body is passed on unchanged. Here its prompt becomes one text, whose prefix stays the same while a
 conversation grows: tools, instructions and messages, with their roles, in the order of chat templates. The
@@ -37,7 +37,7 @@ _STATELESS = ("completions", "embeddings", "messages", "chat", "generate", "embe
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestFacts:
     """One request.
 
     - ``model``: empty if it has none, or could not be read.
@@ -57,7 +57,7 @@ class Asked:
     stores: bool = False
 
 
-def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) -> RequestFacts:
     """Reads a request. Nothing in it is wrong for the gateway: its target decides that.
 
     Args:
@@ -66,7 +66,7 @@ def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) 
         headers: With names in lower case.
         body: Empty if there is none, or if it is too large to be read.
     """
-    asked = Asked(caller=_caller(headers))
+    asked = RequestFacts(caller=_caller(headers))
     parts = [unquote(part)[:MAX_NAME_CHARS] for part in path.split("/") if part]
     if "models" in parts[:-1]:
         asked.model = "/".join(parts[parts.index("models") + 1 :])
@@ -87,7 +87,7 @@ def _caller(headers: Mapping[str, str]) -> Caller:
         return ANYONE
 
 
-def _read_body(asked: Asked, body: bytes) -> None:
+def _read_body(asked: RequestFacts, body: bytes) -> None:
     fields = _decoded(body)
     if not isinstance(fields, dict):
         return

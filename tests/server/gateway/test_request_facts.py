@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES
-from agentflow.server.gateway.asked import Asked, read_asked
+from agentflow.server.gateway.request_facts import RequestFacts, read_asked
 
 CHAT = "/v1/chat/completions"
 TURNS = st.lists(
@@ -18,7 +18,9 @@ TURNS = st.lists(
 )
 
 
-def asked(body: Any, path: str = CHAT, headers: dict[str, str] | None = None, method: str = "POST") -> Asked:
+def asked(
+    body: Any, path: str = CHAT, headers: dict[str, str] | None = None, method: str = "POST"
+) -> RequestFacts:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return read_asked(method, path, headers or {}, data)
 
@@ -69,7 +71,7 @@ def test_prompts_of_all_apis(path: str, body: dict[str, Any], text: bytes) -> No
 
 
 def test_images_count_by_their_digest() -> None:
-    def with_image(data: str) -> Asked:
+    def with_image(data: str) -> RequestFacts:
         image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
         return asked({"messages": [{"role": "user", "content": [image, {"type": "text", "text": "what?"}]}]})
 

@@ -68,7 +68,7 @@ class _Line:
         self.moved_s = now_s
 
 
-class Admission:
+class WaitLimit:
     """A ``RequestObserver`` of one engine. ``max_wait_s``: the longest accepted expected wait; None: any.
     ``clock``: seconds."""
 

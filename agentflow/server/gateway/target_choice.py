@@ -21,7 +21,7 @@ from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES
 from agentflow.runtime.circuit import Attempt
 from agentflow.server.errors import ApiError
-from agentflow.server.gateway.asked import Asked
+from agentflow.server.gateway.request_facts import RequestFacts
 from agentflow.server.gateway.target import Target, logger
 
 GATHER_S = 0.003
@@ -30,7 +30,7 @@ MAX_OWNED = 65_536
 """Stored things whose target is remembered."""
 
 
-class Place:
+class Assignment:
     """The place of one request, which ``leave`` gives back.
 
     Args:
@@ -75,8 +75,8 @@ class _Gathering:
     is_placed: anyio.Event = field(default_factory=anyio.Event)
 
 
-class Placement:
-    """The choices, and what they are based on.
+class TargetChoice:
+    """Chooses a target for each request.
 
     Args:
         targets: All of them.
@@ -139,7 +139,7 @@ class Placement:
 
     # Choices
 
-    def candidates(self, asked: Asked, barred: Collection[Target] = ()) -> list[Target]:
+    def candidates(self, asked: RequestFacts, barred: Collection[Target] = ()) -> list[Target]:
         """The targets that may have the request now. Those that asked for a pause are among them only if
         there are no others."""
         up = [target for target in self.targets if target.is_up and target not in barred]
@@ -149,7 +149,7 @@ class Placement:
             up = having if is_known else up  # a target's own error says that no such model is there
         return [target for target in up if not target.is_busy] or up
 
-    async def place(self, asked: Asked, barred: Collection[Target] = ()) -> Place:
+    async def place(self, asked: RequestFacts, barred: Collection[Target] = ()) -> Assignment:
         """The place of a request. ``ApiError`` if no target can have it.
 
         Args:
@@ -159,13 +159,13 @@ class Placement:
         owner = self.owner(asked.names)
         if owner is not None and owner.circuit.is_ready and owner not in barred:  # also while it drains
             self.reasons["owner"] += 1
-            return Place(owner)
+            return Assignment(owner)
         candidates = self.candidates(asked, barred)
         if not candidates:
             raise self._none_left(asked)
         if asked.run is None:
             self.reasons["fewest_requests"] += 1
-            return Place(min(candidates, key=lambda target: target.num_running + target.num_websockets))
+            return Assignment(min(candidates, key=lambda target: target.num_running + target.num_websockets))
         self.reasons["cost"] += 1
         router = self._router(asked.model)
         call = self._call(asked, candidates)
@@ -173,9 +173,9 @@ class Placement:
             router.place([call], time.monotonic())
         else:
             await self._gather(router, asked, call)
-        return Place(self.targets[call.replica], router, call)
+        return Assignment(self.targets[call.replica], router, call)
 
-    def _none_left(self, asked: Asked) -> ApiError:
+    def _none_left(self, asked: RequestFacts) -> ApiError:
         if asked.model and any(target.has_model(asked.model) for target in self.targets):
             text = f"no server with the model {asked.model!r:.200} answers now: try again in a moment"
         else:
@@ -191,7 +191,7 @@ class Placement:
             router = self._routers[name] = TextRouter(sizes)
         return router
 
-    def _call(self, asked: Asked, candidates: Sequence[Target]) -> Call:
+    def _call(self, asked: RequestFacts, candidates: Sequence[Target]) -> Call:
         caller, program = asked.caller, asked.program
         assert asked.run is not None
         return Call(
@@ -205,7 +205,7 @@ class Placement:
             barred=[target.number for target in self.targets if target not in candidates],
         )
 
-    async def _gather(self, router: TextRouter, asked: Asked, call: Call) -> None:
+    async def _gather(self, router: TextRouter, asked: RequestFacts, call: Call) -> None:
         key = asked.model, asked.program, asked.caller.group
         gathering = self._gatherings.get(key)
         if gathering is not None:

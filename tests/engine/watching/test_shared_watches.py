@@ -28,9 +28,9 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.tenant import Tenant
-from agentflow.engine.watching import hub as hub_module
+from agentflow.engine.watching import shared_watches
 from agentflow.engine.watching import snapshot as snapshot_module
-from agentflow.engine.watching.hub import ENGINE_PART, LOOP_PART, WatchHub
+from agentflow.engine.watching.shared_watches import ENGINE_PART, LOOP_PART, SharedWatches
 from agentflow.errors import EngineDown, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event, Watched
@@ -63,7 +63,7 @@ class Engine:
 
 async def test_watches_that_wait_share_one_snapshot_of_what_all_need() -> None:
     engine = Engine()
-    hub = WatchHub(engine.send)
+    hub = SharedWatches(engine.send)
     async with anyio.create_task_group() as group:
         group.start_soon(hub.snapshot, None, 1, 0)  # is being taken when the others come
         await settle()
@@ -80,7 +80,7 @@ async def test_watches_that_wait_share_one_snapshot_of_what_all_need() -> None:
 
 async def test_those_that_share_a_snapshot_go_on_without_the_one_that_is_cancelled() -> None:
     engine = Engine()
-    hub = WatchHub(engine.send)
+    hub = SharedWatches(engine.send)
     async with anyio.create_task_group() as group:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as cancelled:
@@ -97,7 +97,7 @@ async def test_those_that_share_a_snapshot_go_on_without_the_one_that_is_cancell
 async def test_an_error_is_for_all_that_waited_and_the_next_is_asked_again() -> None:
     engine = Engine()
     engine.error = EngineDown("it restarts")
-    hub = WatchHub(engine.send)
+    hub = SharedWatches(engine.send)
     engine.answers = anyio.Semaphore(9)
     for _ in range(2):
         with pytest.raises(EngineDown):
@@ -110,7 +110,7 @@ async def test_the_next_snapshot_comes_when_the_last_ones_have_cost_little() -> 
     engine = Engine()
     engine.answers = anyio.Semaphore(9)
     engine.took_s = 1000 * ENGINE_PART
-    hub = WatchHub(engine.send)
+    hub = SharedWatches(engine.send)
     hub.spent(500 * LOOP_PART)
     await hub.snapshot(None, 1, 0)
     assert hub._next_s == pytest.approx(anyio.current_time() + 1500, abs=20)
@@ -122,8 +122,8 @@ async def test_the_next_snapshot_comes_when_the_last_ones_have_cost_little() -> 
 
 
 async def test_a_tenant_has_half_of_all_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "MAX_WATCHES", 4)
-    hub = WatchHub(Engine().send)
+    monkeypatch.setattr(shared_watches, "MAX_WATCHES", 4)
+    hub = SharedWatches(Engine().send)
     with ExitStack() as stack:
         for tenant in ("ann", "ann", "bob", "carl"):
             stack.enter_context(hub.watching(tenant))

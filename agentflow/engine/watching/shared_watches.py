@@ -25,7 +25,7 @@ from agentflow.errors import AgentflowError, Overloaded
 from agentflow.runtime.limits import part_of
 
 MAX_WATCHES = 64
-"""Of one engine; one tenant may have half of them."""
+"""The most watches of one engine; one tenant may have half of them."""
 ENGINE_PART = 0.01
 LOOP_PART = 0.02
 
@@ -42,7 +42,7 @@ class _Shared:
     error: AgentflowError | None = None
 
 
-class WatchHub:
+class SharedWatches:
     """Asks for snapshots and node texts with ``send``."""
 
     def __init__(self, send: SendQuery) -> None:
@@ -74,7 +74,7 @@ class WatchHub:
         self._loop_s += loop_s
 
     async def snapshot(self, tenant: str | None, max_nodes: int, steps_after: int) -> EngineSnapshot:
-        """What the tenant (None: every tenant) may see, with at least what is asked for. ``EngineDown``."""
+        """The tenant's part of a snapshot (None: all of it), with the requested fields. ``EngineDown``."""
         shared = self._waiting.setdefault(tenant, _Shared())
         shared.max_nodes = max(shared.max_nodes, max_nodes)
         known = shared.steps_after

@@ -1,0 +1,154 @@
+"""The JSON body of a request: decoded into a type, with errors that contain the field.
+
+The messages of msgspec contain the place of a fault. They become the errors of the APIs here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import msgspec.inspect
+
+from agentflow.protocol.bounds.json_bounds import JsonScan, TooMuchJson
+from agentflow.protocol.wire import HALF_PAIR, json_fault
+from agentflow.server.errors import MAX_PARAM_CHARS, ApiError, truncated
+from agentflow.server.http.whole_numbers import (
+    MAX_REWRITTEN_BYTES,
+    options,
+    type_info,
+    with_whole_numbers,
+)
+
+T = TypeVar("T")
+# Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. Nor
+# are they read in a thread.
+SMALL_BODY_BYTES = 32_768
+_UNKNOWN = "Object contains unknown field `"
+_MISSING = "Object missing required field `"
+_GOT_FLOAT = "got `float`"
+# Beginnings of msgspec's messages.
+_BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
+ALLOWED = "; allowed: "
+"""Separates a message from the allowed values."""
+
+
+def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "") -> T:
+    """Decodes the body of a request, or the part of it at ``place``. ``ApiError`` if it does not have this
+    type."""
+    try:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            if _GOT_FLOAT not in str(error) or len(memoryview(data)) > MAX_REWRITTEN_BYTES:
+                raise
+            return msgspec.json.decode(with_whole_numbers(bytes(data), kind), type=kind)
+    except msgspec.ValidationError as error:
+        message, param = shown_fault(error, kind, place)
+        raise ApiError(400, "invalid_request", message, param=param) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        fault = json_fault(bytes(data), error)
+        raise not_json(fault, _half_pair_place(data, place) if fault == HALF_PAIR else None) from None
+
+
+def not_json(fault: object, param: str | None = None) -> ApiError:
+    """The error for a body that is no valid JSON. ``param``: the field of the fault."""
+    at = f" in {param}" if param else ""
+    return ApiError(400, "invalid_json", f"the body is not valid JSON: {fault}{at}", param=param)
+
+
+def _half_pair_place(data: bytes | bytearray | msgspec.Raw, place: str) -> str | None:
+    """The field of the first text with half a surrogate pair. None in a large body."""
+    if len(memoryview(data)) > SMALL_BODY_BYTES:
+        return None
+    try:
+        left = [(place, json.loads(bytes(data)))]  # takes halves
+    except (ValueError, RecursionError):
+        return None
+    while left:
+        at, value = left.pop()
+        match value:
+            case str() if not _is_unicode(value):
+                return at or None
+            case list():
+                left += [(f"{at}[{i}]", value[i]) for i in reversed(range(len(value)))]
+            case dict():
+                if not all(map(_is_unicode, value)):
+                    return at or None
+                left += [(f"{at}.{name}".lstrip("."), inner) for name, inner in reversed(value.items())]
+            case _:
+                pass
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def too_large(limit: int) -> ApiError:
+    """The error for a body of more than ``limit`` bytes."""
+    return ApiError(413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit")
+
+
+def check_size(scan: JsonScan, piece: bytes) -> None:
+    """Counts the values in the next piece of a body. ``ApiError`` if there are too many."""
+    try:
+        scan.push(piece)
+    except TooMuchJson as error:
+        text = f"the body has {error}, which is the limit"
+        raise ApiError(413, "request_too_large", text) from None
+
+
+def shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple[str, str | None]:
+    """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
+    for a name within a field. ``within``: a prefix of all places. Names and values of the client are
+    truncated, since they can be as long as the body."""
+    text, has_place, place = str(error).rpartition(" - at `")
+    if not has_place:
+        text, place = str(error), ""
+    place = truncated(place, MAX_PARAM_CHARS)
+    is_key = place.startswith("key` in `")
+    at = place.removeprefix("key` in `").rstrip("`").lstrip("$")
+    at = f"{within}{at}".lstrip(".")
+    if text.startswith(_UNKNOWN):
+        field = _field(at, text.removeprefix(_UNKNOWN))
+        return f"the parameter {field!r} is unknown", field
+    if text.startswith(_MISSING):
+        field = _field(at, text.removeprefix(_MISSING))
+        return f"the required parameter {field!r} is missing", field
+    is_choice = text.startswith(_BAD_CHOICES)
+    text = truncated(text, MAX_PARAM_CHARS)
+    if is_choice and (allowed := _allowed(kind, place)):
+        text += ALLOWED + ", ".join(map(repr, allowed))
+    of_key = "a key: " if is_key else ""
+    return (f"{at}: {of_key}{text}" if at else text), at or None
+
+
+def _allowed(kind: Any, place: str) -> list[str]:
+    """The names of which msgspec's error at this place requires one."""
+    found: list[Any] = [type_info(kind)]
+    for step in _STEPS.findall(place.removeprefix("$")):
+        found = [inner for one in found for inner in _inside(one, step)]
+    values = [value for one in found for type_ in options(one) for value in getattr(type_, "values", ())]
+    return sorted({value for value in values if isinstance(value, str)})
+
+
+_STEPS = re.compile(r"\[[^]]*\]|[^.[\]`]+")
+
+
+def _inside(type_: Any, step: str) -> Iterator[Any]:
+    """The types of a member, or of the items of a list. The name of a kind of object is one of its tags."""
+    for one in options(type_):
+        if isinstance(one, msgspec.inspect.ListType) and step.startswith("["):
+            yield one.item_type
+        elif isinstance(one, msgspec.inspect.StructType):
+            yield from [field.type for field in one.fields if field.encode_name == step]
+            if one.tag_field == step:
+                yield msgspec.inspect.LiteralType((one.tag,))
+
+
+def _field(at: str, name: str) -> str:
+    return truncated(f"{at}.{name.removesuffix('`')}".lstrip("."), MAX_PARAM_CHARS)
