@@ -147,7 +147,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What editors and ``dir`` show: the names that programs use, without the package's own modules."""
+    """The names for editors and ``dir``: those that programs use, without the package's own modules."""
     return list(__all__)
 
 

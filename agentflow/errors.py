@@ -75,7 +75,7 @@ class AgentflowError(Exception):
     place: tuple[int, int] | None = None
     """The op that failed: the number of its state, and its own number in that state, from 1."""
     param: str | None = None
-    """What is invalid, if it has a name: an argument, a request's field, or a file or key of a model."""
+    """The name of the invalid argument, request field, file or key of a model; None without one."""
 
     def __init__(self, *args: object, param: str | None = None) -> None:
         super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
@@ -244,7 +244,7 @@ class InvalidValue(RunFailed, ValueError):
     text: str = ""
     """The whole text."""
     errors: tuple[Mapping[str, Any], ...] = ()
-    """What is wrong in the text, as pydantic lists it: ``loc`` (the keys that lead to the place), ``msg`` and
+    """The faults of the text, as pydantic lists them: ``loc`` (the keys that lead to the place), ``msg`` and
     more. Empty for a truncated text."""
 
 
@@ -398,8 +398,8 @@ class ServerUnreachable(ServerError):
 
 
 class ServerLost(ServerError):
-    """The connection was lost and could not be resumed. The session connects again, and what begins later
-    runs there."""
+    """The connection was lost and could not be resumed. The session connects again, and later runs
+    use the new connection."""
 
     code = "server_lost"
 
@@ -475,7 +475,7 @@ _BY_CODE = _tree(AgentflowError)
 
 
 def listed(names: Iterable[str], most: int = 10) -> str:
-    """The first names, for a message that says what there is.
+    """The first names, for a message that lists the available ones.
 
     >>> listed(["a", "b", "c"], most=2), listed([])
     ('a, b and 1 more', 'none')

@@ -174,7 +174,7 @@ class Embedded:
                 "(`agentflow doctor` names the build of torch that fits), or give the url of a server"
             ) from error
         async with AsyncExitStack() as stack:
-            # The engine's memory first, because it takes only what that leaves.
+            # The engine's memory first: this takes only the rest.
             generator = await stack.enter_async_context(open_generator(**self._options))
             embedders: dict[str, Embedder] = {}
             if self._embedding_options is not None:

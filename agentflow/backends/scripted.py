@@ -304,7 +304,7 @@ class ScriptedGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
+        """Like ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
         call = self._call(context, "reply", params.resolved(), constraint)
         reply = reply_of(self._answer(call))
         writer = ReplyWriter()

@@ -480,7 +480,7 @@ class SeveralConnection:
     def _left(
         self, roots: Container[_State | None], place: _Place, number: int
     ) -> Iterator[tuple[_Place, ops.Op]]:
-        """What is left of the limits of ``roots``, as a limit of state ``number`` (0: all states)."""
+        """The rest of the limits of ``roots``, as a limit of state ``number`` (0: all states)."""
         now = anyio.current_time()
         left_s = [deadline - now for root, deadline in self._deadlines if root in roots]
         tokens = [limit.left for limit in self._token_limits if limit.root in roots]
@@ -489,7 +489,7 @@ class SeveralConnection:
             yield place, ops.Limit(number, deadline_s, max(0, min(tokens)) if tokens else None)
 
     def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_Place, ops.Op]]:
-        """Charges tokens that one place has counted. What all places have used up ends in each."""
+        """Charges tokens that one place has counted. A limit that all places together use up ends in each."""
         above = set(state.with_parents())
         for limit in self._token_limits:
             if limit.left > 0 and (limit.root is None or limit.root in above):

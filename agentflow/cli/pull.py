@@ -48,7 +48,7 @@ COMMAND = Command(
     name="pull",
     summary="fetch a model",
     description="""\
-Fetches a model or an adapter (LoRA), or what has changed of it, and verifies
+Fetches a model or an adapter (LoRA), or its changed files, and verifies
 all its files. Those of the Hugging Face hub go into its cache, which other
 tools share; HF_TOKEN, HF_ENDPOINT and HF_HOME have their usual meaning.""",
     examples="""\
@@ -56,7 +56,7 @@ agentflow pull                      the default model
 agentflow pull qwen3-0.6b           another, by its short name
 agentflow pull OWNER/NAME           a repository with safetensors
 agentflow pull OWNER/NAME:Q4_K_M    a GGUF file in a repository
-agentflow models                    the short names, and what is here
+agentflow models                    the short names, and local models
 """,
     add_options=_add_options,
     run=_run,

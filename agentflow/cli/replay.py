@@ -236,7 +236,7 @@ COMMAND = Command(
     name="replay",
     summary="show the recording of a session",
     description="""\
-Shows what af.session(record=FILE) recorded: the fork tree of each run, with
+Shows a recording of af.session(record=FILE): the fork tree of each run, with
 texts, tokens and times. (af.Replay(FILE) repeats the run offline.)""",
     examples="agentflow replay run.jsonl",
     add_options=_add_options,

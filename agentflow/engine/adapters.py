@@ -48,8 +48,8 @@ class Adapters:
             self._thread.start()
 
     def install(self, read: AdapterRead) -> AdapterLoaded:
-        """Ends a load. Raises what reading raised, or ``BadModelFolder`` if it is not the adapter that the
-        message wants; then nothing changes."""
+        """Ends a load. Raises the error of the reader, or ``BadModelFolder`` if it is not the adapter that
+        the message wants; then nothing changes."""
         message, adapter = read.message, read.adapter
         if adapter is None:
             assert read.error is not None

@@ -1,4 +1,4 @@
-"""What one forward pass computes, and what it returns: the interface between scheduler and model.
+"""The input of one forward pass and its output: the interface between scheduler and model.
 
 A batch is a set of numpy arrays over *scheduled tokens*: the tokens whose keys and values this step computes.
 The tokens of one request are adjacent. Requests that decode (one token each) come before those that prefill;
@@ -52,7 +52,7 @@ NO_CHANGES = -1
 
 @dataclass(slots=True, frozen=True)
 class SlotChanges:
-    """What was written to ``req_to_token`` since the batch before, this batch's tokens included. A place may
+    """The places of ``req_to_token`` written since the batch before, with this batch's tokens. A place may
     occur twice, with one slot."""
 
     number: int  # of these changes, unlike that of any others, also of other tables

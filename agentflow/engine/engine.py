@@ -1,6 +1,6 @@
 """The engine of one model: schedule, run the batch, read the output, report, in a loop.
 
-An ``Engine`` runs in a separate thread, away from the event loop, or in a separate process. It speaks
+An ``Engine`` runs in a separate thread, away from the event loop, or in a separate process. It exchanges
 only in the messages of ``messages``: ``send`` queues one, and each step delivers a list of them. With
 nothing to run, the engine blocks on its inbox.
 
@@ -84,7 +84,7 @@ Deliver = Callable[[list[FromEngine]], None]
 # After this many failed forward passes in a row the engine counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
 MAX_REPORTED_BLOCKS = 1024
-"""Of one report of the cache."""
+"""The most blocks in one report of the cache."""
 CHARGES_EVERY_S = 0.05
 """The least time between two reports of charges."""
 _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
@@ -122,8 +122,16 @@ class _InFlight:
 
 
 class Engine:
-    """Runs requests on ``runner``. ``send`` may be called from any thread. The engine's thread calls
-    ``deliver`` with the messages of a step: while the next step runs, or immediately if there is none."""
+    """Runs requests on a model. ``send`` may be called from any thread.
+
+    Args:
+        runner: The model.
+        tokenizer: Of the model.
+        config: The settings of the scheduler.
+        deliver: Called in the engine's thread with the messages of a step: while the next step runs, or
+            immediately if there is none.
+        reports: The engine reports its cached blocks and charges, for routers.
+    """
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ def engine_need(name: str, options: EngineOptions, folder: Path, *, on_gpu: bool
 
 
 def _check_divided(options: EngineOptions) -> None:
-    """Refuses what a divided model cannot have. ``BadArgument``."""
+    """Refuses settings that a divided model does not support. ``BadArgument``."""
     if options.tensor_parallel == 1:
         return
     if sys.platform != "linux":
@@ -143,7 +143,7 @@ def read_template(options: EngineOptions, folder: Path) -> ChatTemplate:
 
 
 def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
-    """Loads what an engine needs, in its thread or process. ``options``: the fields of ``EngineOptions``."""
+    """Loads an engine, in its thread or process. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     limit_spinning()
     # First: its processes import torch while this one does.
@@ -154,7 +154,7 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
 def load_with(
     chosen: EngineOptions, group: RankGroup | None
 ) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
-    """The same with the other ranks of the model, which end if this fails; None: there are none."""
+    """Loads an engine with the other ranks of its model, which end if this fails; None: there are none."""
     with ExitStack() as started:
         if group is not None:
             started.callback(group.close)
@@ -315,7 +315,7 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     chosen = replace(chosen, model=str(folder))
     template = read_template(chosen, folder)
     embeds = chosen.task == "embed"
-    # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
+    # The compiler first: its process loads at the same time as the model, and uses only the remaining time.
     compiling = nullcontext() if embeds else constraint_compiler()
     async with compiling as compiler, open_engine(chosen) as client:
         logger.info("%s: %s", name, client.info.weights)

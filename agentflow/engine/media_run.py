@@ -29,9 +29,9 @@ way to find two media that share them."""
 ID_BITS = 30
 """The bits of the hash in a pseudo-token."""
 INNER_ID_BITS = 29
-"""The same for ``INNER_IDS``."""
+"""The bits of the hash in one of ``INNER_IDS``."""
 LEAD_BITS = 9
-"""The same for a token of text in front of a short run. Its id has the token in the bits below."""
+"""The bits of the hash in a token of text before a short run. The lower bits of its id are the token."""
 _TOKEN_BITS = 20
 _LEADS = -(2**29)
 
@@ -110,8 +110,8 @@ class PreparedMedium:
       settings on which the features depend, in hexadecimal digits.
     - ``arrays``: the input of the model's vision tower, such as ``pixels`` [tiles, 3, height, width]. Bytes
       stay bytes: the tower scales and normalises them.
-    - ``pieces``: what replaces the medium's placeholder in a prompt, in order: markup, which may have special
-      tokens, and runs of the medium's tokens.
+    - ``pieces``: the replacement of the medium's placeholder in a prompt, in order: markup, which may have
+      special tokens, and runs of the medium's tokens.
     """
 
     identity: str

@@ -30,7 +30,7 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     allowed."""
 
     task: Annotated[
-        Literal["generate", "embed"], doc("what the model is for: generating text, or embeddings")
+        Literal["generate", "embed"], doc("the model's task: to generate text, or embeddings")
     ] = "generate"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],

@@ -145,7 +145,7 @@ class Request:
         """A waiting request.
 
         Args:
-            submit: What was submitted; its ``token_ids`` are not read.
+            submit: The client's message; its ``token_ids`` are not read.
             prompt: [num_prompt] at least one token. ``media`` put their pseudo-tokens into a copy.
             max_new_tokens: The limit of the output.
             end_ids: Tokens that end it.
@@ -272,8 +272,8 @@ def check_task(embeds: bool, info: RunnerInfo) -> None:
 
 
 def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:
-    """Raises what the engine would reject a generation with: ``BadArgument`` for a bias outside the
-    vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
+    """Raises the error with which the engine would reject a generation: ``BadArgument`` for a bias outside
+    the vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
     _end_ids(params, info)
     limit = min(info.max_context, info.num_slots)
     if num_prompt >= limit:

@@ -12,7 +12,7 @@ from agentflow.engine.media_run import PreparedMedium
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the engine needs to know about a model. ``num_slots``: size of the KV pool in tokens.
+    """The properties of a model that the engine needs. ``num_slots``: size of the KV pool in tokens.
     ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``weights``: for people, how
     they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
     dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
@@ -40,7 +40,7 @@ class RunnerInfo:
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
     """An adapter (LoRA) that was read and is not installed yet. ``identity``: of its weights and settings;
-    ``weights``: what its runner has made of them."""
+    ``weights``: in the runner's form."""
 
     identity: str
     weights: object

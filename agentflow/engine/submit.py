@@ -1,4 +1,4 @@
-"""What a client submits: one request, and where it comes from."""
+"""The submission of one request, with its origin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
 Objective = Literal["latency", "throughput"]
-"""What to optimize: ``latency`` if a consumer waits for it, ``throughput`` if only the total counts."""
+"""The objective: ``latency`` if a consumer waits for it, ``throughput`` if only the total counts."""
 
 TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one position with their log-probabilities, likeliest first."""
@@ -71,7 +71,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> Origin:
-        """The same at another place in the program."""
+        """Returns this origin at another place in the program. The arguments are fields of ``Origin``."""
         return msgspec.structs.replace(
             self, program=program, task_group=task_group, objective=objective, tpot_s=tpot_s, ttft_s=ttft_s
         )

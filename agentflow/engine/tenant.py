@@ -1,4 +1,4 @@
-"""Tenants: who a request belongs to, and the gate that limits what a tenant may ask for."""
+"""Tenants: the owner of a request, and the gate that limits the requests of a tenant."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ANONYMOUS = Tenant(sees_metrics=True)
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """What a request used, charged when it ends. The holder sets all three; ``prompt_tokens`` is a guess at
-    first. ``cached_tokens``: of the prompt."""
+    """The usage of a request, charged when it ends. The holder sets all three; ``prompt_tokens`` is a guess
+    at first. ``cached_tokens``: of the prompt."""
 
     prompt_tokens: int
     output_tokens: int = 0
@@ -48,14 +48,14 @@ class AdmittedRequest:
 
 
 class RequestGate(Protocol):
-    """Limits what a tenant may ask for. ``RateLimited`` beyond that."""
+    """Limits the requests of a tenant. ``RateLimited`` beyond the limits."""
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
         """Raises ``RateLimited`` if ``num_requests`` requests would not all be admitted now."""
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
-        """What must be awaited immediately before ``request``, without which it may be rejected; None:
-        nothing."""
+        """Returns an awaitable to be awaited immediately before ``request``, which may be rejected otherwise;
+        None: nothing."""
 
     def is_unlimited(self, tenant: Tenant) -> bool:
         """Whether the tenant has no limit on tokens and requests."""

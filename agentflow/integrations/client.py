@@ -412,7 +412,7 @@ def connection_to(
 def embedding_connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
-    """As ``connection_to``, for embeddings: ``model`` makes them. A server has a default model; without a
+    """Like ``connection_to``, for embeddings: ``model`` makes them. A server has a default model; without a
     server, None raises ``BadArgument``."""
     url = url or os.environ.get("AGENTFLOW_URL") or None
     if url is None and model is None:

@@ -1,7 +1,7 @@
 """The inputs of the kernels: matrices, and the batch of one forward pass.
 
 A batch is a ``ForwardInput`` with one row per token to compute. An ``Adapter`` changes the products of some
-rows. ``AttentionBatch`` describes what each row attends to; its last rows may belong to trees
+rows. ``AttentionBatch`` has the positions that each row attends to; its last rows may belong to trees
 (``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits.
 """
 

@@ -52,7 +52,7 @@ class Forward(Protocol):
         hidden_size]."""
 
     def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
-        """The same, but the result is the tokens that ``Sampler.choose`` chooses from their logits, [S]."""
+        """Writes the KV of all rows. The result is the tokens that ``Sampler.choose`` chooses, [S]."""
 
 
 @dataclass(frozen=True)

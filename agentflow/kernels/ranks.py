@@ -55,7 +55,7 @@ class DistributedRanks:
     """``Ranks`` by a process group of torch.distributed, which is not the default group of the process.
 
     Args:
-        store: what the ranks find each other by, such as ``torch.distributed.FileStore``.
+        store: the rendezvous of the ranks, such as ``torch.distributed.FileStore``.
         rank: the number of this rank.
         size: the number of ranks.
         device: where the tensors are: gloo on a CPU, NCCL on a GPU.

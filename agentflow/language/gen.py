@@ -42,10 +42,17 @@ MOST_RETRIES: Final = 20
 
 
 class GenExpression(Expression, Generic[ValueT_co]):
-    """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
-    ``max_retries``, an invalid value is generated again; if ``asks_again``, after a turn that explains the
-    fault. ``offer``: None for a reply that may call the tools of the reply before it. ``texts``: the texts
-    to choose from, if they are scored."""
+    """A generation into a variable. ``s[expression]`` is that variable, with its type.
+
+    Args:
+        name: The variable's name.
+        params: The sampling parameters.
+        value_type: How the text becomes a value.
+        max_retries: How often an invalid value is generated again.
+        offer: The tools of a reply; None for one that may call the tools of the reply before it.
+        asks_again: An invalid value is generated again after a turn that explains the fault.
+        texts: The texts to choose from, if they are scored.
+    """
 
     __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "texts", "value_type")
 

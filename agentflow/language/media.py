@@ -1,4 +1,4 @@
-"""Images and videos of a program: what it may give for one, and the files that reach the backend.
+"""Images and videos of a program: their accepted forms, and the files that reach the backend.
 
 ``image`` and ``video`` make expressions. ``content_of`` finds images in the result of a tool.
 """

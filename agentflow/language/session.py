@@ -256,7 +256,7 @@ class Session(AsyncOnly):
 
     async def submit(self, graph: Graph, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a compiled program (``program.trace(...)``) with its arguments, given as to the program or in
-        one dict: texts, and what ``af.image`` and ``af.video`` accept. The backend gets all of it in one op
+        one dict: texts, and arguments of ``af.image`` and ``af.video``. The backend gets all of it in one op
         and returns only the result.
 
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
@@ -385,7 +385,7 @@ class Session(AsyncOnly):
 
     async def graph(self) -> LiveGraph:
         """The unfinished part of the session, as the scheduler sees it: the open states with the objective
-        and the task group of their next requests, and what runs or waits. ``print`` shows an outline.
+        and the task group of their next requests, and all requests. ``print`` shows an outline.
 
         >>> async with flow.state() as s:
         ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))

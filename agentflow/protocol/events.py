@@ -151,14 +151,14 @@ class Usage(Record, msgspec.Struct, frozen=True):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt: found in the prefix cache."""
+    """The prompt's tokens that the prefix cache had."""
     output_tokens: int = 0
     forced_tokens: int = 0
-    """Of the output: forced by a constraint, not sampled."""
+    """The output's tokens that a constraint forced, so that they were not sampled."""
     reasoning_tokens: int = 0
-    """Of the output: reasoning."""
+    """The output's tokens of reasoning."""
     written_tokens: int = 0
-    """Of the prompt: written to a provider's cache."""
+    """The prompt's tokens that were written to a provider's cache."""
     cost: float = 0.0
     """In US dollars, of models behind an API whose price is known."""
     saved_calls: int = 0
@@ -210,7 +210,7 @@ def _joint_reason(one: str, other: str) -> str:
 
 
 CircuitStatus = Literal["closed", "open", "half_open"]
-"""Of an endpoint: it is asked, it is left out after failures, or it is tried again."""
+"""The state of an endpoint: it is asked, it is left out after failures, or it is tried again."""
 
 
 class EndpointStats(Record, msgspec.Struct, frozen=True):
@@ -492,8 +492,8 @@ def _outline_of_media(node: LiveNode) -> str:
 
 
 class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
-    """The unfinished part of a session: its open states, and what still runs or waits, with the nodes that it
-    depends on. ``str`` gives an outline."""
+    """The unfinished part of a session: its open states, and running and waiting requests, with the nodes
+    that they depend on. ``str`` gives an outline."""
 
     states: tuple[LiveState, ...] = ()
     nodes: tuple[LiveNode, ...] = ()  # later than the nodes that they need

@@ -139,7 +139,7 @@ class Recorded:
             receive = writer.recording(deliver)
 
             def lose(error: Exception, *, is_final: bool = True) -> None:
-                if is_final:  # otherwise the events before it tell what has failed
+                if is_final:  # otherwise the events before it report the failure
                     writer.write([Entry(writer.now_s(), lost=ErrorInfo.of(error))])
                 lost(error, is_final=is_final)
 
@@ -266,7 +266,7 @@ class _Writer:
         return round(self._clock() - self._started_s, 6)
 
     def without_bytes(self, op: Op) -> Op:
-        """The op as the recording has it: the bytes of images are in a folder beside the file, by digest."""
+        """The op as the recording has it: the bytes of images are in a folder next to the file, by digest."""
         if not isinstance(op, Upload):
             return op
         is_file = self._part is None and not self._has_failed and os.path.isfile(self._target)

@@ -1,4 +1,4 @@
-"""The images and videos of a recording: a folder beside the file, in which each has its digest as its name.
+"""The images and videos of a recording: a folder next to the file, in which each has its digest as its name.
 
 They are written by a thread, because a file of 50 MB would hold the event loop. ``read_image`` reads one.
 """

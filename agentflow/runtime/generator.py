@@ -215,7 +215,7 @@ class Generator(Embedder, Protocol[ContextT]):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``generate``, but the text is the notation of a reply (``protocol/chat``), which may call the
+        """Like ``generate``, but the text is the notation of a reply (``protocol/chat``), which may call the
         tools of ``converse`` or ``offer_tools``. The constraint applies to replies without calls."""
 
     async def generate(
@@ -240,8 +240,8 @@ class Generator(Embedder, Protocol[ContextT]):
     # before ``generate``, with the ops of the same turn that wait behind the gen.
 
     # ``async def fill_ahead(self, context: ContextT) -> None`` is optional. It is called while a state waits
-    # for a variable or, after a turn, for its client. It computes what is known, at no other request's cost,
-    # and changes no result.
+    # for a variable or, after a turn, for its client. It computes the known beginning, at no other request's
+    # cost, and changes no result.
 
     # ``def replica_of(self, context: ContextT) -> int | None`` is optional. It returns the number of the
     # replica on which the context's request runs, if there are several.

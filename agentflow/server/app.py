@@ -187,8 +187,15 @@ def create_app(
     access: Access | None = None,
     shared: SharedStore | None = None,
 ) -> Starlette:
-    """The application. Its lifespan opens the models and the sessions (``app.state.service``). ``shared``:
-    the store of several servers, which is open."""
+    """Returns the application. Its lifespan opens the models and the sessions (``app.state.service``).
+
+    Args:
+        open_models: Opens the models.
+        limits: Of sessions and memory.
+        http_limits: Of requests and connections.
+        access: The API keys.
+        shared: The open store of several servers.
+    """
     limits, access = limits or ServerLimits(), access or Access()
     metrics = ServerMetrics()
 

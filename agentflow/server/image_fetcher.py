@@ -1,6 +1,6 @@
 """Fetches images and videos from hosts that the operator allows, for models of this server.
 
-A client chooses the URL, so it must not reach what only this machine can reach (server-side request forgery).
+A client chooses the URL, so it must not reach this machine's private network (server-side request forgery).
 The host is resolved, all of its addresses must be public, and the connection goes to such an address, not to
 the name, which could have another one by then. A redirect is checked in the same way. Models behind an API
 get the URL itself.
@@ -235,7 +235,7 @@ class _Answer:
 
     @property
     def redirect(self) -> str:
-        """Where the file is instead, if it is elsewhere."""
+        """The address to which the answer redirects; empty if it does not."""
         return self.location if self._status != 200 else ""
 
     def data(self) -> bytes:

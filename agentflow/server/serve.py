@@ -60,7 +60,7 @@ class RunningServer:
 
     @property
     def http_url(self) -> str:
-        """The same address for HTTP requests."""
+        """The server's address for HTTP requests."""
         return self.url.replace("ws", "http", 1)
 
     @property

@@ -98,7 +98,7 @@ class Service:
         return f"{kind}_{own}{secrets.token_hex(num_bytes)}"
 
     async def runs_at(self, front: str) -> bool:
-        """Whether another front runs what it began. ``Overloaded`` if the shared store does not answer."""
+        """Whether another front runs it. ``Overloaded`` if the shared store does not answer."""
         return self.fronts is not None and front != self.fronts.own and await self.fronts.is_alive(front)
 
     def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:

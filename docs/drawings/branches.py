@@ -75,7 +75,7 @@ async def record() -> None:
 
 
 def lines_of(pieces: list[Piece], name: str, columns: int) -> list[list[tuple[float, str]]]:
-    """The words of one text with their times, in lines of so many characters."""
+    """The words of one text with their times, in lines of at most ``columns`` characters."""
     words: list[tuple[float, str]] = []
     for at_s, piece_name, text in pieces:
         for number, word in enumerate(text.replace("\n", " ").split(" ") if piece_name == name else ()):

@@ -38,8 +38,8 @@ class Anthropic(ApiBackend):
         model: The model's name.
         base_url: The address of the API.
         api_key: The API key. It is sent in the Authorization header, and shown nowhere.
-        like: A model of Anthropic with the same features, for a model of others on a server that speaks this
-            API. Default: a model that is not known has the features of the newest family.
+        like: A model of Anthropic with the same features, for a model of others on a server that implements
+            this API. Default: a model that is not known has the features of the newest family.
         reasoning: Whether the model reasons; None: as it does by default.
         effort: How much it reasons and writes: ``low`` to ``max``, as far as the model has it.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are

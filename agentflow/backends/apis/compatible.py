@@ -1,4 +1,4 @@
-"""The backend for servers that speak OpenAI's API: vLLM, SGLang, llama.cpp, Ollama and others."""
+"""The backend for servers with OpenAI's API: vLLM, SGLang, llama.cpp, Ollama and others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentflow.protocol.backend import Connection, Deliver, Lost
 
 
 class OpenAICompatible(ApiBackend):
-    """A model on a server that speaks OpenAI's API.
+    """A model on a server with OpenAI's API.
 
     Args:
         url: The address of the API, which usually ends in ``/v1``.

@@ -65,7 +65,7 @@ class Fallback:
     Args:
         backends: The models in the order in which they are asked: addresses as for ``af.session``
             (``openai:MODEL``, ``anthropic:MODEL``, ``http://host:8000/v1``), or backends such as
-            ``af.OpenAI``. Sessions of one object share what it has learned about failures.
+            ``af.OpenAI``. Sessions of one object share its knowledge of failures.
 
     Raises:
         BadArgument: There are fewer than two, or one is not behind an API.
@@ -153,7 +153,7 @@ class FallbackGenerator:
     """
 
     takes_places = False
-    """As of ``ApiGenerator``."""
+    """See ``ApiGenerator``."""
 
     def __init__(self, candidates: Sequence[ApiGenerator]) -> None:
         self._candidates = list(candidates)
@@ -173,7 +173,7 @@ class FallbackGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``ApiGenerator.generate``, with the first model that can."""
+        """Like ``ApiGenerator.generate``, with the first model that can."""
         seen = _Seen(on_text, on_reasoning)
         return await self._ask(
             context,
@@ -189,18 +189,18 @@ class FallbackGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``ApiGenerator.reply``, with the first model that can."""
+        """Like ``ApiGenerator.reply``, with the first model that can."""
         seen = _Seen(on_text, on_reasoning)
         return await self._ask(
             context, seen, lambda one: one.reply(context, params, seen.text, constraint, seen.on_reasoning)
         )
 
     async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
-        """As ``ApiGenerator.score``, with the first model that can."""
+        """Like ``ApiGenerator.score``, with the first model that can."""
         return await self._ask(context, _Seen(), lambda one: one.score(context, choices, method))
 
     async def decide(self, context: ApiContext, questions: Sequence[Question]) -> Decided:
-        """As ``ApiGenerator.decide``, with the first model that can."""
+        """Like ``ApiGenerator.decide``, with the first model that can."""
         return await self._ask(context, _Seen(), lambda one: one.decide(context, questions))
 
     async def _ask(
@@ -297,11 +297,11 @@ class FallbackGenerator:
         self._first.end_role(context)
 
     def image(self, context: ApiContext, image: Image) -> None:
-        """As ``ApiGenerator.image``."""
+        """Like ``ApiGenerator.image``."""
         self._first.image(context, image)
 
     def video(self, context: ApiContext, video: Video) -> None:
-        """As ``ApiGenerator.video``."""
+        """Like ``ApiGenerator.video``."""
         self._first.video(context, video)
 
     async def converse(self, context: ApiContext, conversation: Conversation) -> None:
@@ -317,8 +317,8 @@ class FallbackGenerator:
         return await self._first.fork(context, count)
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """As ``ApiGenerator.hint``, for the model that is asked next. A place in the program, and the end of
-        a state, come at any time, also while another model answers, and have no effect on APIs."""
+        """Like ``ApiGenerator.hint``, for the model that is asked next. A place in the program, and the end
+        of a state, come at any time, also while another model answers, and have no effect on APIs."""
         if hint == StateHint(place=hint.place, is_dropped=hint.is_dropped):
             return
         ready = next((one for one in self._candidates if one.circuit.is_ready), None)
@@ -329,7 +329,7 @@ class FallbackGenerator:
         asked.hint(context, hint)
 
     def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
-        """Takes what follows the next gen in its turn."""
+        """Receives the text and gens that follow the next gen in its turn."""
         self._first.expect(context, upcoming)
 
     def text(self, context: ApiContext) -> str:

@@ -32,7 +32,7 @@ _HIGHEST_PRICE = 1e9  # the cost of a call stays a finite number
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model costs, in US dollars for a million tokens.
+    """The price of a model, in US dollars for a million tokens.
 
     >>> price = af.Price(input=0.4, output=1.6, cached=0.1)
     >>> backend = af.OpenAI("my-model", base_url="http://127.0.0.1:8000/v1", api_key="sk-...")
@@ -157,7 +157,7 @@ def require_price(
     *,
     embeds: bool = False,
 ) -> Price:
-    """As ``find_price``, for a session with a cap.
+    """Like ``find_price``, for a session with a cap.
 
     Raises:
         NotSupported: The price is unknown, so the cap could not be kept.
@@ -265,7 +265,7 @@ def _charge_nothing(usage: Usage, *, is_lost: bool = False) -> Usage:
 
 
 class Billing(NamedTuple):
-    """What the calls of one model cost.
+    """The costs of one model's calls.
 
     Attributes:
         price: The prices; None: unknown.
@@ -294,7 +294,7 @@ class Billing(NamedTuple):
 
         Raises:
             BudgetExceeded: The call could exceed the cap of the session.
-            RateLimited: It could exceed what its payer may spend now.
+            RateLimited: It could exceed its payer's limit.
             NotSupported: Its price is unknown, and its payer has a limit.
         """
         price, payer = self.price, PAYER.get()

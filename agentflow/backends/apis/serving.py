@@ -233,10 +233,18 @@ async def connected(
     *,
     accepts: Collection[str] = (),
 ) -> AsyncIterator[Connection]:
-    """A connection to a model with the chat API. A server is asked for its models if the model or the flavour
-    is None, and the table of models for the ``facts``. ``accepts``: "image" and "video" if the model does,
-    whatever the table and the server say. ``UnknownModel`` if no model was given and the server has none, or
-    several."""
+    """Opens a connection to a model with the chat API.
+
+    Args:
+        settings: The address, the key and the model; without a model, the server is asked for it.
+        flavour: The kind of server; None: the server is asked.
+        deliver: Receives the events.
+        facts: The features of the model; None: the table of models has them.
+        accepts: "image" and "video" if the model does, whatever the table and the server report.
+
+    Raises:
+        UnknownModel: no model was given, and the server has none, or several.
+    """
     model, embed_model = settings.model, settings.embed_model
     context, found = None, None
     if model is None or flavour is None:
@@ -332,7 +340,18 @@ async def generating(
     *,
     decisions_api: bool | None = False,
 ) -> AsyncIterator[Connection]:
-    """A connection to a model whose requests have the format ``api``. ``embedder``: makes its embeddings."""
+    """Opens a connection to a model.
+
+    Args:
+        settings: The address, the key and the model.
+        transport: Sends the requests.
+        api: The format of the requests.
+        features: The features of the model.
+        billing: Counts its costs.
+        deliver: Receives the events.
+        embedder: Makes its embeddings.
+        decisions_api: Whether the server has OpenAI's decisions API; None: it is tried.
+    """
     from agentflow.backends.apis.generation.calls import ApiCalls
     from agentflow.backends.apis.generation.generator import ApiGenerator
 
@@ -367,7 +386,7 @@ async def _generating_in_batches(
     billing: Billing,
     deliver: Deliver,
 ) -> AsyncIterator[Connection]:
-    """As ``generating``, for a map whose requests go into batches. Decisions are requests of batches, too."""
+    """Like ``generating``, for a map whose requests go into batches. Decisions are batched, too."""
     from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
     from agentflow.backends.apis.batches.batched_format import BatchedFormat
     from agentflow.backends.apis.batches.batched_generator import BatchedCalls, BatchedGenerator

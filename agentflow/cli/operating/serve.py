@@ -68,7 +68,7 @@ def run_serve(
 
 @dataclass(frozen=True, slots=True)
 class ServerParts:
-    """What a server is made of, besides its limits and its address."""
+    """The parts of a server, besides its limits and its address."""
 
     open_models: OpenModels
     access: Access

@@ -1,6 +1,6 @@
 """``agentflow watch``: the live graphs of the programs on a server.
 
-The server sends what changes (``Session.watch``), and ``frame`` draws the graphs.
+The server sends changes (``Session.watch``), and ``frame`` draws the graphs.
 """
 
 from __future__ import annotations

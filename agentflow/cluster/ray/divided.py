@@ -22,7 +22,7 @@ LOADER = f"{__name__}:load_divided_engine"
 
 
 class Peer(NamedTuple):
-    """Where a rank listens. ``head``: what a connection begins with."""
+    """Where a rank listens. ``head``: the first bytes of a connection."""
 
     address: str
     port: int

@@ -35,7 +35,7 @@ LOST_S = 1.6
 """Without a byte for this time, the node is lost."""
 SILENT_S = 2 * BEAT_S
 """Without a byte from the server for this time, the actor sends none either, so that the server notices: a
-network may lose what goes in one direction only."""
+network may lose messages of one direction only."""
 SERVER_LOST_S = 15.0
 """The server's event loop may be busy, and its process may be stopped for a moment."""
 CONNECT_S = 30.0

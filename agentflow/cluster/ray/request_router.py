@@ -8,8 +8,8 @@ Deployments of ``ray.serve.llm`` (vLLM, SGLang) and others whose requests have a
     )
 
 It places a request by the cost of ``router``: the tokens that a hit saves, the queue and the batch of each
-replica, the memory, and the replica of the program's latest request. What a replica holds follows from the
-prompts that it was sent, with eviction (``sent_cache``). Prompts are token ids, or runs of UTF-8 bytes
+replica, the memory, and the replica of the program's latest request. A replica's cache is estimated from
+the prompts that it was sent, with eviction (``sent_cache``). Prompts are token ids, or runs of UTF-8 bytes
 (``text_router``).
 
 Ray tells a router when a request ends, and not when its answer begins. So a request is taken for started when

@@ -1,4 +1,4 @@
-"""What the replicas of a model charge tenants, for the other replicas, in batches."""
+"""Reports each replica's charges of tenants to the other replicas, in batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentflow.engine.messages import Charges
 
 
 class ChargeExchange:
-    """Collects what each replica reports, and returns for each one what the others have charged."""
+    """Collects the reports of all replicas, and returns to each one the charges of the others."""
 
     def __init__(self) -> None:
         self._tenants: dict[int, Counter[str]] = {}

@@ -338,7 +338,7 @@ class ReplicaSet:
         self._join(replica)  # a trial may be over
 
     def _read(self, replica: Replica, message: FromEngine) -> FromEngine | None:
-        """Returns what the client gets of a message."""
+        """Returns the client's part of a message."""
         match message:
             case Progress():
                 self._progressed(replica, message.request_id)

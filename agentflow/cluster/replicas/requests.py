@@ -1,4 +1,4 @@
-"""A request as the router sees it: its tokens, and what is known of its output."""
+"""A request as the router sees it: its tokens, and an estimate of its output."""
 
 from __future__ import annotations
 

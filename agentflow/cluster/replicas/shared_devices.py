@@ -1,5 +1,5 @@
-"""The GPUs of an engine, and what a model with a single engine tells the routers of models that share them
-(``routing.devices``)."""
+"""The GPUs of an engine, and the reports of a model with a single engine to the routers of models that share
+them (``routing.devices``)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a replica reports of its cache, in numbered messages, and the router's reading of them.
+"""A replica's reports of its cache, in numbered messages, and the router's reading of them.
 
 A replica collects the blocks that enter and leave its cache and sends them after each step as one *update*.
 Updates are numbered. The router applies each once and in order; after a gap it asks for a *snapshot*, which
 has all blocks that are cached, and ignores updates until it comes. Each incarnation of an engine process has
-a higher *epoch*: messages of an earlier one are ignored, and the first of a new one clears what the replica
-held. Messages may therefore be lost, come twice, late or in another order: the tree is then behind, and
+a higher *epoch*: messages of an earlier one are ignored, and the first of a new one clears the replica's
+blocks. Messages may therefore be lost, come twice, late or in another order: the tree is then behind, and
 becomes right with the next snapshot.
 """
 

@@ -1,4 +1,4 @@
-"""What a request would cost on each replica, in seconds that it and others wait.
+"""The cost of a request on each replica, in seconds that it and others wait.
 
 The cost of a request of n tokens, of which a replica holds h, and of an expected output of o tokens:
 
@@ -17,7 +17,7 @@ The cost of a request of n tokens, of which a replica holds h, and of an expecte
   tokens (Lin et al., "Parrot", OSDI 2024, section 5.4: 2,000 instead of 64,000). The first request of the
   objective ``latency`` on a replica stops the part of its batch that is above; a request for throughput on a
   replica with readers waits if there is no room.
-- *a bound that replicas keep* (``keeps_tpot``): beside a reader, prompts have only the part of a step that
+- *a bound that replicas keep* (``keeps_tpot``): next to a reader, prompts have only the part of a step that
   the bound leaves; without one they have nearly all. While work for throughput comes, a request of the
   objective ``latency`` costs MIXED times the prompts' time that it takes from a replica. Of k readers, one
   more keeps the replica bounded longer by a (k + 1)th of its time. So readers share few replicas, and the
@@ -68,7 +68,7 @@ replicas, where each other's steps seem to cost little."""
 LEARNED_PART = 0.02
 """How much of the mean output length the latest request decides. Few, as short outputs end first."""
 LEARNED_OF_KIND = 0.1
-"""The same for requests of one kind, from the tenth on."""
+"""``LEARNED_PART`` for requests of one kind, from the tenth on."""
 KIND_TOKENS = 64
 """Requests that share so long a beginning are of one kind."""
 MAX_KINDS = 4096
@@ -76,13 +76,13 @@ MAX_KINDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What the router knows of an engine before it runs."""
+    """The router's knowledge of an engine before it runs."""
 
     cost: CostModel
     max_running: int  # requests in one batch
     kv_tokens: int  # its pool
     tpot_s: float = math.inf  # the bound of readers on the time per output token
-    keeps_tpot: bool = False  # steps beside readers are bounded by it (``SchedulerConfig.tpot_target_ms``)
+    keeps_tpot: bool = False  # steps with readers are bounded by it (``SchedulerConfig.tpot_target_ms``)
     latency_tokens: float = math.inf  # KV tokens of a batch that keeps this bound
 
 
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def kind(self) -> Hashable:
-        """What it has in common with others: its first tokens."""
+        """Its first tokens, which others may have in common with it."""
         if self._kind is None:
             self._kind = self.key, self.run[: KIND_TOKENS * TOKEN_BYTES]
         return self._kind
@@ -152,7 +152,7 @@ class _Load:
 
     @property
     def num_requests(self) -> int:
-        """Those that wait or run."""
+        """The requests that wait or run."""
         return self.num_waiting + self.num_running
 
 
@@ -196,8 +196,8 @@ class Loads:
         self._step_s = grown("_step_s", 0.0)  # a step that decodes
         self._others = grown("_others", 0.0)  # requests that decode, by their weight
         self._over_s = grown("_over_s", 0.0)  # the time of others for each token, above the bound on steps
-        self._stall = grown("_stall", 0.0)  # the same for a reader beside work for throughput
-        self._mixed = grown("_mixed", 0.0)  # what a reader takes from throughput, for each token
+        self._stall = grown("_stall", 0.0)  # the same for a reader next to work for throughput
+        self._mixed = grown("_mixed", 0.0)  # the time that a reader takes from throughput, for each token
         self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
         self._slowness = grown("_slowness", 1.0)  # its times, by those of the shape
         self._until = grown("_until", 0.0)  # ``_Load.until_s``
@@ -244,7 +244,7 @@ class Loads:
         self._missing[adapter][replica] = seconds
 
     def set_shape(self, shape: EngineShape) -> None:
-        """The engines are different from what was known."""
+        """Replaces the knowledge of the engines."""
         self._shape = shape
         for replica in self._present:
             self._refresh(replica)
@@ -516,6 +516,6 @@ class Loads:
 
 
 def _share(step_s: float, bound_s: float) -> float:
-    """The part of a step that prompts have, beside decoding that takes ``step_s``."""
+    """The part of a step that prompts have, next to decoding that takes ``step_s``."""
     longest_s = max(min(max(MAX_STRETCH * step_s, MIN_STEP_S), bound_s), MIN_STRETCH * step_s)
     return 1 - step_s / longest_s

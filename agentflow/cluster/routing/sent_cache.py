@@ -1,9 +1,9 @@
-"""What a server's cache holds, by the prompts that the server was sent.
+"""An estimate of a server's cache, from the prompts that the server was sent.
 
 A server of another make does not report its cache. It most likely keeps the prefixes of the latest prompts,
 as many as fit: leaves leave first, the least recently used first (Zheng et al., "SGLang", 2024, section 3). A
-``SentCache`` does the same with the blocks of the prompts, and reports what enters and leaves as a replica
-does (``feed``), so that the router reads both in one way.
+``SentCache`` does the same with the blocks of the prompts, and reports insertions and evictions like a
+replica (``feed``), so that the router reads both in one way.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The router has no tokenizer of theirs. It takes four bytes of UTF-8 for a token, which is about the length of
 one in English, so that tree, cost and task groups (``router``) work on text unchanged: a run of tokens is a
-run of bytes. The servers report nothing. What they hold follows from the prompts that they were sent
+run of bytes. The servers report nothing. Their caches are estimated from the prompts that they were sent
 (``sent_cache``), and their speed from the times of their answers (``learned_cost``).
 """
 

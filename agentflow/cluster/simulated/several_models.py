@@ -44,7 +44,7 @@ class SimulatedModel:
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    """What runs on it now. ``turn`` counts its changes: an older event is void."""
+    """A device with the step that runs on it. ``turn`` counts changes: an older event is void."""
 
     left_s: dict[Replica, float] = field(default_factory=dict)  # of the step of each engine, if it were alone
     began_s: dict[Replica, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class SimulatedModels(SimulatedCluster):
         workload: The requests.
         models: The models, by their names. Their engines are numbered one after the other.
         max_context: The longest sequence in tokens.
-        shared: What the routers know of each other; None: nothing.
+        shared: The routers' knowledge of each other; None: none.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Several simulated engines behind a router.
 
 Each engine is the real scheduler and cache, and its steps take the time of a cost model, as in
-``engine.simulator``. Here is also what a simulation of one engine lacks: messages that take time, are lost or
+``engine.simulator``. Several engines add: messages that take time, are lost or
 overtake each other, engines that die, and connections that break. The front sends the requests of a lost
 replica to others, with the tokens that it has received, as the supervisor of an engine process does.
 """

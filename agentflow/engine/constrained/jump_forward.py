@@ -139,7 +139,7 @@ class ConstrainedText:
         return spans
 
     def num_forced_tokens(self, num_tokens: int) -> int:
-        """Those of the first ``num_tokens`` tokens whose bytes are all forced."""
+        """Counts the tokens among the first ``num_tokens`` whose bytes are all forced."""
         ends = [*self._starts[1:], len(self._data)][:num_tokens]
         spans, count = iter(self.forced), 0
         begin, end = next(spans, (0, 0))

@@ -61,7 +61,7 @@ class LimitedWork:
         lifeline: As in ``ChildProcess``: if it closes, the process is killed, also during work.
         cpu_s: Processor time of one piece of work.
         memory_bytes: Memory of one piece of work, in addition to the memory in use.
-        file_bytes: The size to which it may write a file; a library may keep what it unpacks in one.
+        file_bytes: The size to which it may write a file; a library may unpack into one.
     """
 
     def __init__(self, lifeline: BinaryIO, cpu_s: float, memory_bytes: int, file_bytes: int = 0) -> None:

@@ -1,6 +1,6 @@
 """The prepared images that states hold, and where prompts have them.
 
-A prompt is a list of ids. Those below 0 are pseudo-tokens, which tell what image they stand for: ids are
+A prompt is a list of ids. Those below 0 are pseudo-tokens, which identify an image: ids are
 enough to find the images of a prompt, however it was made. Images belong to the states that contain them and
 to unfinished requests, and are known here until the last of these is gone.
 """
@@ -53,7 +53,7 @@ class KnownMedia:
 
     def add(self, medium: PreparedMedium, tenant: str) -> tuple[PreparedMedium, bool]:
         """Returns the object that stands for the image, which the state must hold, and whether it is new.
-        Each tenant has its own, so that nobody learns from the time of a request what others have sent.
+        Each tenant has its own, so that the time of a request does not reveal the images of others.
         ``Overloaded`` if the images of the tenant, or of all, take too much memory."""
         if tenant:
             identity = hashlib.sha256(f"{tenant}\0{medium.identity}".encode()).hexdigest()
@@ -85,7 +85,7 @@ class KnownMedia:
         try:
             if min(token_ids, default=0) >= 0:
                 return [], []
-        except TypeError:  # the engine rejects what is no number
+        except TypeError:  # the engine rejects it
             return [], []
         runs: list[SubmittedRun] = []
         media: dict[str, PreparedMedium] = {}

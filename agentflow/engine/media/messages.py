@@ -22,7 +22,7 @@ class MediaLimits(Declared, frozen=True, kw_only=True):
     """The limits of reading one image or video.
 
     ``image_cpu_s``, ``video_cpu_s``: processor time. ``memory_bytes``: memory while it is decoded.
-    ``prepared_bytes``: what the model gets. ``wall_s``: after this time on the clock per second of processor
+    ``prepared_bytes``: the model's input. ``wall_s``: after this time on the clock per second of processor
     time, the request fails with ``Overloaded``. For all media: ``num_processes`` read at the same time, and
     ``cache_bytes`` of prepared media are kept.
     """

@@ -102,7 +102,7 @@ class MediaWorkerHandle(ChildProcess):
         return prepared
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """As of ``ChildProcess``; also closes the file."""
+        """See ``ChildProcess``; also closes the file."""
         how = await super().end(grace_s)
         if self._file >= 0:
             os.close(self._file)

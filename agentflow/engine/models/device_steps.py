@@ -127,7 +127,7 @@ class DeviceSteps:
         write_table()
         if pending is not None:
             places, before, outputs = pending
-            # A row of the earlier batch may have no token. Its request then fails, and what is computed for
+            # A row of the earlier batch may have no token. Its request then fails, and the result for
             # it here does not count.
             given.token_ids.index_copy_(0, places, before.tokens.index_select(0, outputs).clamp_(min=0))
         hidden.append(self._model.launch(given))

@@ -42,7 +42,7 @@ class DeviceTable:
         return self.slots
 
     def forget(self) -> None:
-        """As of ``TableCopy``."""
+        """See ``TableCopy``."""
         self._copy.forget()
 
     def changes(self, batch: Batch) -> dict[str, IntArray | NDArray[np.int32]]:

@@ -3,7 +3,7 @@
 ``divide_memory`` follows one rule. Of the memory that is free when the server starts, the fraction
 ``memory_share`` is for all its models together: the GPU's for models that run on it, the host's for the
 others. Weights and processes come off first, then the KV pools of a given size. The other pools divide the
-rest equally; a pool in the host's memory takes at most ``WANTED_KV_TOKENS``, and what it leaves goes to the
+rest equally; a pool in the host's memory takes at most ``WANTED_KV_TOKENS``, and the rest goes to the
 others. If the models do not fit, nothing is loaded.
 """
 
@@ -41,7 +41,7 @@ TOKEN_BYTES = 1_600
 FEATURE_BYTES = 512 * 2**20
 """The budget of a model with vision for the features of images, and so the most that they take."""
 ID_BYTES = 4
-"""What a token takes in a model without keys and values in a pool: its id."""
+"""Bytes of a token in a model without keys and values in a pool: its id."""
 
 # Bytes of a weight in blocks of 32 with their scales, or in 8-bit floats with a scale for each row.
 _QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32, "fp8": 1 + 4 / 512}
@@ -57,7 +57,7 @@ _GPU_ITEM_BYTES = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), 20 / 32),
     **dict.fromkeys(("Q5_1", "Q5_K", "Q6_K"), 36 / 32),
 }
-"""The same in the kernels for GPUs. Other quantised types take as much as int8."""
+"""Bytes of a weight in the kernels for GPUs. Other quantised types take as much as int8."""
 _TOWER_PARTS = tuple(
     f"{before}{part}"
     for before in ("", "model.")
@@ -69,8 +69,8 @@ _DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Of one model. ``kv_tokens``: the configured size of its pool, or None. ``vocabulary``: how many tokens
-    it knows."""
+    """The memory need of one model. ``kv_tokens``: the configured size of its pool, or None. ``vocabulary``:
+    how many tokens it knows."""
 
     name: str
     weight_bytes: int
@@ -110,10 +110,20 @@ def memory_need(
     adapters: Iterable[Path] = (),
     ranks: int = 1,
 ) -> MemoryNeed:
-    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``kv_dtype``,
-    ``task``: as in ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it.
-    ``ranks``: the processes over which it is divided; on GPUs, the need is that of one of them.
-    ``BadModelFolder``."""
+    """Estimates the memory that a model needs.
+
+    Args:
+        name: The model's name.
+        folder: Its folder or GGUF file.
+        dtype, quantize, kv_dtype, task: As in ``EngineSettings``.
+        kv_tokens: The configured size of its pool, or None.
+        on_gpu: Its weights are in the form of the kernels for GPUs.
+        adapters: Folders of the adapters that are loaded with it.
+        ranks: The processes over which it is divided; on GPUs, the result is the need of one of them.
+
+    Raises:
+        BadModelFolder: the folder has no model that the engine can load.
+    """
     item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
@@ -274,7 +284,7 @@ def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, i
     kv_tokens = {need.name: need.kv_tokens for need in needs if need.kv_tokens is not None}
     left -= sum(kv_tokens[need.name] * need.kv_bytes_per_token for need in needs if need.name in kv_tokens)
     open_needs = [need for need in needs if need.kv_tokens is None]
-    # The cheapest pools first: what they leave is for the others.
+    # The cheapest pools first: the others get the rest.
     open_needs.sort(key=lambda need: need.kv_bytes_per_token)
     if left < sum(MIN_KV_TOKENS * need.kv_bytes_per_token for need in open_needs):
         raise _does_not_fit(needs, budget_bytes)

@@ -14,7 +14,7 @@ from agentflow.engine.batch import NO_CHANGES, Batch, SlotChanges
 
 
 class TableCopy:
-    """Knows what a copy has, and finds what a batch changes in it."""
+    """Knows the values of a copy, and finds the changes of a batch."""
 
     def __init__(self) -> None:
         self._number = NO_CHANGES  # of the last changes that it got

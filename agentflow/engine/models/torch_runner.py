@@ -59,9 +59,16 @@ def forward_input_of(
     features: MediaFeatures | None = None,
     table: Tensor | None = None,
 ) -> ForwardInput:
-    """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, on the model's
-    device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``. ``features``: of the batch's media.
-    ``table``: as ``AttentionBatch.device_table``."""
+    """Returns the batch's arrays and the plan of its attention.
+
+    Args:
+        batch: The batch.
+        kernels: Of the model; they plan the attention.
+        kv_layers: The pool, on the model's device (``KvPool.layers``).
+        adapters: As in ``ForwardInput``.
+        features: Of the batch's media.
+        table: As ``AttentionBatch.device_table``.
+    """
     plan = kernels.attention.plan(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
     rows, media, token_ids, positions = batch.sampled.rows, batch.media, batch.token_ids, batch.positions
     given = None
@@ -74,7 +81,7 @@ def forward_input_of(
 
 
 def _attended(batch: Batch, table: Tensor | None) -> AttentionBatch:
-    """Returns what the batch attends to. Requests are divided at runs whose tokens see each other."""
+    """Returns the positions that the batch attends to. Runs whose tokens see each other divide requests."""
     spans = None if batch.media is None else batch.media.both_ways
     attended = AttentionBatch(
         *(batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees),

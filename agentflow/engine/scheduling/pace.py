@@ -1,4 +1,4 @@
-"""Capacity by objective: how long a step may take beside requests that somebody reads, and which work fits
+"""Capacity by objective: how long a step may take while somebody reads a request, and which work fits
 into it.
 
 The time per output token (TPOT) of a request is the mean time of the steps that decode it. Each request of

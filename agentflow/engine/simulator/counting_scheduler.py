@@ -1,4 +1,4 @@
-"""A scheduler of requests with known outputs, whose steps cost what changes in them. For simulators.
+"""A scheduler of requests with known outputs, for simulators. The time of a step grows with its changes.
 
 Most requests of a step decode: each adds one token, which changes nothing that others could see. The
 scheduler *counts* these requests: it knows the step in which each was at a given token, and so its progress
@@ -30,7 +30,7 @@ from agentflow.engine.submit import Objective
 
 
 class CountingScheduler(Scheduler):
-    """As ``Scheduler``, with ``next_step`` and ``complete_step`` instead of ``schedule`` and ``complete``.
+    """Like ``Scheduler``, with ``next_step`` and ``complete_step`` instead of ``schedule`` and ``complete``.
 
     Args:
         num_slots: The size of the KV pool in tokens.
@@ -310,6 +310,6 @@ class _Group:
 
 
 def _in_order(found: Sequence[_Counted]) -> Sequence[_Counted]:
-    """Those that are still counted, in the order of the running requests."""
+    """Returns the requests that are still counted, in the order of the running requests."""
     counted = [one for one in found if one.is_counted]
     return counted if len(counted) < 2 else sorted(counted, key=lambda one: one.number)

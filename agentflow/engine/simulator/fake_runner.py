@@ -36,12 +36,19 @@ NextToken = Callable[[NDArray[np.int64]], int | None]
 
 
 class FakeRunner:
-    """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
-    among ``vocab_size``. ``embedding_size``: makes embeddings of this many dimensions (``word_embedding`` of
-    the ids) and generates nothing. ``on_step`` is called with every batch before it runs, in the engine's
-    thread: tests block a step there, or raise. ``launches_ahead``, ``reads_media``: as in ``RunnerInfo``.
-    ``needs_features``: images must be encoded. ``on_slices`` is called before slices of an encoding run, with
-    the identity and their number."""
+    """A model without arithmetic: the next token is a hash of the tokens before it.
+
+    Args:
+        num_slots, max_context, end_token_ids, launches_ahead, reads_media: As in ``RunnerInfo``.
+        vocab_size: The number of tokens among which the hash chooses.
+        embedding_size: If not 0, the runner makes embeddings with this number of dimensions
+            (``word_embedding`` of the ids) and generates nothing.
+        next_token: May choose the next token; the hash chooses if it returns None.
+        on_step: Called with every batch before it runs, in the engine's thread: tests block a step there, or
+            raise.
+        needs_features: Images must be encoded.
+        on_slices: Called before slices of an encoding run, with the identity and their number.
+    """
 
     def __init__(
         self,

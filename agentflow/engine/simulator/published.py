@@ -222,7 +222,7 @@ def redo_s(cost: CostModel, num_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a simulation runs under. ``policy``: its name in ``PUBLISHED_ORDERS`` or of an engine's policy."""
+    """The settings of a simulation. ``policy``: its name in ``PUBLISHED_ORDERS`` or of an engine's policy."""
 
     policy: str
     new_liveness: NewLiveness | None = None

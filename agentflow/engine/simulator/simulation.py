@@ -76,7 +76,7 @@ class Simulated:
 
 
 class Origins:
-    """What schedulers learn of requests, and the numbers that stand for names. ``knows_programs``: requests
+    """The requests as schedulers see them, and the numbers that stand for names. ``knows_programs``: requests
     that belong to a program get their place from its graph. Others have the one that the workload gives."""
 
     def __init__(self, arrivals: Sequence[Arrival], *, knows_programs: bool) -> None:

@@ -207,7 +207,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
     if source is None:
         if _local_path(name) is not None:
             raise UnknownModel(
-                f"{name} is a local path, which is served as it is: nothing is to pull", param=name
+                f"{name} is a local path, which is served directly: there is nothing to pull", param=name
             )
         raise UnknownModel(
             f"no model is named {name!r}: give OWNER/NAME on the Hugging Face hub, or a short name that "

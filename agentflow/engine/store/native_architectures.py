@@ -48,4 +48,4 @@ IMAGE_ARCHITECTURES: Final = frozenset(
         "SmolVLMForConditionalGeneration",
     }
 )
-"""Those of them that read images: the keys of ``vision/loading.TOWERS``."""
+"""The architectures that read images: the keys of ``vision/loading.TOWERS``."""

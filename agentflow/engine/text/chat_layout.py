@@ -307,7 +307,7 @@ class Layout:
 
     @property
     def placeholders(self) -> dict[MediumKind, str]:
-        """What the template wrote for its media."""
+        """The template's text for its media."""
         return {kind_of(medium): self.text[low:high] for (low, high), medium in self.media}
 
     def contents(self) -> list[Shown]:
@@ -351,7 +351,7 @@ def lay_out(
         previous: a layout of an earlier state of the same conversation; places in the common prefix are
             reused.
         closed_places: finds tokens that no content may have; without it, ``untrusted_spans`` stays empty.
-        placeholders: what the template writes for an image, and for a video.
+        placeholders: the template's text for an image, and for a video.
 
     Raises:
         NotSupported: the template rejects these messages, hides the opened turn or alters too many turns.
@@ -555,8 +555,8 @@ class _Budget:
         self._num_renderings += 1
         if self._num_renderings > max(MIN_RENDERINGS, MAX_RENDERED_CHARS // self._cost):
             raise NotSupported(
-                "the model's chat template rewrites so many turns of this conversation that finding them "
-                "takes too long: send fewer turns, or leave out what the template drops (such as reasoning)"
+                "the model's chat template rewrites too many turns of this conversation to find them in "
+                "time: send fewer turns, or leave out what the template drops (such as reasoning)"
             )
 
 

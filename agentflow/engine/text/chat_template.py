@@ -393,7 +393,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         now: datetime | None = None,
     ) -> str:
-        """Returns what the template writes. It may raise anything."""
+        """Returns the text that the template renders. It may raise anything."""
         if self._template is None:
             raise no_chat_template()
         return self._template.render(

@@ -12,7 +12,7 @@ PUSHES_PER_NODE = 2
 
 
 def accounts_of(cache: RadixCache, owner: Hashable) -> list[Account]:
-    """What ``owner`` has in the cache; for None, what each owner has."""
+    """The cached tokens of ``owner``; for None, of each owner."""
     if owner is None:
         return [*cache.accounts()]
     account = cache.find_account(owner)

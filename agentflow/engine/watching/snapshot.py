@@ -1,4 +1,4 @@
-"""What an engine shows of itself: its last steps, its requests and the recently used part of its radix trees.
+"""A snapshot of an engine: its last steps, its requests and the recently used part of its radix trees.
 
 Belongs to the engine's thread. While nothing asks, it costs a record for each step. A snapshot takes a time
 that depends on the limits here, not on the size of the cache.
@@ -51,7 +51,7 @@ class UseTimes:
         self._times: list[float] = [0.0]
 
     def note(self, clock: int, time_s: float, every_s: float = TIMES_EVERY_S) -> None:
-        """There were so many uses until this time. Kept if the last time is ``every_s`` old."""
+        """Records the number of uses until a time, unless the last record is younger than ``every_s``."""
         if clock > self._clocks[-1] and time_s - self._times[-1] >= every_s:
             self._clocks.append(clock)
             self._times.append(time_s)
@@ -89,7 +89,7 @@ class EngineWatch:
     def snapshot(
         self, asked: SnapshotRequest, requests: Iterable[Request], stats: EngineStats
     ) -> EngineSnapshot:
-        """What the tenant (None: every tenant) may see now."""
+        """The part that the tenant (None: every tenant) may see now."""
         began_s, cpu_began_s = time.perf_counter(), time.thread_time()
         now_s = began_s - self._began_s
         cache = self._scheduler.memory.cache

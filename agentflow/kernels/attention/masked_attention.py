@@ -16,7 +16,7 @@ from agentflow.kernels.attention.groups import Group
 def masked_attention(
     q: Tensor, kv_layer: Tensor, plan: Sequence[Group], rule: AttentionRule, sinks: Tensor | None = None
 ) -> Tensor:
-    """As ``AttentionBackend.attend``, with the plan for the rule's window (``MaskedPlans``)."""
+    """Like ``AttentionBackend.attend``, with the plan for the rule's window (``MaskedPlans``)."""
 
     def attend(
         queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float

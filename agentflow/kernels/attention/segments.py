@@ -10,7 +10,7 @@ from agentflow.kernels.inputs import IntArray
 
 
 def attend_segments(q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
-    """As ``AttentionBackend.attend_segments``."""
+    """Like ``AttentionBackend.attend_segments``."""
     end = first + len(q)
     low = int(np.searchsorted(starts, first, side="right")) - 1
     high = int(np.searchsorted(starts, end, side="left"))

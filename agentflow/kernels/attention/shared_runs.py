@@ -73,7 +73,7 @@ def shared_runs(
 
 
 def _own_prefixes(req_rows: IntArray, limits: IntArray) -> list[SharedPrefix]:
-    """Returns what the parts of one request share, if it is divided or has a tree in the batch."""
+    """Returns the slots that the parts of one request share, if it is divided or has a tree in the batch."""
     counts = np.bincount(req_rows)
     if counts.max(initial=0) < 2:
         return []

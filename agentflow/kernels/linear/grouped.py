@@ -41,7 +41,7 @@ class GroupedAdapters(Protocol):
 
     @property
     def form(self) -> Any:
-        """What launches depend on, in addition to the number of rows. Hashable."""
+        """The parameters of launches, in addition to the number of rows. Hashable."""
 
     def at(self, slots: Tensor) -> GroupedAdapters:
         """Returns the same for other rows, such as those at the fixed address that a graph reads."""

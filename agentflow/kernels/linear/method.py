@@ -111,8 +111,15 @@ class LinearMethod(ABC):
         *,
         activation: Activation | None = None,
     ) -> Tensor:
-        """Returns ``multiply`` with the changes by the rows' adapters, which are those of ``low_rank``. Only
-        where there is an ``adapter_table``. ``place``: a field of ``LayerAdapter``."""
+        """Returns ``multiply`` with the changes by the rows' adapters, which ``low_rank`` defines. Only where
+        there is an ``adapter_table``.
+
+        Args:
+            x, weight, activation: As of ``multiply``.
+            adapters: Of the rows.
+            layer: The number of the layer.
+            place: A field of ``LayerAdapter``.
+        """
         raise NotImplementedError
 
     def group_experts(self, experts: Experts, activation: Activation) -> Mixture | None:

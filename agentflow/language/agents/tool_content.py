@@ -65,7 +65,7 @@ class ToolContent:
         return _MARK + msgspec.json.encode(written).decode()
 
     def for_model(self, model: Capabilities) -> ToolContent:
-        """The result, in which texts say what is missing for a model that accepts no images or videos."""
+        """The result, in which texts replace the media for a model that accepts no images or videos."""
         parts: list[str | MediumExpression] = []
         for part in self.parts:
             if not isinstance(part, str):

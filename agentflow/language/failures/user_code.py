@@ -132,7 +132,7 @@ async def _in_thread(what: str, function: Callable[[], Any], limiter: anyio.Capa
 
 
 async def _in_daemon_thread(work: Callable[[], None]) -> None:
-    """As ``anyio.to_thread.run_sync`` on asyncio, whose threads the end of the process waits for."""
+    """Like ``anyio.to_thread.run_sync`` on asyncio, whose threads the end of the process waits for."""
     call_in_loop, ended = loop_caller(), anyio.Event()
     current_token = getattr(anyio.lowlevel, "current_token", None)
     token = None if current_token is None else current_token()

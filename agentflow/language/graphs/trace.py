@@ -256,8 +256,8 @@ class GraphRun:
     Args:
         link: The session's link.
         graph: The graph.
-        args: The arguments by position, or one dict of all of them: texts, and what ``af.image`` and
-            ``af.video`` take.
+        args: The arguments by position, or one dict of all of them: texts, and arguments of
+            ``af.image`` and ``af.video``.
         kwargs: The arguments by name.
         index: As in ``Run``.
         objective: As in ``Run``.

@@ -181,7 +181,15 @@ class Run:
 
 
 class StateNode:
-    """A state: its content, and how far the backend has processed it. ``capabilities``: of its model."""
+    """A state: its content, and how far the backend has processed it.
+
+    Args:
+        run: The run that owns it.
+        state_id: Its number in the session.
+        path: Its place in the fork tree of the run.
+        capabilities: Of its model.
+        parent: The state that it was forked from.
+    """
 
     def __init__(
         self,
@@ -446,7 +454,15 @@ class StateNode:
 
 
 class VariableNode:
-    """A variable's text as it grows, and how it ended. All readers share it."""
+    """A variable's text as it grows, and how it ended. All readers share it.
+
+    Args:
+        state: The state that declared it.
+        var_id: Its number in the session.
+        name: Its name in the state.
+        value_type: How its text becomes a value.
+        is_shown: Whether outlines and events show it.
+    """
 
     __slots__ = (
         "_changed",

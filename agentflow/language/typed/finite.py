@@ -215,7 +215,7 @@ class _SchemaTexts:
         for key, of_value in _IN_PLACE.items():
             if key in said:
                 if len(said) > 1:
-                    raise _refused(f"{key} beside other keywords of a schema is not supported")
+                    raise _refused(f"{key} next to other keywords of a schema is not supported")
                 return of_value(self, said[key])
         for key in ("enum", "const"):
             if key in said:

@@ -3,7 +3,7 @@
 ``StateTree`` knows which state was forked from which. A failure in a task group spreads up: to the siblings
 of the failed state and to their parent. A cancellation spreads down, to all forks of a state.
 ``GraphExecution`` follows the states of one submitted graph. ``derived_error`` and the functions after it
-make the errors of what a failure takes with it."""
+make the errors of states and variables that a failure ends."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class GraphExecution(Generic[ContextT]):
 
 
 MAX_STATES = 10_000
-"""Of a session."""
+"""The most open states of a session."""
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
 MAX_STOPPED = 200

@@ -1,4 +1,4 @@
-"""What a backend knows about the programs that it runs.
+"""A backend's knowledge of the programs that it runs.
 
 ``graph``: the live graph of a session's requests and variables. ``deduction``: the objectives, task groups
 and steps that follow from it. ``live``: the graph as a client sees it. ``watch``: the changes in it since a

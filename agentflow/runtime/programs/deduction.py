@@ -82,18 +82,18 @@ class Node:
     want: How | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
-    # The deduction. Its first values are those of a node that depends on none, and that none depends on.
+    # The deduction. Its first values belong to a node without edges.
     objective: Objective = "latency"
     gate: Objective = "latency"  # of the consumer of its stage
     stage: Stage | None = None
     stages: dict[int, Stage] | None = None  # of which it is the consumer, by their depth
-    # What its successors tell it: in which stage their predecessors are, and how many count by latency.
+    # Votes of its successors: the stage of their predecessors, and how many of them count by latency.
     votes: dict[Stage | None, int] = field(default_factory=dict)
     wide_votes: dict[Stage | None, int] = field(default_factory=dict)  # the same, if it has several
     num_urgent: int = 0
     num_urgent_gates: int = 0
     num_urgent_wide: int = 0
-    vote: _Vote | None = None  # what it has told its predecessors
+    vote: _Vote | None = None  # its vote at its predecessors
     is_queued: bool = False
     levels: dict[int, int] = field(default_factory=dict)  # the steps of its unfinished predecessors, counted
     depth: int = 0
@@ -108,7 +108,7 @@ class Node:
 
 
 class _Vote(NamedTuple):
-    """What a node tells its predecessors.
+    """The vote of a node at its predecessors.
 
     Args:
         stage: In which stage they are if it is their only successor.
@@ -339,7 +339,7 @@ class Deduction:
         self.update(member)
 
     def _disconnect(self, pred: Node, node: Node) -> None:
-        """Drops the edge from ``pred`` to ``node``, with what ``node`` has told it."""
+        """Drops the edge from ``pred`` to ``node``, with the vote of ``node``."""
         del pred.succs[node]
         if node.vote is not None:
             for votes, stage in ((pred.votes, node.vote.stage), (pred.wide_votes, node.vote.wide_stage)):

@@ -1,4 +1,4 @@
-"""The live graph of one session: its unfinished requests and variables, and what depends on them.
+"""The live graph of one session: its unfinished requests and variables, with their dependents.
 
 The graph follows the ops: each one takes time in proportion to its size. Finished and cancelled parts leave
 it, so its memory is bounded by the unfinished ops and the open states. It runs nothing, and reads no clock.
@@ -24,7 +24,7 @@ from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, REQUESTS, 
 from agentflow.runtime.programs.place import Place
 
 _numbers = itertools.count(1)
-"""Of programs and task groups, which are unique in the process."""
+"""Numbers of programs and task groups, unique in the process."""
 _KINDS: Final[dict[type[ops.Op], Kind]] = {
     ops.Select: "select",
     ops.Decide: "decide",
@@ -43,7 +43,7 @@ _MAX_SOURCE_CHARS = 200
 MAX_LABELS = 256
 """The labels of programs whose return times are kept."""
 _WEIGHT_OF_LAST = 0.25
-"""Of the last return time in the average."""
+"""The weight of the last return time in the average."""
 
 
 class StateInGraph:
@@ -84,7 +84,7 @@ class StateInGraph:
         self.label = label
         self.objective = objective
         self.group = group
-        self.frontier: list[Node] = []  # what its next op depends on; some of them may have ended
+        self.frontier: list[Node] = []  # the nodes that its next op depends on; some of them may have ended
         self.frontier_limit = _MIN_FRONTIER
         self.nodes: dict[Node, None] = {}  # its unfinished nodes
         self.requests: deque[Node] = deque()  # the requests, in their order; some may have ended
@@ -176,7 +176,7 @@ class ProgramGraph:
         self.is_settled = True
         """Whether the places have taken all ops into account."""
         self.watchers: dict[Watcher, None] = {}
-        """Those of the tenant."""
+        """The watchers of the tenant."""
         self._deduction = Deduction(self._next_number, self._note, self._tell)
         self._returns_s: dict[str, float] = {}  # by the labels of programs, the least recently used first
 
@@ -258,7 +258,15 @@ class ProgramGraph:
         ttft_s: float | None = None,
         tpot_s: float | None = None,
     ) -> None:
-        """Somebody awaits the variable, or reads its text while it grows."""
+        """Somebody awaits the variable, or reads its text while it grows.
+
+        Args:
+            variable: Its number.
+            how: Whether its value is awaited, or its text is read.
+            objective: Of the reader; None: it follows from ``how``.
+            ttft_s: The reader's target for the time to the first token.
+            tpot_s: The reader's target for the time between tokens.
+        """
         node = self._variables.get(variable)
         if node is None:
             return

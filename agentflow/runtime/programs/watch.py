@@ -140,7 +140,7 @@ class GraphsWatch:
         self._list_all()
 
     def note(self, graph: ProgramGraph, part: _Part) -> None:
-        """As ``graph.Watcher.note``."""
+        """Like ``graph.Watcher.note``."""
         if self._lists_all:
             return
         changed = self._changed.setdefault(graph, {})
@@ -151,7 +151,7 @@ class GraphsWatch:
                 self._list_all()
 
     def removed(self, graph: ProgramGraph) -> None:
-        """As ``graph.Watcher.removed``."""
+        """Like ``graph.Watcher.removed``."""
         self._num_changed -= len(self._changed.pop(graph, ()))
         self._drop(graph)
 

@@ -142,7 +142,7 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CH
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. If it is not ``strict``, what cannot be enforced of its schema is relaxed.
+    """A tool that the client runs. If it is not ``strict``, keywords that cannot be enforced are relaxed.
     ``eager_input_streaming`` has no effect: arguments are streamed. The model sees ``input_examples`` as the
     examples of the schema."""
 

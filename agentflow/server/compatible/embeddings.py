@@ -30,7 +30,16 @@ async def embedded(
     param: str = "input",
     priority: int = 0,
 ) -> tuple[Sequence[NDArray[np.float32]], Usage]:
-    """The embeddings of the inputs, which the field ``param`` has, and their usage."""
+    """Returns the embeddings of inputs, and their usage.
+
+    Args:
+        call: The request.
+        generator: The model.
+        inputs: Texts, or token ids.
+        options: Dimensions and truncation.
+        param: The field of the inputs, for errors.
+        priority: Of the request.
+    """
     if isinstance(generator, EngineGenerator):
         vectors, usage = await generator.embed_inputs(
             inputs,

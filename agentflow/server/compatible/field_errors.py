@@ -33,9 +33,16 @@ def naming_field(
     arguments: str = "function.parameters",
     effort: str = "reasoning_effort",
 ) -> Iterator[None]:
-    """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids or an image that cannot be read, ``form`` if the constraint is rejected, the ``arguments``
-    of a tool, or ``effort`` if its reasoning cannot be changed."""
+    """Adds the field of the request to errors of the engine.
+
+    Args:
+        generator: The model.
+        prompt: The field if the prompt is too long, empty, or has unknown ids or an image that cannot be
+            read.
+        form: The field if the constraint is rejected.
+        arguments: The field of a tool's arguments.
+        effort: The field if the model's reasoning cannot be changed.
+    """
     try:
         yield
     except PromptTooLong as error:

@@ -1,7 +1,7 @@
 """Runs completion requests on a model behind an API, with the deltas that an engine's answers have.
 
-A request becomes a context of the model's generator, and each of its answers a call. What the model cannot do
-is refused before anything is sent, with the parameter's name.
+A request becomes a context of the model's generator, and each of its answers a call. Parameters that
+the model does not support are refused by name before anything is sent.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def params_of(request: CompletionRequest) -> GenParams:
 
 
 def checked_params(generator: TenantGenerator, request: CompletionRequest) -> GenParams:
-    """The parameters, with those of reasoning. ``NotSupported`` names what the model cannot do."""
+    """The parameters, with those of reasoning. ``NotSupported`` contains the name of an unsupported one."""
     model, features = generator.capabilities.model, generator.capabilities
 
     def refuse(param: str, why: str) -> NotSupported:
@@ -101,7 +101,16 @@ def checked_params(generator: TenantGenerator, request: CompletionRequest) -> Ge
 
 
 class ApiRun:
-    """One request, whose answers are numbered from ``first_index``."""
+    """Runs one request.
+
+    Args:
+        generator: The model.
+        request: The request.
+        first_index: The number of its first answer.
+        caller: The place of the request in a program.
+        on_delta: Called with each delta.
+        on_sent: Called when the request has been sent.
+    """
 
     def __init__(
         self,

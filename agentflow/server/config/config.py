@@ -314,7 +314,7 @@ def _check(config: ServeConfig) -> None:
 _TITLES = {
     "engine": "engine (for all models; a model's own table in the file takes precedence)",
     "access": "access (without API keys, every client can use the server)",
-    "stores": "stores (what survives a server, and is shared by several)",
+    "stores": "stores (data that several servers share, and that survives each of them)",
 }
 
 

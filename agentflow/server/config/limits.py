@@ -38,7 +38,7 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
     ] = 64
     max_programs: Annotated[Count, doc("open programs of one tenant (`/v1/programs`)")] = 256
     program_bytes: Annotated[Count, doc("memory for the requests and values of one program")] = 64_000_000
-    programs_bytes: Annotated[Count, doc("memory for those of all programs")] = 1_000_000_000
+    programs_bytes: Annotated[Count, doc("memory for the programs of all sessions")] = 1_000_000_000
     program_idle_s: Annotated[Seconds, doc("time after its last use until a program is closed")] = 3_600.0
     max_embedding_inputs: Annotated[Count, doc("inputs of one request for embeddings")] = 2048
     max_embedding_tokens: Annotated[
@@ -74,7 +74,7 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
     ] = 512
     max_sessions: Annotated[Count, doc("open websocket sessions, with those that wait to be resumed")] = 1_000
     session_bytes: Annotated[Count, doc("memory for the ops, states and values of one session")] = 256_000_000
-    sessions_bytes: Annotated[Count, doc("memory for those of all sessions")] = 2_000_000_000
+    sessions_bytes: Annotated[Count, doc("memory for all sessions together")] = 2_000_000_000
     resume_grace_s: Annotated[SecondsOrZero, doc("time in which a lost session can be resumed")] = 10.0
     hello_timeout_s: Annotated[Seconds, doc("time for a new websocket to send its first frame")] = 10.0
     ping_interval_s: Annotated[Seconds, doc("interval of pings on silent websockets")] = 20.0

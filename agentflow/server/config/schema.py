@@ -65,7 +65,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
 
 class ModelConfig(EngineSettings, frozen=True, kw_only=True):
-    """One model: ``[models.NAME]``. What its table leaves out comes from ``[engine]``."""
+    """One model: ``[models.NAME]``. Missing settings come from ``[engine]``."""
 
     name: str
     path: Annotated[Text, doc("a model's name, a folder, a GGUF file or an API's address (not set: NAME)")]
@@ -148,7 +148,7 @@ class AccessConfig(Struct, frozen=True, kw_only=True):
 
 
 class StoresConfig(Struct, frozen=True, kw_only=True):
-    """``[stores]``: where several servers keep what their clients see."""
+    """``[stores]``: where several servers keep responses, programs and limits."""
 
     redis_url: Annotated[
         Text | None,

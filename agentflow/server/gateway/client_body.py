@@ -67,7 +67,7 @@ class ClientBody:
         self._budget.count(num_bytes)
 
     def stream(self) -> httpx2.AsyncByteStream | httpx2.SyncByteStream:
-        """What is sent to a target: ``data``, and the rest as it arrives."""
+        """Yields the body for a target: ``data``, and the rest as it arrives."""
         if self.is_whole:
             return httpx2.ByteStream(bytes(self.data))
         return _Rest(self)

@@ -44,8 +44,8 @@ def max_open_connections(limits: ServerLimits) -> int:
 
 
 def with_descriptors(limits: ServerLimits) -> ServerLimits:
-    """Raises the process's soft limit of open files to what ``limits`` need, or to the hard limit. If that is
-    too low, returns limits with fewer connections, and logs a warning."""
+    """Raises the process's soft limit of open files as far as ``limits`` need, and the hard limit allows. If
+    it is too low, returns limits with fewer connections, and logs a warning."""
     if sys.platform == "win32":
         return limits
     import resource

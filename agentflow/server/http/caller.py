@@ -99,7 +99,7 @@ class Caller(NamedTuple):
     """``trace``: the client's ``traceparent``. ``program`` and ``group``: names that the client chose; a
     group has the requests of one stage, for which one consumer waits. ``session``: the name of a program
     whose requests follow one another, as those of an agent that calls tools; ``is_last``: this is its last
-    request. ``prefills_next``: what the next turn begins with is to be computed after the answer."""
+    request. ``prefills_next``: the beginning of the next turn is computed after the answer."""
 
     trace: str = ""
     program: str = ""

@@ -296,7 +296,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     128 headers, a line of more than 8 KB, an invalid request). Closes the connection if the application does
     not answer the handshake within ``handshake_timeout_s``.
 
-    Parses what a client sends in turns, and not while the client does not read, or the application has
+    Parses a client's data in turns, and not while the client does not read, or the application has
     messages: pings are answered immediately, and frames without data take long.
     """
 

@@ -199,7 +199,7 @@ class MetricFamilies(Collector):
         yield CounterMetricFamily("agentflow_relaxed_requests", text, value=relaxed["requests"])
         outputs = CounterMetricFamily(
             "agentflow_relaxed_outputs",
-            "Calls and answers generated under a relaxed schema, by what their check found.",
+            "Calls and answers generated under a relaxed schema, by the result of their check.",
             labels=["result"],
         )
         for result in ("valid", "violated", "unchecked"):
@@ -382,17 +382,17 @@ class ReplicaTotals:
         self._each: dict[int, EngineTotals] = {}
 
     def update(self, stats: Stats | EngineStats, parts: Mapping[int, EngineStats] | None = None) -> None:
-        """Records an answer of the model. ``parts``: those of its replicas; None: there is one engine."""
+        """Records an answer of the model. ``parts``: its replicas' answers; None: there is one engine."""
         for number, part in ({0: stats} if parts is None else parts).items():
             self._each.setdefault(number, EngineTotals()).update(part)
         self.last = self._each[0].last if parts is None else stats
 
     def restarted(self, number: int, restarts: int) -> None:
-        """As of ``EngineTotals``. ``number``: of the replica; 0: the only engine."""
+        """See ``EngineTotals``. ``number``: of the replica; 0: the only engine."""
         self._each.setdefault(number, EngineTotals()).restarted(restarts)
 
     def next_engine(self) -> None:
-        """As of ``EngineTotals``, for each engine."""
+        """See ``EngineTotals``, for each engine."""
         for totals in self._each.values():
             totals.next_engine()
         self.last = Stats(model=self.last.model)

@@ -266,7 +266,7 @@ class TenantGenerator:
         await self._inner.offer_tools(context, tools, choice)
 
     def expect(self, context: Any, upcoming: Sequence[Upcoming]) -> None:
-        """Takes what follows the next gen in its turn."""
+        """Receives the text and gens that follow the next gen in its turn."""
         expect = getattr(self._inner, "expect", None)
         if expect is not None:
             expect(context, upcoming)
@@ -296,7 +296,7 @@ class TenantGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``generate``, but the model may call the context's tools."""
+        """Like ``generate``, but the model may call the context's tools."""
         await self._until_ready()
         with self._call(self._num_chars(context)) as call:
             generated = await self._inner.reply(
@@ -415,7 +415,7 @@ class TenantGenerator:
             self._own += _unpaid(call.usage)
 
     def charge(self, usage: Usage) -> None:
-        """Counts what a call took that did not end, or what a request cost."""
+        """Counts the usage of a call that did not end, or the cost of a request."""
         self._own += usage
         for observer in self.model.observers:
             observer.charged(self.tenant.name, usage)
@@ -499,7 +499,7 @@ class _Call:
         return count
 
     def counting_or_none(self, on_text: OnText | None) -> OnText | None:
-        """As ``counting``, for a listener that may be None."""
+        """Like ``counting``, for a listener that may be None."""
         return None if on_text is None else self.counting(on_text)
 
     def end(self, usage: Usage) -> None:

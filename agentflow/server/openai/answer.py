@@ -132,7 +132,7 @@ class ChunkWriter:
             self.prepare(b',"usage":' + encode_json(usage_body(self._usage.so_far())))
 
     def prepare(self, usage: bytes) -> None:
-        """Prepares what follows the content of the next chunks, with this member for the usage."""
+        """Prepares the JSON after the content of the next chunks, with this member for the usage."""
         self.tail = b"}]" + usage + b"}" + EVENT_END
         self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
 

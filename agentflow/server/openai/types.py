@@ -201,7 +201,7 @@ class SystemMessage(_Message, tag="system", kw_only=True):
 
 
 class DeveloperMessage(_Message, tag="developer", kw_only=True):
-    """The same as a system message."""
+    """OpenAI's newer name of a system message."""
 
     content: Content
 

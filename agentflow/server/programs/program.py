@@ -31,7 +31,7 @@ from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.turns import Turn
 
 MAX_REQUESTS = 5_000
-"""Of one program."""
+"""The most requests of one program."""
 _ENTRY_BYTES = 1_000
 """A variable or a request in the tables of its program."""
 _ROOT = 1
@@ -149,7 +149,7 @@ class ServedProgram:
         """Frees everything that the program holds. Its tasks must have ended."""
         self.end()
         with anyio.CancelScope(shield=True):
-            async with self._submitting:  # what is being accepted sees the end
+            async with self._submitting:  # a submission that is being accepted sees the end
                 self._variables.clear()
                 if self._interpreter is None:
                     self._memory.close()
@@ -297,7 +297,7 @@ class ServedProgram:
             return
         async with self._submitting:  # an op is submitted after the last step of the previous one
             self._check_open()
-            with anyio.CancelScope(shield=True):  # what is marked is advised
+            with anyio.CancelScope(shield=True):  # marked states are advised
                 await self._want(variable, criteria, how)
 
     async def _want(self, variable: Variable, criteria: ops.Objective, how: How) -> None:

@@ -47,7 +47,20 @@ class Programs:
         is_valid: Callable[[], bool] = lambda: True,
         graphs: TenantGraphs | None = None,
     ) -> ServedProgram:
-        """Opens a program of the tenant. ``RateLimited`` if it has too many, ``Overloaded``."""
+        """Opens a program of the tenant.
+
+        Args:
+            models: The models that its requests may use.
+            tenant: The tenant's name.
+            program_id: Its id; None: a new one.
+            cache_salt: Programs with different ones share no cached prompts.
+            is_valid: Whether the tenant's API key is still valid.
+            graphs: The live graphs of the tenant.
+
+        Raises:
+            RateLimited: the tenant has too many programs.
+            Overloaded: there is no memory for it.
+        """
         program = ServedProgram(
             program_id or f"prog_{secrets.token_hex(16)}",
             tenant,
@@ -109,8 +122,8 @@ class Programs:
 async def open_programs(
     limits: ProgramLimits, clock: Callable[[], float] = time.monotonic, values: SharedValues | None = None
 ) -> AsyncIterator[Programs]:
-    """The programs of a server, which are cancelled at the end of the scope. ``values``: what other servers
-    can show of them."""
+    """The programs of a server, which are cancelled at the end of the scope. ``values``: the
+    variables that other servers can read."""
     async with open_task_group() as group:
         programs = Programs(group, ProgramStore(limits, clock), values)
         group.start_soon(programs.expire)

@@ -65,7 +65,7 @@ def failed_variable(variable_id: str, path: Sequence[str], info: ErrorInfo) -> F
 
 
 def answer_of(variable: Variable) -> VariableAnswer:
-    """The variable as it is now."""
+    """The variable's current value."""
     value = variable.record.value
     if value is None:
         return VariableAnswer(semantic_var_id=variable.id, status="pending")

@@ -108,7 +108,7 @@ class ValueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class VariableQuery(msgspec.Struct, kw_only=True):
-    """How a variable is read. ``criteria``: what counts for the reader. ``wait_s``: the longest wait for the
+    """How a variable is read. ``criteria``: the reader's objective. ``wait_s``: the longest wait for the
     value; by default until it is there. ``stream``: the text is sent while it is generated."""
 
     criteria: Objective | None = None

@@ -41,7 +41,7 @@ class Responses(Protocol):
         """The conversation with this id."""
 
     async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
-        """Those of the items that a response or conversation has, by id."""
+        """Returns the stored items among these ids, by id."""
 
     async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
         """Replaces a conversation by ``change`` of it, and returns that; None if there is none. ``change``
@@ -58,7 +58,7 @@ class LocalResponses:
         self.store = store
 
     def check_answers(self) -> None:
-        """It always does."""
+        """Does nothing: memory always answers."""
 
     async def begin(self, tenant: str, stored: StoredResponse) -> None:
         """There is no other front."""

@@ -69,15 +69,15 @@ class SharedResponses:
         self._threads = anyio.CapacityLimiter(2)
 
     def check_answers(self) -> None:
-        """As in ``Responses``."""
+        """See ``Responses``."""
         self._entries.store.check_answers()
 
     async def begin(self, tenant: str, stored: StoredResponse) -> None:
-        """As in ``Responses``. The front of the store runs it."""
+        """See ``Responses``. The front of the store runs it."""
         await self._add(tenant, stored, runs_on=self._entries.store.front)
 
     async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
-        """As in ``Responses``."""
+        """See ``Responses``."""
         return bool(await self._add(tenant, stored))
 
     async def _add(
@@ -116,7 +116,7 @@ class SharedResponses:
     async def find(
         self, tenant: str, response_id: str, *, to_continue: bool = False
     ) -> StoredResponse | None:
-        """As in ``Responses``."""
+        """See ``Responses``."""
         found = await self._find(tenant, response_id, to_continue=to_continue)
         if found is None:
             return None
@@ -133,7 +133,7 @@ class SharedResponses:
         return _response(kept, history)
 
     async def find_conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
-        """As in ``Responses``."""
+        """See ``Responses``."""
         found = await self._find_conversation(tenant, conversation_id)
         return None if found is None else found[0]
 
@@ -147,7 +147,7 @@ class SharedResponses:
         return _conversation(found[0]), found[1]
 
     async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
-        """As in ``Responses``. Reads each response or conversation once."""
+        """See ``Responses``. Reads each response or conversation once."""
         items: dict[str, Item] = {}
         wanted = dict.fromkeys(item_ids)
         for item_id in wanted:
@@ -167,7 +167,7 @@ class SharedResponses:
         return items
 
     async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
-        """As in ``Responses``. ``Overloaded`` if other changes always came first."""
+        """See ``Responses``. ``Overloaded`` if other changes always came first."""
         for _ in range(_MAX_CHANGES):
             found = await self._find_conversation(tenant, conversation_id)
             if found is None:
@@ -181,7 +181,7 @@ class SharedResponses:
         raise Overloaded("this conversation changes too often: try again in a moment")
 
     async def delete(self, tenant: str, stored_id: str) -> bool:
-        """As in ``Responses``."""
+        """See ``Responses``."""
         return await self._entries.delete(tenant, stored_id)
 
     async def _find(

@@ -12,8 +12,8 @@ from agentflow.version import __version__
 FLUSH = "/flush_cache"
 """A path of SGLang that the server does not have."""
 WHY_NOT_FLUSHED = (
-    "all tenants share the cache, which evicts what was not used for longest; a request with an 'extra_key' "
-    "of its own finds nothing in it"
+    "all tenants share the cache, which evicts the least recently used tokens; a request with a new "
+    "'extra_key' finds nothing in it"
 )
 
 

@@ -1,4 +1,4 @@
-"""The store that several servers share, so that what their clients see survives the loss of one.
+"""The store that several servers share, so that responses, programs and limits survive the loss of one.
 
 A *front* is one server process before its engines. ``shared`` is the connection to Redis and a front's place
 in it, ``fronts`` knows which fronts are alive and sends requests from one to another, and ``entries`` has

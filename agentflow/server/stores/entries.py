@@ -197,8 +197,22 @@ class SharedEntries:
         last: Chain | None = None,
         version: bytes = b"",
     ) -> bool:
-        """Adds an entry, in place of an earlier one with its id. ``version``: only in place of this one;
-        False if it is another one now. ``TurnGone``."""
+        """Adds an entry, in place of an earlier one with its id.
+
+        Args:
+            tenant: The tenant's name.
+            entry_id: The id.
+            data: The encoded entry.
+            items: The ids of its items.
+            last: The chain of turns that it ends.
+            version: If not empty, only an entry of this version is replaced.
+
+        Returns:
+            False if the entry has another version now.
+
+        Raises:
+            TurnGone: a turn of the chain is not in the store.
+        """
         turn = Chain("", b"") if last is None else last
         names = [*dict.fromkeys(items or ())]
         num_bytes = len(data) + ENTRY_BYTES + ITEM_BYTES * len(names)
@@ -246,7 +260,7 @@ class SharedEntries:
             pass
 
     async def sweep(self) -> None:
-        """Drops what has expired, from time to time, until it is cancelled."""
+        """Drops expired entries from time to time, until it is cancelled."""
         while True:
             with suppress(Overloaded):  # it is swept when the store answers again
                 await self.drop_expired()

@@ -58,7 +58,7 @@ class SharedStore:
                 param="front_name",
             )
         self.prefix = prefix
-        start = secrets.token_hex(4)  # another one after a restart, when what the front ran is gone
+        start = secrets.token_hex(4)  # changes with a restart, which ends all runs of the front
         self.front = start if front is None else f"{front}-{start}"
         """The id of this process."""
         self.address = _shown_address(url)

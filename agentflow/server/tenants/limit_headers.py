@@ -51,7 +51,7 @@ def anthropic_limit_headers(limits: LimitState, now_s: float | None = None) -> d
 
 
 def _amounts(name: str, one: BucketState) -> tuple[str, str]:
-    """The limit and what remains; costs in US dollars, rounded down."""
+    """The limit and its remainder; costs in US dollars, rounded down."""
     if name != "cost":
         return f"{one.limit}", f"{one.remaining}"
     return _dollars(one.limit), _dollars(one.remaining)

@@ -46,7 +46,7 @@ class SharedTickets:
         self._store = store
 
     async def issue(self, tenant: Tenant, hashed_key: str) -> SessionTicket:
-        """As ``SessionTickets.issue``. ``Overloaded`` if the store does not answer."""
+        """Like ``SessionTickets.issue``. ``Overloaded`` if the store does not answer."""
         ticket = secrets.token_urlsafe(TICKET_BYTES)
         digest = hashed(ticket).hex()
         keys = [self._store.key("ticket", digest), self._store.key("tickets", tenant.name)]
@@ -58,7 +58,7 @@ class SharedTickets:
         return SessionTicket(ticket, TICKET_LIFE_S)
 
     async def redeem(self, ticket: str) -> tuple[str, str] | None:
-        """As ``SessionTickets.redeem``. ``Overloaded`` if the store does not answer."""
+        """Like ``SessionTickets.redeem``. ``Overloaded`` if the store does not answer."""
         digest = hashed(ticket).hex()
         key = self._store.key("ticket", digest)
         data = await self._store.call(lambda client: client.getdel(key))

@@ -67,7 +67,7 @@ class SessionTickets:
         return len(self._unused)
 
     async def issue(self, tenant: Tenant, hashed_key: str) -> SessionTicket:
-        """As in ``TicketStore``."""
+        """See ``TicketStore``."""
         now_ns = self._clock_ns()
         self._drop_expired(now_ns)
         if self._num_of[tenant.name] >= MAX_UNUSED_TICKETS:
@@ -80,7 +80,7 @@ class SessionTickets:
         return SessionTicket(ticket, TICKET_LIFE_S)
 
     async def redeem(self, ticket: str) -> tuple[str, str] | None:
-        """As in ``TicketStore``."""
+        """See ``TicketStore``."""
         self._drop_expired(self._clock_ns())
         # By its hash, so that the time of the search says nothing about the tickets that there are.
         found = self._unused.pop(hashed_ticket(ticket), None)

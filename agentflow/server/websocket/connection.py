@@ -4,7 +4,7 @@
 
     expects Hello ──▶ takes Ops, until Bye ──▶ closed
           │                  │
-          └── anything else: Refused with what was expected and what came, and closed
+          └── anything else: Refused with the expected and the received frame, and closed
 
 An invalid op fails its state. A frame that cannot be decoded, or is unexpected, ends the session.
 
@@ -87,8 +87,16 @@ FindModels: TypeAlias = Callable[[str | None], SessionModels]
 
 
 class WsSession(Generic[ContextT]):
-    """Serves one websocket of a tenant, accepted or not, until it closes. ``is_valid``: whether its API key
-    still identifies the tenant. ``subprotocol``: the one to select of those that the client offers."""
+    """Serves one websocket until it closes.
+
+    Args:
+        socket: The websocket, accepted or not.
+        sessions: All sessions of the server.
+        find_models: Finds the models of a session.
+        tenant: The tenant's name.
+        is_valid: Whether the API key still identifies the tenant.
+        subprotocol: The selected one of those that the client offers.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def _counting_json(data: bytes) -> Iterator[None]:
 
 
 def _counting_msgpack(data: bytes) -> Iterator[None]:
-    """Walks over the values regardless of their nesting. The decoder later rejects what is not msgpack."""
+    """Walks over the values regardless of their nesting. The decoder later rejects invalid msgpack."""
     at, num_values, num_parts = 0, 0, 0
     while at < len(data):
         first = data[at]

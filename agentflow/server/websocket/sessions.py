@@ -48,8 +48,18 @@ def always_valid() -> bool:
 
 
 class ServedSession(Generic[ContextT]):
-    """The session of one client. ``num_taken``: the number of the last op that was taken. ``is_valid``: of
-    its current or last websocket."""
+    """The session of one client. ``num_taken``: the number of the last op that was taken.
+
+    Args:
+        models: The models that it may use.
+        tasks: The task group in which its states run.
+        holder: The scope of its connection, which is cancelled when another one takes over.
+        tenant: The tenant's name.
+        memory: The budget of its texts.
+        is_valid: Whether the API key of its current or last websocket is valid.
+        graphs: The live graphs of the tenant.
+        front: The name of this server among several.
+    """
 
     def __init__(
         self,
@@ -248,7 +258,7 @@ class Sessions(Generic[ContextT]):
         tenant: str = "",
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
-        """Resumes a session, which sends again what the client has not received. ``ServerLost`` if it has
+        """Resumes a session, which repeats the events that the client lacks. ``ServerLost`` if it has
         ended, or belongs to another tenant."""
         session = self._sessions.get(resume.session)
         if session is None or session.tenant != tenant:

@@ -1,4 +1,4 @@
-"""A server at an ``http(s)://`` address, which is asked what it is.
+"""A server at an ``http(s)://`` address, which is asked for its kind.
 
 An address that ends in ``/v1`` is an API of OpenAI's kind. Any other may be one of our own servers, whose
 sessions are better: they keep states, cache and schedule whole programs.
@@ -49,7 +49,7 @@ class AskedServer:
         return repr(self._api if self._is_certain else self._remote)
 
     def with_costs(self, costs: Costs) -> AskedServer:
-        """As ``OpenAI.with_costs``."""
+        """Like ``OpenAI.with_costs``."""
         server = copy.copy(self)
         server._api = self._api.with_costs(costs)
         return server

@@ -1,7 +1,7 @@
 """One answer of a model while it is streamed: text, reasoning, tool calls, log-probabilities and usage.
 
 The readers of the APIs' streams write into it. It applies the stops, writes the notation of replies, and
-delivers what is visible. An answer that is *held* delivers nothing before its end, so that it can be checked
+delivers the visible text. An answer that is *held* delivers nothing before its end, so that it can be checked
 or taken out of an object first.
 """
 
@@ -50,8 +50,8 @@ class Answer:
     """Collects one answer.
 
     Args:
-        params: The sampling parameters, for stops and for what is reported.
-        on_text: Receives what becomes visible; of a reply, its notation.
+        params: The sampling parameters, for stops and log-probabilities.
+        on_text: Receives the visible text; of a reply, its notation.
         on_reasoning: Receives the reasoning.
         is_reply: Whether the text is the notation of a reply.
         is_held: Whether nothing becomes visible before ``deliver``.
@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text so far, without what is held back."""
+        """The text so far, without the part that is held back."""
         return "".join(self._texts)
 
     @property

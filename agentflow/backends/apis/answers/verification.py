@@ -12,7 +12,7 @@ from agentflow.language.typed.tags import matches_whole, split_at_tags
 from agentflow.protocol.constraint import Constraint, ConstraintKind
 
 OnUnsupported = Literal["error", "retry"]
-"""What a backend does with a constraint that its API cannot enforce: refuse it, or check the answers."""
+"""How a backend treats a constraint that its API cannot enforce: refuse it, or check the answers."""
 CHECKED_KINDS: Final[tuple[ConstraintKind, ...]] = ("regex", "schema", "choices", "tags")
 """The kinds of constraints that can be checked here."""
 MAX_SHOWN_CHARS = 2_000
@@ -34,7 +34,7 @@ def fault_of(constraint: Constraint, text: str) -> str | None:
 
 
 def requirement(constraint: Constraint) -> str:
-    """What the constraint asks for, as a sentence for the model."""
+    """The constraint as a sentence for the model."""
     match constraint.kind:
         case "choices":
             return f"It must be exactly one of: {json.dumps(constraint.choices, ensure_ascii=False)}."

@@ -52,7 +52,7 @@ class BatchedCalls(ApiCalls):
         *,
         is_held: bool = False,
     ) -> Answer:
-        """As ``ApiCalls.answer``."""
+        """Like ``ApiCalls.answer``."""
         answer = await super().answer(context, request, call, on_text, on_reasoning, is_held=is_held)
         self._collector.note_text(context.label, request.path, answer.text)
         return answer
@@ -65,7 +65,7 @@ class BatchedCalls(ApiCalls):
         context: ApiContext,
         demand: Demand,
     ) -> bool:
-        """As ``ApiCalls.send``, by the collector."""
+        """Like ``ApiCalls.send``, by the collector."""
         return await self._collector.answer(
             context.label, request.path, request.body, new_sink, request.images
         )

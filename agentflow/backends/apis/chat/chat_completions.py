@@ -107,7 +107,7 @@ class ChatCompletions:
                 )
             if call.params.wants_logprobs and not self._flavour.has_logprobs_with_tools:
                 raise NotSupported(
-                    f"{self._model} reports no log-probabilities beside tools: leave them out",
+                    f"{self._model} reports no log-probabilities with tools: leave them out",
                     param="logprobs",
                 )
             if not self._facts.offers_tools(self._sampling.reasons(call)):

@@ -49,7 +49,7 @@ _TOKEN: Final = re.compile(
     r"|(?P<times>\{[0-9]{1,9}(?:,[0-9]{0,9})?\}|~[ ]*[0-9]{1,9}(?:\.\.[0-9]{1,9})?)"
     r"|(?P<sign>\.\.|[:|()\[\]*+?])"
 )
-# What Rust's patterns read differently from Python's, or what lexers do not read as a set of texts.
+# Patterns that Rust reads differently from Python, or that lexers do not read as a set of texts.
 _OTHER_IN_RUST: Final = re.compile(r"\\[0-9wWsSDbBzZAXpPGN<>]|[*+?}]\?|\(\?|&&|--|~~|\[\^?\]")
 # The same, and anchors, in patterns whose escaped characters are replaced by letters.
 _NESTED_CLASS: Final = re.compile(r"\[[^\]]*\[")
@@ -245,7 +245,7 @@ class _Positions:
 
 
 class _Lexer:
-    """The terminals of a grammar and what may follow them."""
+    """The terminals of a grammar and their possible successors."""
 
     def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
         self.rules = rules
@@ -294,7 +294,7 @@ class _Lexer:
         return first, is_nullable or part.least == 0
 
     def _walk(self, part: GrammarPart, follow: set[str]) -> None:
-        """Notes what follows each name in a part of a rule."""
+        """Notes the successors of each name in a part of a rule."""
         self._spend(1 + len(follow) // 8)
         if isinstance(part, Named):
             self._add(self._follow[part.name], follow)

@@ -147,7 +147,7 @@ class ApiCalls:
         with self.billing.charged(request.most_tokens, most) as charged:
 
             def charge_left(*, is_lost: bool = False) -> None:
-                # The provider stops when the connection ends, and charges what it has read and written.
+                # The provider stops when the connection ends, and charges the tokens read and written so far.
                 num_deltas = answers[-1].num_deltas if answers else 0
                 num_read = request.num_chars // CHARS_PER_TOKEN if answers else 0
                 self.total += charged(Usage(num_read, 0, num_deltas), is_lost=is_lost)
@@ -185,7 +185,18 @@ class ApiCalls:
         context: ApiContext,
         demand: Demand,
     ) -> bool:
-        """Sends a request and reads its answer into a sink. False if an earlier call was charged for it."""
+        """Sends a request and reads its answer into a sink.
+
+        Args:
+            request: The request.
+            new_sink: Makes a sink for each attempt.
+            headers: In addition to the transport's.
+            context: The state of the request.
+            demand: The request's use of the provider's limits.
+
+        Returns:
+            False if an earlier call was charged for it.
+        """
         await self.transport.stream(
             request.path, request.body, new_sink, headers, context.has_alternative, demand
         )

@@ -127,7 +127,7 @@ class ApiContext:
     choice: ToolChoice = FREE_CHOICE
     trace: str = ""  # the ``traceparent`` of the next request
     speculates: bool | None = None  # whether a call may go on for later gens; None: the backend decides
-    upcoming: Sequence[Upcoming] = ()  # what follows the next gen in its turn
+    upcoming: Sequence[Upcoming] = ()  # the text and gens after the next gen in its turn
     ahead: Ahead | None = None  # the text of a call that went on
     is_ahead_inherited: bool = False  # it is the call of the state that was forked
     label: str = ""  # of the program

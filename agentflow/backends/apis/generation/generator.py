@@ -194,7 +194,7 @@ class ApiGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``generate``, but the model may call the context's tools."""
+        """Like ``generate``, but the model may call the context's tools."""
         self.leave_ahead(context)
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
 
@@ -353,7 +353,7 @@ class ApiGenerator:
             self._warm(context)
 
     def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
-        """Takes what follows the next gen in its turn."""
+        """Receives the text and gens that follow the next gen in its turn."""
         context.upcoming = upcoming
 
     def text(self, context: ApiContext) -> str:

@@ -81,7 +81,7 @@ class Race(Generic[ResultT]):
 
 
 class Lane(Generic[ResultT]):
-    """One of the requests."""
+    """A request of the hedge."""
 
     def __init__(self, race: Race[ResultT]) -> None:
         self._race = race

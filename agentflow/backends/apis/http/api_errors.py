@@ -1,4 +1,4 @@
-"""The errors of agentflow for what an API answers: one sentence that names the model, the parameter and the
+"""The errors of agentflow for an API's errors: one sentence with the model, the parameter and the
 remedy.
 
 ``ErrorMapping`` reads the bodies of OpenAI's API and of the servers that imitate it. ``is_transient`` says

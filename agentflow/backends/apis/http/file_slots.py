@@ -54,12 +54,12 @@ def _forget(digest: str, gone: weakref.ref[Image]) -> None:
 
 
 def slot_url(image: Image) -> str:
-    """As ``Image.url``, with a slot."""
+    """Like ``Image.url``, with a slot."""
     return f"data:{image.media_type};base64,{slot(image)}" if image.is_file else image.source
 
 
 def slot_part(part: str | Medium) -> dict[str, object]:
-    """As ``content_part``, with a slot."""
+    """Like ``content_part``, with a slot."""
     return content_part(part, slot_url)
 
 

@@ -34,7 +34,7 @@ class Turn:
 
     Attributes:
         began_at: When that was.
-        sent: What it has taken of the limits; None: nothing.
+        sent: Its use of the limits; None: nothing.
     """
 
     def __init__(self, pace: Pace, began_at: float, sent: SentRequest | None) -> None:
@@ -83,7 +83,7 @@ class Pace:
         """The time of one request, after it was admitted.
 
         Args:
-            demand: What it takes of the limits; None: nothing.
+            demand: Its use of the limits; None: nothing.
             check: Called before a wait for a limit of the rate, with its seconds. May raise.
         """
         if self._num_waiting or self._left_s(demand) > 0:

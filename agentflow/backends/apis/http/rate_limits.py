@@ -26,7 +26,7 @@ FIRST_OUTPUT = 256
 """The output that is expected before one was seen."""
 _NEW_SHARE = 0.1  # of the newest usage in the mean
 _SHARE_MARGIN = 1.5
-_CAUTION = 0.99  # of the rate, for what is left at least
+_CAUTION = 0.99  # of the rate, for the lowest estimate
 _LIMIT_S = 60.0  # the time in which a counter refills, if no answer tells it
 _ON_THE_WAY_S = 10.0
 _MIN_RESOLUTIONS = 10  # a shorter reset is too coarse for a first rate
@@ -67,7 +67,7 @@ _HEADERS: Final = (
 
 
 class Demand(NamedTuple):
-    """What is known about a request before it is sent.
+    """Properties of a request that are known before it is sent.
 
     Attributes:
         num_chars: About the characters of its prompt.
@@ -96,7 +96,7 @@ class _Part:
         ahead: Is counted when the provider receives the request.
         after: Is counted by its end: the output.
         most: The limit of its output.
-        known_ahead, known_after: What the provider had certainly counted when the request was sent.
+        known_ahead, known_after: The provider's count at least, when the request was sent.
         begun_after: The output of the requests whose answers had begun then.
         total_ahead, total_most: Of all requests up to this one.
         is_read: An answer to it has reported the counter.
@@ -133,12 +133,12 @@ class _Seen(NamedTuple):
 
 
 class Counter:
-    """What is left of one limit. Until an answer reports it, it is unlimited.
+    """The rest of one limit. Until an answer reports it, it is unlimited.
 
     Attributes:
-        limit: What is left when nothing is used; None: unknown.
-        low: What is left at least.
-        high: What is left at most.
+        limit: The rest when nothing is used; None: unknown.
+        low: The rest at least.
+        high: The rest at most.
         rate: How much it refills in a second.
     """
 
@@ -152,7 +152,7 @@ class Counter:
         self._at = 0.0  # the time of the bounds
         self._sent_ahead = self._sent_after = self._known_ahead = self._known_after = 0.0
         self._begun_after = self._sent_most = 0.0
-        self._top = math.inf  # what is left if the provider has counted the output of the answers that run
+        self._top = math.inf  # the rest if the provider has counted the output of the answers that run
         self._num_sent = 0
         self._sent_at = -math.inf
         self._seen: _Seen | None = None
@@ -206,7 +206,7 @@ class Counter:
             self._full_at = now + reading.reset_s
         # Requests that were not answered when this one was sent may be missing in the reported number, and so
         # may the output of those that had not ended. Providers that count the output in advance have it in
-        # the number already: to take it off again may at most halve what is left.
+        # the number already: subtracting it again may at most halve the rest.
         unknown_ahead = self._sent_ahead - part.known_ahead - part.ahead
         unknown_after = min(self._sent_after - part.known_after, self.limit / 2)
         low = reading.remaining - unknown_ahead - unknown_after
@@ -241,7 +241,7 @@ class Counter:
 
         Args:
             part: Of the request.
-            used_ahead: What it has taken of the counter in place of ``ahead``; None: not known.
+            used_ahead: The actual use in place of ``ahead``; None: not known.
             used_after: In place of ``after``.
             now: The time.
         """
@@ -274,7 +274,7 @@ class Counter:
             self._full_at = None  # until an answer tells when the next window ends, it refills evenly
 
     def _learn_rate(self, reading: Reading, *, is_first: bool) -> None:
-        """Narrows the rate by what is missing and by when that has refilled, both of which are rounded."""
+        """Narrows the rate by the used part and the time of its refill, both of which are rounded."""
         if is_first:
             self.rate = reading.limit / _LIMIT_S
         if reading.reset_s is None or reading.remaining >= reading.limit:
@@ -326,7 +326,7 @@ class SentRequest(NamedTuple):
 
 
 class RateLimits:
-    """The counters of one key and model, and what its requests take from them on average."""
+    """The counters of one key and model, and the average use of its requests."""
 
     def __init__(self) -> None:
         self.counters: dict[CounterName, Counter] = {
@@ -397,11 +397,11 @@ class RateLimits:
             self._output += _NEW_SHARE * (usage.output_tokens - self._output)
 
     def _amounts(self, demand: Demand) -> dict[CounterName, tuple[float, float, float]]:
-        """What a request takes from each counter: ahead, after, and the limit of its output."""
+        """A request's use of each counter: ahead, after, and the limit of its output."""
         num_read = demand.num_chars * self._tokens_per_char
         most = math.inf if demand.max_output is None else float(demand.max_output)
         written = min(most, self._output)
-        # OpenAI counts ``max_tokens`` in advance; what others count is learned. Anthropic's requests always
+        # OpenAI counts ``max_tokens`` in advance; the count of others is learned. Anthropic's requests always
         # have one, which does not count.
         tokens, counted = self.counters["tokens"], 0.0 if most == math.inf else most
         in_advance = max(written, tokens.share * counted)
@@ -414,7 +414,7 @@ class RateLimits:
 
 
 def read_headers(headers: Mapping[str, str], now_s: float | None = None) -> dict[CounterName, Reading]:
-    """The counters that an answer reports. What makes no sense is left out.
+    """The counters that an answer reports. Values that make no sense are left out.
 
     Args:
         headers: Of the answer.

@@ -206,7 +206,7 @@ class ApiTransport:
             headers: Further headers.
             has_alternative: Whether another endpoint can answer the request now. Then only a short wait for a
                 rate is kept, and nothing else is repeated.
-            demand: What it takes of the provider's limits; None: its bytes.
+            demand: The request's use of the provider's limits; None: its bytes.
 
         Returns:
             The sink that has received the whole stream.
@@ -307,7 +307,7 @@ class ApiTransport:
             path: Below the base URL.
             body: Of the request.
             content_type: Of the body.
-            demand: What it takes of the provider's limits; None: nothing.
+            demand: The request's use of the provider's limits; None: nothing.
         """
         fetch = partial(self._fetch, method="POST", path=path, body=body, content_type=content_type)
         return await self._repeated(self._new_exchange, fetch, demand)

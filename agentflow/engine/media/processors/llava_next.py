@@ -37,7 +37,7 @@ _FRAMES: Final = FrameSampling(8, 8)
 
 
 class LlavaNextProcessor:
-    """Of an image: ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
+    """An image gives ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
     and width. Of a video: ``pixels`` [frames, 3, side, side] alone."""
 
     def __init__(self, settings: MediaSettings) -> None:

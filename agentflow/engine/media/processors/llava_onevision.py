@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _SIDES: Final = range(384, 2_305, 384)
 _ANY_RESOLUTION: Final = "anyres_max_"
 _FRAMES: Final = FrameSampling(32, 32)
-"""As in training (section 3.2)."""
+"""The sampling of frames in training (section 3.2)."""
 
 
 class LlavaOnevisionProcessor:
-    """Of an image: ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
-    and width. Of a video: ``pixels`` [frames, 3, side, side] alone; its last token is the end of its row.
+    """An image gives ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
+    and width. A video gives only ``pixels`` [frames, 3, side, side]; its last token is the end of its row.
 
     Each image is cut into tiles, also in prompts with several.
     """

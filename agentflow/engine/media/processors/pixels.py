@@ -1,4 +1,4 @@
-"""What the processors have in common: resizing, cutting and the form of their results.
+"""Resizing and cutting, and the form of results, for all processors.
 
 Images are resized by Pillow between bytes, as transformers' processors on Pillow do it, so that the values
 are the same. Scaling to numbers is left to the vision tower.
@@ -61,7 +61,7 @@ class FrameSampling:
 
 
 NO_FRAMES: Final = FrameSampling(1, 1)
-"""Of models that read no videos."""
+"""The sampling of models that read no videos."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """The architectures that run natively, one file a family.
 
-``family`` has what families share; ``registry`` finds one by the name in ``config.json``. A family reads its
+``family`` has the common parts; ``registry`` finds one by the name in ``config.json``. A family reads its
 shape from the config and names its weights; ``forward/decoder`` computes it.
 Families: ``llama``, ``mixture``, ``gemma``, ``phi``, ``olmo``, ``gpt_oss``, ``deepseek``, ``starcoder`` and
-``gpt2``. With images (``image_text`` has what they share): ``idefics3``, ``llava`` and ``qwen_vl``.
+``gpt2``. With images (``image_text`` has their common parts): ``idefics3``, ``llava`` and ``qwen_vl``.
 """

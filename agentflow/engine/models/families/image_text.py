@@ -1,4 +1,4 @@
-"""What families that read images and text have in common: their text model is one of the other families."""
+"""The common parts of families that read images and text. Their text model is one of the other families."""
 
 from __future__ import annotations
 

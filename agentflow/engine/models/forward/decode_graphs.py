@@ -48,7 +48,7 @@ class DeviceRows:
         return self.deep is not None and layer < len(self.deep)
 
     def add_deep(self, hidden: Tensor, layer: int) -> Tensor:
-        """Returns the hidden states after a layer with what is added to the rows."""
+        """Returns the hidden states after a layer, with the vectors that are added to the rows."""
         if self.deep is None or layer >= len(self.deep):
             return hidden
         return hidden.index_add(0, self.rows, self.deep[layer])

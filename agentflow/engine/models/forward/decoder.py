@@ -162,8 +162,8 @@ class Decoder:
         return self.launch(on_device(given, DeviceStream(self._device).upload(arrays_of(given))))
 
     def launch(self, given: DeviceInput) -> Tensor:
-        """The same kernel by kernel, with the arrays on the device: launches kernels and does not wait for
-        them, if ``queues_work``. The result is overwritten by the next call."""
+        """Launches the kernels of ``forward`` with the arrays on the device, and does not wait for them if
+        ``queues_work``. The next call overwrites the result."""
         if given.adapters and self._adapter_table is not None:
             num_rows = given.arrays.shape[1]
             given = replace(given, grouped=self._adapter_table.grouped(given.adapters, num_rows))

@@ -43,8 +43,16 @@ def prepare(collective: str, file: int, size: int) -> None:
 
 
 def join(collective: str, file: int, rank: int, size: int, device: str, limit_s: float) -> Ranks:
-    """Joins the group of this machine; with gloo and NCCL, waits until all ranks have. ``limit_s``: as of
-    ``Ranks``."""
+    """Joins the group of this machine; with gloo and NCCL, waits until all ranks have.
+
+    Args:
+        collective: How the ranks exchange data.
+        file: The descriptor of the file that they share.
+        rank: The number of this rank.
+        size: The number of ranks.
+        device: The device of this rank.
+        limit_s: As of ``Ranks``.
+    """
     if collective == "shared":
         return SharedRanks(file, rank, size, limit_s=limit_s)
     # The store opens this path again when it is destroyed, whenever that is. If the descriptor were closed by

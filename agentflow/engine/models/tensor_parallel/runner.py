@@ -136,7 +136,7 @@ class TensorParallelRunner:
 
     @property
     def keeps_order(self) -> bool:
-        """As of ``TorchRunner``."""
+        """See ``TorchRunner``."""
         return self._runner.keeps_order
 
     @property

@@ -1,6 +1,6 @@
 """Encodes a medium in slices of about equal work, so that other requests wait only for a slice.
 
-A slice is half of a layer for some of a part's rows, or a part of what comes before and after the layers. The
+A slice is half of a layer for some of a part's rows, or a part of the work before or after the layers. The
 division depends on the medium alone, so features do not depend on how many slices run together.
 """
 

@@ -42,8 +42,15 @@ TOWERS: Final[Mapping[str, Callable[[TowerWeights, RawConfig, PixelScaling], Tow
 def load_tower(
     folder: Path, architecture: str, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> Tower | None:
-    """Loads the vision tower of a folder, with matrices in ``dtype``. None: the model reads no images, or its
-    folder has only the text model.
+    """Loads the vision tower of a folder. None: the model reads no images, or its folder has only the text
+    model.
+
+    Args:
+        folder: The model's folder.
+        architecture: A key of ``TOWERS``, or of a model without images.
+        dtype: Of the matrices.
+        device: Of the tower.
+        kernels: That compute it.
 
     Raises:
         BadModelFolder: the configuration is wrong, or tensors are missing, misshapen or left over.

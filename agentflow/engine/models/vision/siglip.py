@@ -83,7 +83,7 @@ def plain_activation(vision: RawConfig) -> PlainActivation:
 
 @dataclass(frozen=True, slots=True)
 class TileEncoder:
-    """The weights of an encoder of tiles, and of what is around its layers."""
+    """The weights of an encoder of tiles: its layers, and the parts before and after them."""
 
     shape: TileShape
     encoder: Encoder

@@ -27,7 +27,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What replaces the embeddings of a medium's tokens: row ``MediaRun.first + i`` is that of token i."""
+    """The embeddings of a medium's tokens: row ``MediaRun.first + i`` is for token i."""
 
     rows: Tensor  # [tokens, hidden_size of the text model]
     deep: Tensor | None = None  # [L, tokens, hidden_size]: as ``GivenRows.deep``
@@ -110,7 +110,7 @@ class Tower(ABC):
 
     def scaled(self, pixels: NDArray[Any]) -> Tensor:
         """Returns pixels [tiles, 3, height, width] as the tower reads them. Only bytes are scaled."""
-        # What a message brought is read-only, which torch does not know.
+        # Arrays of a message are read-only, which torch does not know.
         values = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).to(self.device)
         if pixels.dtype == np.uint8:
             scaling = self._scaling

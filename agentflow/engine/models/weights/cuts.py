@@ -42,7 +42,7 @@ class Cut:
 
     @property
     def transposed(self) -> Cut:
-        """The same part of the transposed matrix."""
+        """This cut of the transposed matrix."""
         return Cut(self.whole[::-1], len(self.whole) - 1 - self.axis, self.ranges)
 
     def part(self, tensor: Tensor) -> Tensor:

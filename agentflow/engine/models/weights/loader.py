@@ -180,7 +180,7 @@ class _Loader:
         kept, unfit = self._num_kept, self._num_unfit
         if not self._weights.quantise or not kept + unfit:
             return
-        why = [f"{kept} are already quantised in its files, and stay as they are"] if kept else []
+        why = [f"{kept} are already quantised in its files, and stay unchanged"] if kept else []
         if unfit:
             why.append(f"{unfit} have rows whose length is no multiple of {BLOCK_SIZE}, and stay dense")
         if not self._num_rounded:

@@ -28,8 +28,15 @@ MAX_REMEMBERED = 8_000
 def laid_out(
     layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: Show
 ) -> Iterator[Span]:
-    """Yields the spans of characters ``start`` to ``end`` of the layout, which contain only complete
-    turns."""
+    """Yields the spans of a part of a layout, which contains only complete turns.
+
+    Args:
+        layout: The rendered turns.
+        turns: The turns.
+        tokenizer: Of the model.
+        start, end: The characters of the part.
+        show: Returns the span of an image or a video.
+    """
     at = start
     for shown in layout.shown:
         if shown.start < start or shown.end > end:

@@ -267,8 +267,8 @@ def attend(
 
 @functools.cache
 def _side_stream(main: torch.cuda.Stream) -> Any:
-    """Returns a stream for work beside that of ``main``. While one thread captures a graph, the streams of
-    other threads must not be part of it."""
+    """Returns a stream for work that runs concurrently with ``main``. While one thread captures a graph, the
+    streams of other threads must not be part of it."""
     return torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
 

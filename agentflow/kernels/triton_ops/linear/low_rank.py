@@ -34,8 +34,8 @@ MAX_PARTS = 3
 """Parts of a change: queries, keys and values."""
 PLACES = tuple(field.name for field in fields(LayerAdapter))
 _COLUMNS = 2 + 5 * MAX_PARTS
-"""Of a change in the table: the place of its first matrix and all ranks; then for each part the place of its
-second matrix, its first output, its outputs, its rank, and its first row in the first matrix."""
+"""The columns of a change in the table: the place of its first matrix and all ranks; then for each part the
+place of its second matrix, its first output, its outputs, its rank, and its first row in the first matrix."""
 _PART_COLUMNS = tl.constexpr(5)
 _TABLE_COLUMNS = tl.constexpr(_COLUMNS)
 _BLOCK_IN = 128
@@ -52,7 +52,7 @@ class PlaceForm(NamedTuple):
 
 
 class AdaptersForm(NamedTuple):
-    """What the launches of a step depend on, in addition to its number of rows."""
+    """The parameters of a step's launches, in addition to its number of rows."""
 
     places: tuple[PlaceForm, ...]
     num_adapters: int  # at most this many different ones; a power of two
@@ -83,7 +83,7 @@ class AdapterTable:
         return self._base
 
     def grouped(self, adapters: Sequence[AdapterRows], num_rows: int) -> GroupedAdapters | None:
-        """As ``linear.grouped.AdapterTable.grouped``."""
+        """Like ``linear.grouped.AdapterTable.grouped``."""
         if len(adapters) > NUM_SLOTS or not self._enter([one.adapter for one in adapters]):
             return None
         slots = np.full(num_rows, -1, dtype=np.int32)
@@ -183,7 +183,7 @@ class GroupedAdapters:
     _blocks: RowBlocks | None = None
 
     def at(self, slots: Tensor) -> GroupedAdapters:
-        """As ``linear.grouped.GroupedAdapters.at``."""
+        """Like ``linear.grouped.GroupedAdapters.at``."""
         return GroupedAdapters(self.table, slots, self.form)
 
     def add(self, out: Tensor, x: Tensor, layer: int, place: str) -> None:

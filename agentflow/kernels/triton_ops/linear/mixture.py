@@ -38,7 +38,7 @@ _MOST_VALUES = 1 << 27  # of intermediate results; more rows are computed in par
 
 
 def group_experts(experts: Experts, activation: Activation) -> GroupedExperts | None:
-    """As ``LinearMethod.group_experts``."""
+    """Like ``LinearMethod.group_experts``."""
     grouped, why = _grouped(experts, activation)
     if grouped is not None:
         values = grouped.gate_up.values

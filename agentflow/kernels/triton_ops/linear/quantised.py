@@ -66,7 +66,7 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 def pack_blocks(
     parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool, device: torch.device
 ) -> LinearWeight | None:
-    """As ``LinearMethod.pack_blocks``."""
+    """Like ``LinearMethod.pack_blocks``."""
     if not all(part.type in _FORMAT_OF_TYPE for part in parts):
         return None
     stacked: list[list[BlockMatrix]] = []
@@ -167,8 +167,8 @@ def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked_q6(blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of blocks with two halves of 4 groups: group q of a half has its lower bits in 32 of 64 bytes, and bits
-    2 q of 32 bytes."""
+    """Unpacks blocks with two halves of 4 groups: group q of a half has its lower bits in 32 of 64 bytes, and
+    bits 2 q of 32 bytes."""
     lead = blocks.shape[:2]
     lower = blocks[..., :128].reshape(*lead, 2, 2, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(1)

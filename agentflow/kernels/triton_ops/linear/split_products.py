@@ -1,4 +1,4 @@
-"""What the products with quantised weights share: they are split over their inputs, and the program that ends
+"""Split products with quantised weights: each program has a part of the inputs, and the program that ends
 last adds the parts, always in the same order."""
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class FunctionTool(
     msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True
 ):
     """A tool that the model may call. ``parameters``: the JSON schema of an object; without it the tool has
-    none. If it is not ``strict``, what cannot be enforced is relaxed."""
+    none. If it is not ``strict``, keywords that cannot be enforced are relaxed."""
 
     name: ToolName
     description: str | None = None
@@ -64,8 +64,8 @@ class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_u
 class SchemaFormat(
     msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True, forbid_unknown_fields=True
 ):
-    """A JSON value that conforms to this schema. If it is not ``strict``, what cannot be enforced is
-    relaxed."""
+    """A JSON value that conforms to this schema. If it is not ``strict``, keywords that cannot be
+    enforced are relaxed."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     schema: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]

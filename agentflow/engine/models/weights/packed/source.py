@@ -81,7 +81,7 @@ class PackedCheckpoint(Checkpoint):
             return None
         matrix = self._matrix(stem)
         if matrix.codes.shape != self._whole_shape(name, shape):
-            return None  # ``take`` says what is wrong
+            return None  # ``take`` reports the error
         self._taken.add(name)
         blocks = matrix.blocks(is_symmetric=self._scheme.is_symmetric)
         return None if blocks is None else self._cut_blocks(name, blocks)
