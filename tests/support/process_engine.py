@@ -78,7 +78,7 @@ async def process_engine(
     )
     async with opening as client:
         yield client
-        if client.num_calls == 0 and client.engine._outgoing is not None and shutdown is None:
+        if client.num_calls == 0 and client.engine.is_ready and shutdown is None:
             stats = await client.stats()
             assert (stats.running, stats.waiting, stats.in_use_slots) == (0, 0, 0)
             assert len(client.engine._journal) == len(client._unfinished) == 0

@@ -3,9 +3,6 @@
 The client sees one engine that never loses a request: the next process continues the requests that a dead one
 had not finished, from the ids that were already generated. After ``MAX_DEATHS_IN_A_ROW`` the engine is
 *down*: requests fail immediately, and new processes start at growing intervals until one loads.
-
-The socket of a process that died closes. One that hangs is found by its deadlines (``deadlines``). Without
-unfinished requests nothing is measured.
 """
 
 from __future__ import annotations
@@ -16,16 +13,13 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import anyio
 import anyio.to_thread
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec.structs import replace
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.machine.child_process import to_frame
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,
@@ -43,22 +37,18 @@ from agentflow.engine.messages import (
     LoadAdapter,
     Loaded,
     LoadFailed,
-    Logged,
     NeedPayload,
     NodeTokens,
     Placed,
     Progress,
     Start,
-    StepBegins,
     Stop,
     ToEngine,
     UnloadAdapter,
-    answer_decoder,
-    from_engine_decoder,
 )
 from agentflow.engine.process.child import Child, StartChild, start_process
-from agentflow.engine.process.deadlines import Deadlines, StepPace
-from agentflow.engine.process.medium_parts import medium_parts
+from agentflow.engine.process.connection import Connection, Hung, Unusable
+from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.request_journal import RequestJournal, Unfinished, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
@@ -82,9 +72,6 @@ FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 # The time for a process whose socket has closed to exit by itself, so that its exit code is known.
 LAST_WORDS_S = 1.0
-
-# The most keys of sent constraints to remember; all are dropped when there are this many.
-MAX_SENT_KEYS = 10_000
 
 # The client's tickets begin at 1; the tickets of adapters that are loaded again are negative.
 _FIRST_RELOAD = -1_000_000
@@ -174,22 +161,14 @@ class Receiver(Protocol):
         """The engine has ended; no message follows."""
 
 
-class _Unusable(Exception):
-    """A running process must be replaced. The message completes the sentence "the engine …"."""
-
-
-class _Hung(_Unusable):
-    """The process was silent for longer than its deadline."""
-
-
-class _Replaced(_Unusable):
+class _Replaced(Unusable):
     """The process is replaced on request."""
 
     def __init__(self) -> None:
         super().__init__("is replaced")
 
 
-class _LoadError(_Unusable):
+class _LoadError(Unusable):
     """The process cannot load its engine, or loaded another one. ``error``: the exception for the caller of
     ``supervised_engine``."""
 
@@ -206,13 +185,6 @@ class _Adapter:
     folder: str
     identity: str
     is_loaded: bool = True  # by this process
-
-
-def _log(lines: Sequence[object]) -> None:
-    """Logs the lines that the process has logged."""
-    for line in lines:
-        if isinstance(line, Logged):
-            logging.getLogger(line.logger).log(line.level, "%s", line.text)
 
 
 def _load_error(answer: LoadFailed) -> _LoadError:
@@ -252,27 +224,20 @@ class EngineSupervisor:
         self._load_failure: AgentflowError | ModuleNotFoundError | None = None
         self._first_load = anyio.Event()  # it ended
         self._child: Child | None = None
-        self._outgoing: MemoryObjectSendStream[bytes] | None = None
+        self._connection: Connection | None = None  # to a process that has loaded
         self._journal = RequestJournal()
         self._queries: set[int] = set()
         self._loads: set[int] = set()  # the tickets of adapters, which may take long to read
         self._adapters: list[_Adapter] = []  # each new process must load these
         self._reloads: dict[int, _Adapter] = {}  # the adapters that this process is loading, by ticket
         self._unneeded: list[str] = []  # identities of adapters, to be unloaded after their last request
-        self._sent_keys: set[str] = set()  # of the constraints that were sent to this process
         self._media: dict[str, PreparedMedium] = {}  # the images that requests may have
-        self._media_sent: set[str] = set()  # to this process, or on the way
-        self._media_outgoing: MemoryObjectSendStream[PreparedMedium] | None = None
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
-        self._serving: anyio.CancelScope | None = None  # of the messages to and from a process
         self._is_replacing = False
         self._reload_tickets = itertools.count(_FIRST_RELOAD)
         self._loaded_at = math.inf
-        self._pace = StepPace(deadlines)
-        self._num_frames = 0  # received from this process
         self._num_interrupted = 0  # unfinished requests when the last process ended
-        self._has_sent = anyio.Event()
         self.restarts = 0
 
     @property
@@ -283,7 +248,7 @@ class EngineSupervisor:
     @property
     def is_ready(self) -> bool:
         """Whether a process runs requests."""
-        return self._outgoing is not None
+        return self._connection is not None
 
     @property
     def has_suspects(self) -> bool:
@@ -307,16 +272,16 @@ class EngineSupervisor:
 
     def replace(self) -> None:
         """Ends the process, if one runs requests, and starts another one, which continues them."""
-        if self._serving is not None:
+        if self._connection is not None:
             self._is_replacing = True
-            self._serving.cancel()
+            self._connection.close()
 
     def must_load(self, loaded: AdapterLoaded) -> None:
         """Loads an adapter that another engine of the model has, in this process and in each new one."""
         adapter = _Adapter(loaded.name, loaded.folder, loaded.identity, is_loaded=False)
         self._adapters.append(adapter)
-        if self._outgoing is not None:
-            self._load_adapter(adapter)
+        if self._connection is not None:
+            self._load_adapter(adapter, self._connection)
 
     def send(self, message: ToEngine | KeepMedium) -> None:
         """Accepts a message whether or not a process is running. Raises ``EngineDown`` for a ``Query``
@@ -329,8 +294,8 @@ class EngineSupervisor:
                 self._journal.add(message)
                 self._forward(message.request_id)
             case Abort():
-                if self._journal.abort(message.request_id) and self._outgoing is not None:
-                    self._post(message)
+                if self._journal.abort(message.request_id) and self._connection is not None:
+                    self._connection.post(message)
                 else:
                     self._hand_over([aborted(message.request_id)])
                     self._forward()  # other requests may have waited for this suspect
@@ -344,18 +309,15 @@ class EngineSupervisor:
             case CloseState() | Placed() | Charges() | BlocksRequest():
                 if isinstance(message, Placed):
                     self._journal.place(message)
-                if self._outgoing is not None:
-                    self._post(message)  # a new process has no states, and reads the origins again
+                if self._connection is not None:
+                    self._connection.post(message)  # a new process has no states, and reads the origins again
             case Stop():
                 pass  # its scope ends the process
-            case _ if self._outgoing is None:
+            case _ if self._connection is None:
                 raise EngineDown(self.down_because or RESTARTING)
-            case LoadAdapter():
-                self._loads.add(message.ticket)
-                self._post(message)
             case _:
-                self._queries.add(message.ticket)
-                self._post(message)
+                (self._loads if isinstance(message, LoadAdapter) else self._queries).add(message.ticket)
+                self._connection.post(message)
 
     async def loaded(self) -> Loaded:
         """Waits until the first process has loaded. Raises the error of its load, or ``EngineFailed`` if it
@@ -419,14 +381,13 @@ class EngineSupervisor:
             self._process_died()
             return f"cannot be started ({error})"
         self._child = child
-        unusable: _Unusable | None = None
+        unusable: Unusable | None = None
         grace_s: float | None = None  # stays None on cancellation: then the shutdown budget decides
         try:
-            await self._load(child)
-            await self._converse(child)
-        except (EOFError, _Unusable) as error:
-            unusable = error if isinstance(error, _Unusable) else None
-            grace_s = 0.0 if isinstance(error, _Hung) else LAST_WORDS_S
+            await self._run(child)
+        except (EOFError, Unusable) as error:
+            unusable = error if isinstance(error, Unusable) else None
+            grace_s = 0.0 if isinstance(error, Hung) else LAST_WORDS_S
             if isinstance(error, _Replaced):
                 grace_s = END_S
                 self._end_queries(self._journal.process_replaced())
@@ -439,22 +400,26 @@ class EngineSupervisor:
             raise unusable
         return how if unusable is None else str(unusable)
 
-    async def _load(self, child: Child) -> None:
-        """Waits until the process is ready. Raises ``_Hung``, or ``_LoadError``, even if it loaded another
+    async def _run(self, child: Child) -> None:
+        """Waits until the process is ready, and exchanges messages with it until it dies (raises
+        ``EOFError``), hangs, or is replaced. Raises ``_LoadError`` if it cannot load, or loaded another
         model."""
-        answer: Loaded | LoadFailed | None = None
-        async with open_task_group() as group:
-            group.start_soon(self._expire, self._deadlines.load_s, group.cancel_scope)
-            while answer is None:
-                for frame in await child.receive():
-                    received = answer_decoder.decode(frame)
-                    if isinstance(received, list):
-                        _log(received)
-                    else:
-                        answer = received
-            group.cancel_scope.cancel()
-        if answer is None:
-            raise _Hung(f"hung: it had not loaded its model after {self._deadlines.load_s:g} s")
+        with Connection(child, self._deadlines, lambda: self._is_owed) as connection:
+            self._check_loaded(await connection.load())
+            self._loaded_at = anyio.current_time()
+            self._journal.media.clear()
+            self._connection = connection
+            try:
+                self._load_adapters(connection)
+                self.down_because = None
+                self._changed()
+                self._forward()
+                await connection.run(self._receive, self._medium_sent)
+            finally:
+                self._connection = None
+        raise _Replaced
+
+    def _check_loaded(self, answer: Loaded | LoadFailed) -> None:
         if isinstance(answer, LoadFailed):
             raise _load_error(answer)
         if self._loaded is None:
@@ -463,72 +428,12 @@ class EngineSupervisor:
         elif answer != self._loaded:  # requests continue as token ids, which would mean other text
             changed = "model" if answer.info != self._loaded.info else "tokenizer"
             raise _LoadError(BadModelFolder(f"the {changed} differs from the one that was loaded before"))
-        self._loaded_at = anyio.current_time()
-
-    async def _converse(self, child: Child) -> None:
-        """Exchanges messages until the process dies (raises ``EOFError``) or hangs (raises ``_Hung``)."""
-        self._sent_keys.clear()
-        self._pace = StepPace(self._deadlines)
-        self._num_frames = 0
-        self._journal.media.clear()
-        self._media_sent.clear()
-        outgoing, to_write = anyio.create_memory_object_stream[bytes](math.inf)
-        media_outgoing, media = anyio.create_memory_object_stream[PreparedMedium](math.inf)
-        self._outgoing, self._media_outgoing = outgoing, media_outgoing
-        turn = anyio.Lock()
-        try:
-            with outgoing, to_write, media_outgoing, media:
-                self._load_adapters()
-                self.down_because = None
-                self._changed()
-                self._forward()
-                async with open_task_group() as group:
-                    self._serving = group.cancel_scope
-                    group.start_soon(_write, child, to_write, turn)
-                    group.start_soon(self._write_media, child, media, turn)
-                    group.start_soon(self._watch, group.cancel_scope)
-                    while True:
-                        for frame in await child.receive():
-                            messages = from_engine_decoder.decode(frame)
-                            if messages and isinstance(messages[0], Logged):
-                                _log(messages)  # does not count as progress of the engine
-                                continue
-                            self._num_frames += 1
-                            self._receive(messages)
-        finally:
-            self._outgoing = self._media_outgoing = self._serving = None
-        if self._is_replacing:
-            raise _Replaced
-        raise _Hung(f"hung: it was silent for {self._pace.limit_s:g} s with unfinished requests")
-
-    async def _expire(self, limit_s: float, scope: anyio.CancelScope) -> None:
-        await self._deadlines.passes(limit_s, lambda: False)
-        scope.cancel()
-
-    async def _watch(self, scope: anyio.CancelScope) -> None:
-        """Cancels ``scope`` if the process owes an answer and is silent for longer than its deadline."""
-        while True:
-            if not self._is_owed:
-                self._has_sent = anyio.Event()
-                await self._has_sent.wait()
-                continue
-            has_answered = partial(self._has_answered, self._num_frames)
-            if await self._deadlines.passes(self._pace.limit_s, has_answered):
-                scope.cancel()
-                return
-
-    def _has_answered(self, num_frames: int) -> bool:
-        """Whether more frames have arrived, or the process owes no answer."""
-        return self._num_frames != num_frames or not self._is_owed
 
     @property
     def _is_owed(self) -> bool:
         return self._journal.is_owed or bool(self._queries)
 
     def _receive(self, messages: list[FromEngine]) -> None:
-        last = messages[-1] if messages else None
-        num_tokens = last.num_tokens if isinstance(last, StepBegins) else None
-        self._pace.received(anyio.current_time(), num_tokens)
         handed: list[FromEngine] = []
         for message in messages:
             match message:
@@ -562,25 +467,25 @@ class EngineSupervisor:
         self._hand_over(handed)
         self._forward()
 
-    def _load_adapters(self) -> None:
+    def _load_adapters(self, connection: Connection) -> None:
         """Loads the adapters of the last process in a new one. Requests wait for their adapters."""
         self._reloads.clear()
         for adapter in self._adapters:
             adapter.is_loaded = False
-            self._load_adapter(adapter)
+            self._load_adapter(adapter, connection)
 
-    def _load_adapter(self, adapter: _Adapter) -> None:
+    def _load_adapter(self, adapter: _Adapter, connection: Connection) -> None:
         ticket = next(self._reload_tickets)
         self._reloads[ticket] = adapter
         self._journal.wait_for([adapter.identity])
-        self._post(LoadAdapter(ticket, adapter.name, adapter.folder, adapter.identity))
+        connection.post(LoadAdapter(ticket, adapter.name, adapter.folder, adapter.identity))
 
     def _adapter_reloaded(self, message: AdapterLoaded) -> None:
         adapter = self._reloads.pop(message.ticket)
         adapter.is_loaded = True
         self._journal.adapter_loaded(message.identity)
-        if adapter not in self._adapters:  # it was unloaded meanwhile
-            self._post(UnloadAdapter(message.identity))
+        if adapter not in self._adapters and self._connection is not None:  # it was unloaded meanwhile
+            self._connection.post(UnloadAdapter(message.identity))
 
     def _adapter_gone(self, message: Failed) -> list[Failed]:
         """Handles an adapter that could not be loaded again. Returns the answers of its requests."""
@@ -599,16 +504,16 @@ class EngineSupervisor:
             self._unneeded.remove(identity)
             adapter = next(one for one in self._adapters if one.identity == identity)
             self._adapters.remove(adapter)
-            if adapter.is_loaded and self._outgoing is not None:
-                self._post(UnloadAdapter(identity))
+            if adapter.is_loaded and self._connection is not None:
+                self._connection.post(UnloadAdapter(identity))
 
     def _send_whole(self, request_id: int) -> None:
         """Sends the request again, with the payload of its constraint."""
         submit = self._journal.resubmit(request_id)
         if submit is None:
             self._hand_over([aborted(request_id)])
-        elif self._outgoing is not None:
-            self._post(submit)
+        elif self._connection is not None:
+            self._connection.post(submit)
 
     def _process_died(self) -> None:
         """Ends the requests that end with the process; the others wait for the next one."""
@@ -640,12 +545,13 @@ class EngineSupervisor:
         fault: Exception | None = None
         if self._unneeded:
             self._unload_adapters()
-        if self._outgoing is not None:
-            self._send_media()
+        if (connection := self._connection) is not None:
+            for identity in self._journal.missing_media():
+                connection.send_medium(self._media[identity])
             failed: list[Failed] = []
             for submit in self._journal.release():
                 try:
-                    self._post(self._without_known_payload(submit))
+                    connection.submit(submit)
                 except Exception as error:
                     # No message can have its numbers or its text.
                     self._journal.drop(submit.request_id)
@@ -660,63 +566,18 @@ class EngineSupervisor:
             if fault is not None:
                 raise fault
 
-    def _send_media(self) -> None:
-        """Begins to send the images for which requests wait."""
-        assert self._media_outgoing is not None
-        for identity in self._journal.missing_media() - self._media_sent:
-            self._media_sent.add(identity)
-            self._media_outgoing.send_nowait(self._media[identity])
-
     def _drop_medium(self, identity: str) -> None:
         self._media.pop(identity, None)
-        if identity in self._journal.media and self._outgoing is not None:
+        if identity in self._journal.media and self._connection is not None:
             self._journal.media.discard(identity)
-            self._media_sent.discard(identity)
-            self._post(DropMedium(identity))
+            self._connection.drop_medium(identity)
 
-    async def _write_media(
-        self, child: Child, media: MemoryObjectReceiveStream[PreparedMedium], turn: anyio.Lock
-    ) -> None:
-        """Writes images in parts, after each of which other messages have their turn."""
-        try:
-            async for medium in media:
-                for part in medium_parts(medium):
-                    async with turn:
-                        await child.send(to_frame(part))
-                self._journal.media.add(medium.identity)
-                if medium.identity not in self._media:  # dropped meanwhile
-                    self._drop_medium(medium.identity)
-                self._forward()
-        except OSError:
-            pass  # the process died; the reader handles it
-
-    def _without_known_payload(self, submit: Submit) -> Submit:
-        """Removes the payload, which may be megabytes, of a constraint that was already sent to this process.
-        If the process has dropped the constraint, it answers ``NeedPayload``."""
-        constraint = submit.constraint
-        if constraint is None:
-            return submit
-        if constraint.key in self._sent_keys:
-            return replace(submit, constraint=replace(constraint, payload=b""))
-        if len(self._sent_keys) >= MAX_SENT_KEYS:
-            self._sent_keys.clear()
-        self._sent_keys.add(constraint.key)
-        return submit
-
-    def _post(self, message: ToEngine) -> None:
-        assert self._outgoing is not None
-        self._outgoing.send_nowait(to_frame(message))
-        self._has_sent.set()
+    def _medium_sent(self, identity: str) -> None:
+        self._journal.media.add(identity)
+        if identity not in self._media:  # dropped meanwhile
+            self._drop_medium(identity)
+        self._forward()
 
     def _hand_over(self, messages: Sequence[FromEngine]) -> None:
         if self.receiver is not None:
             self.receiver.receive(messages)
-
-
-async def _write(child: Child, to_write: MemoryObjectReceiveStream[bytes], turn: anyio.Lock) -> None:
-    try:
-        async for frame in to_write:
-            async with turn:
-                await child.send(frame)
-    except OSError:
-        pass  # the process died; the reader handles it

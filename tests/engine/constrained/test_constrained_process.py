@@ -11,7 +11,7 @@ from agentflow.engine.constrained.grammar_cache import MAX_GRAMMARS
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.process import supervisor as engine_supervisor
+from agentflow.engine.process import connection
 from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 
@@ -35,14 +35,14 @@ async def text(client: EngineClient, word: str) -> str:
 def payloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The constraint key of each request that is sent to the process, and whether it includes the payload."""
     written: list[tuple[str, bool]] = []
-    to_frame = engine_supervisor.to_frame
+    to_frame = connection.to_frame
 
     def noted(content: object) -> bytes:
         if isinstance(content, Submit) and content.constraint is not None:
             written.append((content.constraint.key, bool(content.constraint.payload)))
         return to_frame(content)
 
-    monkeypatch.setattr(engine_supervisor, "to_frame", noted)
+    monkeypatch.setattr(connection, "to_frame", noted)
     return written
 
 
@@ -73,12 +73,12 @@ async def test_an_engine_that_has_dropped_a_constraint_requests_it_again(
 @pytest.mark.anyio
 async def test_a_request_aborted_while_its_payload_is_requested_is_over() -> None:
     async with process_engine() as client:
-        client.engine._sent_keys.add("never sent")
+        client.engine._connection.sent_keys.add("never sent")
         for _ in range(20):
             with anyio.move_on_after(0):
                 await text(client, "never sent")
         await client.stats()
-        client.engine._sent_keys.add("never sent")
+        client.engine._connection.sent_keys.add("never sent")
         assert await text(client, "never sent") == "never sent"
 
 

@@ -186,7 +186,7 @@ async def test_a_model_that_cannot_be_reloaded_is_retried_with_growing_delays(tm
         await until(lambda: client.engine.restarts >= 5)
         assert ticks.delays[:4] == [1.0, 2.0, 4.0, 8.0]
         model.touch()
-        await until(lambda: client.engine._outgoing is not None)
+        await until(lambda: client.engine.is_ready)
         assert (await generate(client))[0].text == PLAIN.text
     assert len(set(reasons)) == 1
     assert "the engine is down" in reasons[0]
@@ -199,7 +199,7 @@ async def test_an_idle_engine_that_dies_is_restarted_with_growing_delays():
         for number in range(1, 4):
             signal_child(client.engine.pid, signal.SIGKILL)
             await until(lambda: client.engine.restarts == number)  # noqa: B023
-            await until(lambda: client.engine._outgoing is not None)
+            await until(lambda: client.engine.is_ready)
         assert ticks.delays == [1.0, 2.0]
         assert (await generate(client))[0].text == PLAIN.text
 
@@ -232,7 +232,7 @@ async def test_without_file_descriptors_the_start_is_tried_again(caplog):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         await ticks.tick()
-        await until(lambda: client.engine._outgoing is not None)
+        await until(lambda: client.engine.is_ready)
         assert (await generate(client))[0].text == PLAIN.text
     assert "cannot be started" in caplog.text
 
@@ -258,7 +258,7 @@ async def test_ids_are_not_resumed_on_another_model(tmp_path, caplog, what):
         await until(lambda: ticks.delays == [1.0])
         other.unlink()  # before the third load
         await ticks.tick()
-        await until(lambda: client.engine._outgoing is not None)
+        await until(lambda: client.engine.is_ready)
     assert texts == [PLAIN.text]
     assert f"the {what} differs from the one" in caplog.text
 
