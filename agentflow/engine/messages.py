@@ -24,7 +24,7 @@ from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Objective, Origin, Submit, TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.protocol.events import StepRecord
+from agentflow.protocol.events import StepRecord, Usage
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -215,6 +215,18 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     answer_at: int | None = None  # as in ``Progress``
     ranks: list[int] = []  # of each scored token; 1: the likeliest at its place
     miss_reason: str = ""  # as in ``Usage``
+
+    @property
+    def usage(self) -> Usage:
+        """The token counts of the request."""
+        return Usage(
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.forced_tokens,
+            self.reasoning_tokens,
+            miss_reason=self.miss_reason,
+        )
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

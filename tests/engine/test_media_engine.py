@@ -28,7 +28,7 @@ import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.generator.media import MOST_AT_ONCE
+from agentflow.engine.generator.requests import MOST_AT_ONCE
 from agentflow.engine.media.known_media import KnownMedia
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.runner import OutOfMemory
@@ -90,7 +90,7 @@ async def answer(generator: EngineGenerator, context) -> tuple[list[int], int]:
 
 
 async def expected(generator: EngineGenerator, context, names: Sequence[str], sees_all: bool = False):
-    ids = await generator.prompt_ids(context)
+    ids = await generator.requests.prompt_ids(context)
     media = [
         prepared_clip(name[1:].partition("/")[0].encode(), video_of(name).num_frames)
         if name.startswith("@")
@@ -135,7 +135,7 @@ async def test_a_forked_picture_is_read_and_encoded_once() -> None:
             for fork in forks:
                 group.start_soon(run, fork)
         assert answers == [wanted] * 4
-        assert len(generator._reader.read) == 1
+        assert len(generator.requests.reader.read) == 1
         assert runner.num_encoded == 1
 
 
@@ -145,13 +145,13 @@ async def test_pictures_in_conversations() -> None:
         context = generator.open("")
         await generator.converse(context, Conversation((turn,)))
         streamed = ask(generator, "Look.", "#cat", " Why?")
-        assert await generator.prompt_ids(context) == await generator.prompt_ids(streamed)
+        assert await generator.requests.prompt_ids(context) == await generator.requests.prompt_ids(streamed)
         replied = await generator.reply(context, PARAMS, lambda _: None)
         # The client sends the conversation again: the answer's tokens are those that were generated.
         again = generator.open("")
         turns = (turn, Message("assistant", read_reply(replied.text).text), Message("user", "And?"))
         await generator.converse(again, Conversation(turns))
-        ids = await generator.prompt_ids(again)
+        ids = await generator.requests.prompt_ids(again)
         num_common = len(context.tokens.ids())
         assert ids[:num_common] == context.tokens.ids()
         other = Message("user", "Look. Why?", images=(PlacedImage(5, picture("#dog")),))
@@ -194,12 +194,12 @@ async def test_clips_in_conversations_are_told_apart_by_their_frames() -> None:
         context = generator.open("")
         await generator.converse(context, Conversation((asking(8),)))
         streamed = ask(generator, "Look.", "@dog/8", " Why?")
-        assert await generator.prompt_ids(context) == await generator.prompt_ids(streamed)
+        assert await generator.requests.prompt_ids(context) == await generator.requests.prompt_ids(streamed)
         replied = await generator.reply(context, PARAMS, lambda _: None)
         history = (Message("assistant", read_reply(replied.text).text), Message("user", "And?"))
         again = generator.open("")
         await generator.converse(again, Conversation((asking(8), *history)))
-        ids = await generator.prompt_ids(again)
+        ids = await generator.requests.prompt_ids(again)
         assert ids[: len(context.tokens.ids())] == context.tokens.ids()
         other = generator.open("")
         await generator.converse(other, Conversation((asking(16), *history)))
@@ -226,7 +226,7 @@ async def test_a_broken_clip_fails_alone() -> None:
         turn = Message("user", "", images=(placed_medium(0, Video(clip("dog"))),))
         await pictures_only.converse(context, Conversation((turn,)))
         with pytest.raises(NotSupported):
-            await pictures_only.prompt_ids(context)
+            await pictures_only.requests.prompt_ids(context)
 
 
 async def test_a_runner_without_a_tower_reads_no_media() -> None:
@@ -266,7 +266,7 @@ async def test_failures_of_pictures() -> None:
         context = generator.open("")
         generator.image(context, Image("https://example.org/a.png"))
         with pytest.raises(BadArgument, check=has_param("image")):
-            await generator.prompt_ids(context)
+            await generator.requests.prompt_ids(context)
 
 
 async def test_an_encoding_that_cannot_begin() -> None:
@@ -298,8 +298,8 @@ async def test_reading_ends_with_the_first_image_that_does_not_fit() -> None:
     async with vision() as (generator, _, _):
         context = ask(generator, *[f"#{number}" for number in range(400)])  # 14 tokens each, 512 fit
         with pytest.raises(PromptTooLong):
-            await generator.prompt_ids(context)
-        assert 37 <= len(generator._reader.read) < 37 + MOST_AT_ONCE
+            await generator.requests.prompt_ids(context)
+        assert 37 <= len(generator.requests.reader.read) < 37 + MOST_AT_ONCE
 
 
 async def test_few_tasks_read_any_number_of_images() -> None:
@@ -312,9 +312,9 @@ async def test_few_tasks_read_any_number_of_images() -> None:
             return await super().read_image(image, tenant=tenant)
 
     async with vision() as (generator, _, _):
-        generator._reader = Observed(num_rows=1)
-        await generator.prompt_ids(ask(generator, *[f"#{number}" for number in range(100)]))
-        assert len(generator._reader.read) == 100
+        generator.requests.reader = Observed(num_rows=1)
+        await generator.requests.prompt_ids(ask(generator, *[f"#{number}" for number in range(100)]))
+        assert len(generator.requests.reader.read) == 100
     assert len(tasks) == MOST_AT_ONCE
 
 

@@ -1,7 +1,7 @@
 """The engine on the event loop's side, as the interpreter and the HTTP APIs use it.
 
 Read ``generator`` (the ``Generator`` on a running engine), ``context`` (a state's content, and what of it is
-encoded), ``media`` (reads images before that) and ``embedding`` (the batches of an embedding request).
-``select`` scores choices, and ``decide`` the answers to questions about a state.
-``prompt_changes`` finds why a conversation's prompt changed.
+encoded) and ``requests`` (from a state to a request: gate, images, encoding). ``select`` scores choices,
+``decide`` the answers to questions about a state, and ``embedding`` makes embeddings. ``ahead`` computes what
+next requests will need, and ``prompt_changes`` finds why a conversation's prompt changed.
 """

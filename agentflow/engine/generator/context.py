@@ -35,6 +35,7 @@ from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.images import Medium, Video, kind_of, medium_key
+from agentflow.runtime.generator import StateHint
 from agentflow.runtime.programs.place import Place
 
 # The estimate until a text is encoded.
@@ -281,13 +282,32 @@ class EngineContext:
         left_s = max(0.0, self.deadline - time.monotonic())
         return msgspec.structs.replace(origin, deadline_s=left_s)
 
-    def placed(self, place: Place) -> Placed:
-        """Gives the state a place in its program. Returns the message about it for the engine."""
+    def hint(self, hint: StateHint) -> Placed | None:
+        """Attaches a hint to the state's next requests. Returns the message about its new place, unless the
+        next request tells the engine."""
+        origin = self.origin
+        if hint.trace or hint.objective is not None or hint.output_tokens:
+            self.origin = msgspec.structs.replace(
+                origin,
+                trace=hint.trace or origin.trace,
+                objective=hint.objective or origin.objective,
+                output_tokens=hint.output_tokens or origin.output_tokens,
+            )
+        self.is_dropped = self.is_dropped or hint.is_dropped
+        if hint.deadline_s is not None:
+            self.deadline = time.monotonic() + hint.deadline_s
+        place = hint.place
+        if hint.objective is not None and (place := place or self.place) is not None:
+            place = msgspec.structs.replace(place, objective=hint.objective)
+        if place is None or place == self.place:
+            return None
         self.place = place
+        if hint.begins or not self.has_run or not origin.state:
+            return None
         return Placed(
-            self.origin.state,
+            origin.state,
             place.program,
-            group_of_place(place) or self.origin.task_group,
+            group_of_place(place) or origin.task_group,
             place.objective,
             place.steps,
             place.returns_s,

@@ -15,17 +15,51 @@ import anyio
 import msgspec
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, Scoring, end_of_turn
+from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
+from agentflow.engine.generator.requests import TenantRequests
+from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, RENDERINGS, Scoring, end_of_turn
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.errors import BadArgument
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
+from agentflow.protocol.events import Usage
+from agentflow.runtime.generator import Decided
 from agentflow.runtime.task_group import first_of, open_task_group
 
 MAX_NODES = 8192
 """The most nodes of one tree. More questions make several trees, of which only the first computes the
 state."""
+CHARS_PER_QUESTION = 500
+"""Rendering a question costs about as much as encoding this many characters."""
+
+
+async def decide(
+    requests: TenantRequests,
+    context: EngineContext,
+    questions: Sequence[Question],
+    max_tokens: int | None = None,
+) -> Decided:
+    """Scores the answers to all questions together. Each question follows the context by itself, and makes a
+    prompt of at most ``max_tokens`` with it (None: as many as the model takes)."""
+    lengths = [len(question_text(question)) for question in questions]
+    async with requests.admitted(context, sum(lengths)) as admitted:
+        await requests.encode(context)
+        requests.limits.check_length(max(lengths))  # each is a separate prompt
+        per_question = CHARS_PER_QUESTION + RENDERINGS * CHARS_PER_TURN * context.num_turns
+        amount = sum(lengths) + per_question * len(questions)
+        end_ids = requests.client.info.end_token_ids
+        asked = await requests.encode_beside(amount, encode_questions, context.tokens, questions, end_ids)
+        if max_tokens is not None:
+            most = requests.limits.max_tokens(max_tokens)
+            requests.limits.check_num_tokens(len(asked.prompt) + max(map(len, asked.heads)), most)
+        requests.begin(admitted, asked.num_tokens, context)
+        probabilities, end = await _probabilities(requests.client, asked, context.origin_now())
+        usage = Usage(asked.num_tokens, end.cached_tokens)
+        requests.done(admitted, usage)
+    num_own = min(len(asked.prompt), context.tokens.num_settled)  # the rest belongs to the questions
+    context.num_computed = max(context.num_computed, num_own)
+    return Decided(tuple(probabilities), usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +133,7 @@ def _asked(tokens: TokenState, question: str) -> tuple[TokenState, bool]:
     return asked, False
 
 
-async def decided(
+async def _probabilities(
     client: EngineClient, asked: EncodedQuestions, origin: Origin
 ) -> tuple[list[tuple[float, ...]], Finished]:
     """Returns the probabilities of the answers to each question, and the end of the request that computed the

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient
+from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.request import check_task
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.submit import Origin
@@ -27,17 +28,101 @@ _PLAIN = EmbeddingFolder(("lasttoken",), (None,))
 EmbeddingInput = str | Sequence[int]
 
 
-def prefix_of(options: EmbeddingOptions, folder: EmbeddingFolder | None) -> str:
-    """Returns the prompt before each text. Raises ``BadArgument`` for a prompt that the model does not
-    have."""
-    if options.prompt is None:
-        return (folder or _PLAIN).prefix(options.prompt_name)
-    if options.prompt_name is not None:
-        raise BadArgument("give either prompt or prompt_name", param="prompt_name")
-    return options.prompt
+class Embedder:
+    """The embedding requests of one tenant. ``folder``: the settings of the model, such as its prompts."""
+
+    def __init__(self, requests: TenantRequests, folder: EmbeddingFolder | None) -> None:
+        self._requests = requests
+        self._client = requests.client
+        self._folder = folder or _PLAIN
+
+    async def embed(
+        self,
+        inputs: Sequence[EmbeddingInput],
+        options: EmbeddingOptions,
+        *,
+        param: str = "input",
+        priority: int = 0,
+        patience_s: float | None = None,
+        trace: str = "",
+        max_tokens: int | None = None,
+    ) -> tuple[list[NDArray[np.float32]], Usage]:
+        """Returns the embeddings of texts and of token ids, as one request of the tenant.
+
+        Args:
+            inputs: texts or token ids.
+            options: the prompt and the dimensions.
+            param: the caller's name of the inputs, for errors.
+            priority: as for ``EngineGenerator.open``.
+            patience_s: as for ``EngineGenerator.open``.
+            trace: as for ``EngineGenerator.open``.
+            max_tokens: the limit of all inputs together.
+
+        Raises:
+            BadArgument: an input or an option is invalid.
+            PromptTooLong: an input, or all together, are too long.
+        """
+        requests, tenant = self._requests, self._requests.tenant
+        _check_options(options, self._client)
+        prefix = self._prefix(options)
+        amount = sum(map(len, inputs)) + len(prefix) * len(inputs)
+        async with requests.admitted(num_chars=amount) as admitted:
+            ids = await requests.encode_beside(amount, self._encoded, inputs, prefix, param)
+            num_tokens = sum(map(len, ids))
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise PromptTooLong(
+                    f"{param}: the inputs have {num_tokens:,} tokens together; this server takes at most "
+                    f"{max_tokens:,} in one request: send fewer",
+                    param=param,
+                )
+            requests.begin(admitted, num_tokens)
+            origin = Origin(
+                tenant.name,
+                weight=tenant.weight,
+                objective="throughput" if len(ids) > 1 else "latency",
+                priority=priority,
+                patience_s=patience_s,
+                trace=trace,
+                label="embed",
+            )
+            vectors, usage = await _run(self._client, ids, origin)
+            requests.done(admitted, usage)
+        return [_truncated(vector, options.dimensions) for vector in vectors], usage
+
+    def _prefix(self, options: EmbeddingOptions) -> str:
+        """Returns the prompt before each text. Raises ``BadArgument`` for a prompt that the model does not
+        have."""
+        if options.prompt is None:
+            return self._folder.prefix(options.prompt_name)
+        if options.prompt_name is not None:
+            raise BadArgument("give either prompt or prompt_name", param="prompt_name")
+        return options.prompt
+
+    def _encoded(self, inputs: Sequence[EmbeddingInput], prefix: str, param: str) -> list[list[int]]:
+        """Returns the ids of each input, with ``prefix`` before each text."""
+        info = self._client.info
+        most = min(info.max_context, info.num_slots)
+        texts = [prefix + text for text in inputs if isinstance(text, str)]
+        for text in texts:
+            if len(text) > MAX_CHARS_PER_TOKEN * most:
+                raise _too_long(param, f"{len(text):,} characters", most, prefix)
+        if self._folder.lowercases:
+            texts = [text.lower() for text in texts]
+        of_texts = iter(self._client.tokenizer.encode_whole(texts) if texts else [])
+        found = [next(of_texts) if isinstance(one, str) else list(one) for one in inputs]
+        for one in found:
+            if not one:
+                raise BadArgument(f"{param}: an input has no tokens", param=param)
+            if len(one) > most:
+                raise _too_long(param, f"{len(one):,} tokens", most, prefix)
+            if min(one) < 0 or max(one) >= info.vocab_size:
+                raise BadArgument(
+                    f"{param}: the ids of this model's tokens are 0 to {info.vocab_size - 1}", param=param
+                )
+        return found
 
 
-def check_options(options: EmbeddingOptions, client: EngineClient) -> None:
+def _check_options(options: EmbeddingOptions, client: EngineClient) -> None:
     """Raises ``BadArgument`` if the model makes no embeddings, or none of this size."""
     check_task(True, client.info)
     size = client.info.embedding_size
@@ -48,47 +133,6 @@ def check_options(options: EmbeddingOptions, client: EngineClient) -> None:
         )
 
 
-def encoded(
-    client: EngineClient,
-    inputs: Sequence[EmbeddingInput],
-    prefix: str,
-    folder: EmbeddingFolder | None,
-    param: str,
-) -> list[list[int]]:
-    """Returns the ids of each input.
-
-    Args:
-        client: the engine.
-        inputs: texts or token ids.
-        prefix: put before each text.
-        folder: of the model, for its settings; None: defaults.
-        param: the name of the inputs, for errors.
-
-    Raises:
-        BadArgument: an input is empty, or has ids outside the vocabulary.
-        PromptTooLong: an input is longer than the model accepts.
-    """
-    most = min(client.info.max_context, client.info.num_slots)
-    texts = [prefix + text for text in inputs if isinstance(text, str)]
-    for text in texts:
-        if len(text) > MAX_CHARS_PER_TOKEN * most:
-            raise _too_long(param, f"{len(text):,} characters", most, prefix)
-    if (folder or _PLAIN).lowercases:
-        texts = [text.lower() for text in texts]
-    of_texts = iter(client.tokenizer.encode_whole(texts) if texts else [])
-    found = [next(of_texts) if isinstance(one, str) else list(one) for one in inputs]
-    for one in found:
-        if not one:
-            raise BadArgument(f"{param}: an input has no tokens", param=param)
-        if len(one) > most:
-            raise _too_long(param, f"{len(one):,} tokens", most, prefix)
-        if min(one) < 0 or max(one) >= client.info.vocab_size:
-            raise BadArgument(
-                f"{param}: the ids of this model's tokens are 0 to {client.info.vocab_size - 1}", param=param
-            )
-    return found
-
-
 def _too_long(param: str, size: str, most: int, prefix: str) -> PromptTooLong:
     if prefix:
         size += " with its prompt"
@@ -97,7 +141,7 @@ def _too_long(param: str, size: str, most: int, prefix: str) -> PromptTooLong:
     )
 
 
-async def run_embeddings(
+async def _run(
     client: EngineClient, ids: Sequence[list[int]], origin: Origin
 ) -> tuple[list[NDArray[np.float32]], Usage]:
     """Returns the embeddings in the order of ``ids``. Cancellation or a failure aborts all requests."""
@@ -119,7 +163,7 @@ async def run_embeddings(
     return [found[i] for i in range(len(ids))], usage
 
 
-def truncated(embedding: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+def _truncated(embedding: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
     """Returns the first ``dimensions``, scaled to length 1 if the whole embedding has length 1."""
     if dimensions is None or dimensions == len(embedding):
         return embedding

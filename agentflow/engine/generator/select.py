@@ -15,20 +15,45 @@ import anyio
 import msgspec
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator.context import EngineContext
+from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
+from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, scores_of
 from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.engine.token_tree import check_choices
+from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
 
 MAX_TREE_TOKENS = 256
 """The most tokens of a choice in a tree."""
 MAX_AT_ONCE = 8
 """The most concurrent prompts of one select."""
+RENDERINGS = 4
+"""How often all turns before a question are rendered."""
 
 _Scores = tuple[list[list[float]], Finished]
+
+
+async def score(
+    requests: TenantRequests, context: EngineContext, choices: Sequence[str], method: str
+) -> Scored:
+    """Scores all choices by ``method``, by the tokens after their common beginning. The chosen one is
+    appended with the scored ids. Raises ``BadArgument`` if all choices together are too long."""
+    async with requests.admitted(context) as admitted:
+        encoded = scored = await requests.encode_choices(context, choices)
+        if method == "likelihood":
+            amount = len(choices) + RENDERINGS * CHARS_PER_TURN * context.num_turns
+            end_ids = requests.client.info.end_token_ids
+            scored = await requests.encode_beside(amount, with_ends, context.tokens, encoded, end_ids)
+        requests.begin(admitted, len(scored.prefix) + sum(map(len, scored.ends)), context)
+        scores, end = await select_scores(requests.client, context, scored, method)
+        requests.done(admitted, end.usage)
+    best = max(range(len(scores)), key=scores.__getitem__)
+    context.tokens.choose(encoded, best)
+    context.mark_encoded()
+    context.num_computed = len(encoded.prefix)
+    return Scored(best, tuple(scores), end.usage)
 
 
 def end_of_turn(tokens: TokenState, end_ids: Sequence[int]) -> list[int]:
@@ -47,8 +72,7 @@ def end_of_turn(tokens: TokenState, end_ids: Sequence[int]) -> list[int]:
 async def select_scores(
     client: EngineClient, context: EngineContext, encoded: EncodedChoices, method: str
 ) -> tuple[list[float], Finished]:
-    """Returns the score of each choice by ``method``, and the end of the request that computed the prompt.
-    Raises ``BadArgument`` if all choices together are too long."""
+    """Returns the score of each choice, and the end of the request that computed the prompt."""
     check_choices(encoded.ends)
     origin = context.origin_now()
     logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)

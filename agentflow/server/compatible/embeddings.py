@@ -41,7 +41,7 @@ async def embedded(
         priority: Of the request.
     """
     if isinstance(generator, EngineGenerator):
-        vectors, usage = await generator.embed_inputs(
+        vectors, usage = await generator.embedder.embed(
             inputs,
             options,
             priority=priority,

@@ -253,12 +253,12 @@ async def check_answer(
     schemas = {tool.name: tool.parameters for tool in request.tools}
     if request.constraint is not None and "" in unkept:
         source = request.constraint.source
-        schemas[""] = await generator.encode_beside(len(source), json.loads, source)
+        schemas[""] = await generator.requests.encode_beside(len(source), json.loads, source)
     checks: list[Check] = []
     # The last one of a truncated answer is not complete.
     for name, text in outputs[:-1] if end.finish_reason == "length" else outputs:
         if name in unkept:
-            limiter = generator.encoding_threads
+            limiter = generator.requests.threads
             found = await anyio.to_thread.run_sync(violations, schemas[name], text, limiter=limiter)
             checks.append(Check(name, None if found is None else tuple(found)))
     return tuple(checks)

@@ -77,7 +77,7 @@ async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> 
     try:
         await _check_length(generator, request, most)
         await _fill(generator, request, context)
-        return await generator.prompt_ids(context)
+        return await generator.requests.prompt_ids(context)
     finally:
         generator.free(context)
 
@@ -140,7 +140,7 @@ class EngineRun:
             await _check_length(generator, request, generator.limits.max_tokens(request.max_prompt_tokens))
             await _fill(generator, request, context)
             if request.max_prompt_tokens is not None:
-                num_tokens = len(await generator.prompt_ids(context))
+                num_tokens = len(await generator.requests.prompt_ids(context))
                 generator.limits.check_num_tokens(
                     num_tokens, generator.limits.max_tokens(request.max_prompt_tokens)
                 )
@@ -164,7 +164,7 @@ class EngineRun:
         """Begins each answer with the prompt. If it is to be scored, a separate request computes all rows of
         logits, and generation then finds the prompt in the cache."""
         generator, request = self._generator, self._request
-        token_ids = await generator.prompt_ids(context)
+        token_ids = await generator.requests.prompt_ids(context)
         num_top = request.prompt_logprobs
         if num_top is not None:
             num_logprobs = len(token_ids) * (1 + num_top) * request.n
@@ -176,7 +176,7 @@ class EngineRun:
                 )
             if len(token_ids) > 1:
                 self._scored = await generator.score_prompt(context, num_top)
-        prompt = await generator.encode_beside(
+        prompt = await generator.requests.encode_beside(
             len(token_ids), prompt_delta, generator.tokenizer, request, token_ids, self._scored
         )
         for number in range(request.n):
@@ -197,7 +197,7 @@ class EngineRun:
             return None
         if isinstance(prompt, Continuation):
             context, _ = await _after_answer(self._generator, self._request, prompt.messages)
-        await self._generator.prompt_ids(context)
+        await self._generator.requests.prompt_ids(context)
         return context.thinking(0 if self._request.thinks is False else self._request.reasoning_budget)
 
     async def _answer(self, number: int, context: EngineContext) -> None:
@@ -280,20 +280,22 @@ async def _check_length(generator: EngineGenerator, request: CompletionRequest, 
         generator.limits.check_num_tokens(len(prompt.ids), most)
         texts = texts_of(prompt.messages)
         generator.limits.check_length(sum(map(len, texts)), most)
-        await generator.check_texts(texts, most)
+        await generator.requests.check_texts(texts, most)
     elif isinstance(prompt, str):
         generator.limits.check_length(len(prompt), most)
-        await generator.check_texts([prompt], most)
+        await generator.requests.check_texts([prompt], most)
     else:
         generator.limits.check_length(num_chars(request.conversation), most)
-        await generator.check_texts(texts_of(prompt), most)
+        await generator.requests.check_texts(texts_of(prompt), most)
 
 
 async def _fill(generator: EngineGenerator, request: CompletionRequest, context: EngineContext) -> None:
     prompt = request.prompt
     if isinstance(prompt, str):
         # All of it is the client's, special tokens included: no content has to be separated from markup.
-        token_ids = await generator.encode_beside(len(prompt), generator.tokenizer.encode_markup, prompt)
+        token_ids = await generator.requests.encode_beside(
+            len(prompt), generator.tokenizer.encode_markup, prompt
+        )
         if not token_ids:
             raise BadArgument("the prompt is empty: give a text with at least one token", param="prompt")
         prefix = generator.tokenizer.prefix_ids
@@ -334,7 +336,7 @@ async def _after_answer(
             context.fill(message.content)
             context.end_role()
         context.begin_role("assistant")
-        token_ids = await generator.prompt_ids(context)
+        token_ids = await generator.requests.prompt_ids(context)
         if token_ids[: len(before)] == before:
             return context, len(before)
     text = "the chat template rewrites earlier turns: send the whole conversation instead"

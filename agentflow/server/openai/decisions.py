@@ -184,7 +184,7 @@ async def _decided_by_engine(
 ) -> Decided:
     most = call.service.http_limits.max_prompt_tokens
     with naming_field(generator, "input"):
-        await generator.check_texts([message.content for message in messages], most)
+        await generator.requests.check_texts([message.content for message in messages], most)
         context = generator.open(
             body.cache_salt or "",
             priority=body.priority or 0,

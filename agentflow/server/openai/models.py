@@ -154,7 +154,9 @@ async def tokenize(call: ApiCall) -> None:
         with naming_field(generator, "prompt" if body.messages is None else "messages"):
             token_ids = await _ids_of(call, body, generator)
         if body.return_token_strs:
-            texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
+            texts = await generator.requests.encode_beside(
+                len(token_ids), partial(_texts, generator), token_ids
+            )
     call.record.prompt_tokens = len(token_ids)
     await call.reply(
         TokenizeAnswer(
@@ -174,7 +176,7 @@ async def detokenize(call: ApiCall) -> None:
         generator.limits.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
     async with generator.metered():
-        text = await generator.encode_beside(len(body.tokens), decode, body.tokens)
+        text = await generator.requests.encode_beside(len(body.tokens), decode, body.tokens)
     await call.reply(DetokenizeAnswer(text))
 
 
@@ -207,5 +209,5 @@ async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerat
         return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
     most = COUNTED_CONTEXTS * generator.limits.max_tokens()
     generator.limits.check_length(len(prompt), most)
-    await generator.check_texts([prompt], most)
-    return await generator.encode_beside(len(prompt), tokenizer.encode_markup, prompt)
+    await generator.requests.check_texts([prompt], most)
+    return await generator.requests.encode_beside(len(prompt), tokenizer.encode_markup, prompt)

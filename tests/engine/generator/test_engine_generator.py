@@ -22,7 +22,8 @@ from support.plain_model import PLAIN_MODEL, alone, plain_model_engine, plain_to
 import agentflow as af
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import PIECE_CHARS, EngineContext, PromptLimits
-from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.generator.requests import MAX_INLINE_CHARS
 from agentflow.engine.messages import Placed
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import GREEDY, Submit

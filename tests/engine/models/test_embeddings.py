@@ -272,7 +272,7 @@ async def test_a_gguf_file_of_a_decoder_embeds_as_its_folder_does(tmp_path: Path
     expected = expected_embeddings(folder, [expected_ids(folder, text) for text in texts], "lasttoken")
     options = {"task": "embed", "dtype": "float32", "kv_tokens": 2048, "device": DEVICE, "threads": 1}
     async with open_generator(model=str(file), **options) as generator:
-        vectors, _ = await generator.embed_inputs(texts, EmbeddingOptions())
+        vectors, _ = await generator.embedder.embed(texts, EmbeddingOptions())
     assert np.abs(np.stack(vectors) - expected).max() < 1e-4
 
 

@@ -77,7 +77,7 @@ def asking(generator: EngineGenerator, data: bytes, num_frames: int | None, ques
 
 async def answer(generator: EngineGenerator, context: Any) -> tuple[list[int], int]:
     """The generated ids, and the cached tokens of the prompt."""
-    num_prompt = len(await generator.prompt_ids(context))
+    num_prompt = len(await generator.requests.prompt_ids(context))
     found = await generator.generate(context, PARAMS, lambda _: None)
     return context.tokens.ids()[num_prompt:], found.usage.cached_tokens
 

@@ -62,7 +62,7 @@ async def test_a_request_with_pictures_survives_the_process(tmp_path, where) -> 
         generator.image(context, picture("dog"))
         generator.end_role(context)
         generator.begin_role(context, "assistant")
-        ids = await generator.prompt_ids(context)
+        ids = await generator.requests.prompt_ids(context)
         media = [prepared(name, num_bytes=3 * PART_BYTES) for name in (b"cat", b"dog")]
         async with anyio.create_task_group() as group:
             group.start_soon(generator.generate, context, PARAMS, lambda _: None)

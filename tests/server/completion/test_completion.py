@@ -15,7 +15,8 @@ from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.faults import has_param
 from support.holds import until
 
-from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.generator.requests import MAX_INLINE_CHARS
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.errors import BadArgument, NotSupported, PromptTooLong

@@ -18,7 +18,7 @@ from support.holds import Hold
 from support.server.apis import CHAT, MESSAGES, TEXT, Api
 from support.server.disconnecting_clients import disconnect, post
 
-from agentflow.engine.generator.generator import MAX_INLINE_CHARS
+from agentflow.engine.generator.requests import MAX_INLINE_CHARS
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -55,12 +55,12 @@ class HeldEncoding:
     def check_gone(self, server: ApiServer, connection: socket.socket) -> None:
         """The client disconnects while its text is encoded, and the thread is returned."""
         assert self.has_begun.wait(20)
-        assert server.generator.encoding_threads.borrowed_tokens == 1
+        assert server.generator.requests.threads.borrowed_tokens == 1
         connection.close()
         assert self.has_gone.wait(20)
         self.is_let_go.set()
         server.call(server.service.calls.until_none)
-        assert server.generator.encoding_threads.borrowed_tokens == 0
+        assert server.generator.requests.threads.borrowed_tokens == 0
 
 
 @pytest.fixture(scope="module")

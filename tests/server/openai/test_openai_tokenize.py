@@ -17,7 +17,7 @@ from support.server.openai_peer import (
 )
 from support.small_tokenizers import sentencepiece
 
-from agentflow.engine.generator.generator import MAX_INLINE_CHARS
+from agentflow.engine.generator.requests import MAX_INLINE_CHARS
 from agentflow.engine.text.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox"
