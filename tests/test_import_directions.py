@@ -129,6 +129,7 @@ ROOMS = {
         "constrained",
         "tenant",
         "watching",
+        "outputs",
         "engine",
         "client",
         "generator",

@@ -1,11 +1,10 @@
 """The engine of one model: schedule, run the batch, read the output, report, in a loop.
 
 An ``Engine`` runs in a separate thread, away from the event loop, or in a separate process. It exchanges
-only in the messages of ``messages``: ``send`` queues one, and each step delivers a list of them. With
-nothing to run, the engine blocks on its inbox.
+``messages``: ``send`` queues one, and each step delivers a list of them. With nothing to run, the engine
+blocks on its inbox.
 
-``make_request`` turns a ``Submit`` into a ``Request``, ``constrained`` keeps a request under its grammar
-and the budget of its reasoning, and ``engine_stats`` reads the counters.
+``make_request`` turns a ``Submit`` into a ``Request``, and ``outputs`` its sampled tokens into messages.
 """
 
 from __future__ import annotations
@@ -13,26 +12,20 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import resource
 import secrets
-import sys
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from msgspec.structs import replace
+from msgspec.structs import astuple
 
 from agentflow.engine.adapters import AdapterRead, Adapters
 from agentflow.engine.batch import Batch
-from agentflow.engine.cache.block_feed import BlockFeed, BlocksReport
-from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.engine.cache.blocks import BlockFeed, BlocksReport
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.constrained.grammar_cache import GrammarCache
-from agentflow.engine.constrained.jump_forward import Jump
 from agentflow.engine.messages import (
     PHASES,
     STEP_BOUNDS_S,
@@ -43,16 +36,13 @@ from agentflow.engine.messages import (
     Charges,
     CloseState,
     DropMedium,
-    EngineStats,
     Failed,
-    Finished,
     FromEngine,
     KeepMedium,
     LoadAdapter,
     NeedPayload,
     PeekRequest,
     Placed,
-    Progress,
     SnapshotRequest,
     Started,
     StatsRequest,
@@ -62,13 +52,13 @@ from agentflow.engine.messages import (
     UnloadAdapter,
 )
 from agentflow.engine.models.memory_need import FEATURE_BYTES
-from agentflow.engine.request import Request, Row, Status, make_request
+from agentflow.engine.outputs import Outputs
+from agentflow.engine.request import Request, Status, make_request
 from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory
 from agentflow.engine.scheduling.charges import Charged
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
-from agentflow.engine.submit import Submit, TopTokens
-from agentflow.engine.text.detokenizer import TextEnd
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.watching.snapshot import EngineWatch
 from agentflow.errors import (
@@ -93,19 +83,6 @@ _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
 class EngineBroken(Exception):
     """The engine cannot continue, through no fault of its requests: another engine may run them. The message
     is safe to show to clients."""
-
-
-class StepTimes:
-    """Durations of the phases of an engine's steps since its start: a histogram for each of ``PHASES``."""
-
-    def __init__(self) -> None:
-        self.phases = [BucketCounts.empty(STEP_BOUNDS_S) for _ in PHASES]
-
-    def count(self, phase: int, took_s: float) -> None:
-        """Adds one phase of one step."""
-        counted = self.phases[phase]
-        counted.counts[bisect_left(STEP_BOUNDS_S, took_s)] += 1
-        counted.total += took_s
 
 
 @dataclass(slots=True)
@@ -143,7 +120,6 @@ class Engine:
         reports: bool = False,
     ) -> None:
         self._runner = runner
-        self._tokenizer = tokenizer
         self._deliver = deliver
         self._is_stuck = False  # the last step had nothing to run
         self._inbox: queue.SimpleQueue[ToEngine | KeepMedium | BuiltGrammar | AdapterRead] = (
@@ -163,18 +139,16 @@ class Engine:
         )
         if reports:
             self.scheduler.waiting.charged = Charged()
-        self.times = StepTimes()
-        self._watch = EngineWatch(self.scheduler)
+        self.times = [BucketCounts.empty(STEP_BOUNDS_S) for _ in PHASES]
+        self._watch = EngineWatch(self.scheduler, info.model)
         self._adapters = Adapters(runner, self._inbox.put)
         self._requests: dict[int, Request] = {}
-        self._texts: dict[int, TextEnd] = {}
-        self._constrained: dict[int, ConstrainedRequest] = {}
+        self._outbox: list[FromEngine] = []
         self._grammars = GrammarCache(tokenizer, info.vocab_size)
+        self._outputs = Outputs(self.scheduler, tokenizer, self._grammars, info.end_token_ids, self._outbox)
         self._builder = GrammarBuilder(self._grammars.make, self._inbox.put)
         self._unready: dict[str, dict[int, Submit]] = {}  # by the keys of the grammars that are being built
-        self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
         self._started: set[int] = set()
-        self._outbox: list[FromEngine] = []
         self._delivery_error: Exception | None = None
         self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._num_ahead = 1 if info.launches_ahead else 0
@@ -248,7 +222,7 @@ class Engine:
         if batch.sampled.masks is not None and not self._num_ahead:
             batch.sampled.fill_masks()
         launched.began = time.perf_counter()
-        self.times.count(_SCHEDULE, launched.began - began)
+        self.times[_SCHEDULE].count(STEP_BOUNDS_S, launched.began - began)
         try:
             launched.handle = self._runner.launch(batch)
         except Exception as error:  # raised when its turn comes: batches complete in order
@@ -294,7 +268,7 @@ class Engine:
         has_run = time.perf_counter()
         took_s = has_run - max(launched.began, self._collected)
         self._collected = has_run
-        self.times.count(_RUN, took_s)
+        self.times[_RUN].count(STEP_BOUNDS_S, took_s)
         try:
             rows = self.scheduler.complete(output, took_s)
         except Exception:
@@ -305,14 +279,19 @@ class Engine:
             self._fail_all(failed, _logged("cannot read the forward pass's output"))
             return
         for row in rows:
+            if row.request.status is Status.FINISHED:
+                continue
+            request = row.request
             try:
-                self._advance(row)
-            except AgentflowError as error:
-                self._fail(row.request.id, error)
-            except Exception:
-                self._fail(row.request.id, _logged("cannot process the request's output"))
+                if row.error is not None:
+                    raise row.error
+                self._outputs.advance(row)
+            except Exception as error:
+                self._fail(request.id, _as_failure(error, "cannot process the request's output"))
+            if request.status is Status.FINISHED:
+                self._drop(request.id)
         self._record(launched, took_s)
-        self.times.count(_COMPLETE, time.perf_counter() - has_run)
+        self.times[_COMPLETE].count(STEP_BOUNDS_S, time.perf_counter() - has_run)
 
     def _record(self, launched: _InFlight, took_s: float) -> None:
         """Records a step that has run, for those that watch the engine."""
@@ -375,11 +354,13 @@ class Engine:
                     self._wants_all_blocks = True
                 case Charges():
                     self._charge(message)
-                case StatsRequest():
-                    self._outbox.append(self._stats(message.ticket))
-                case SnapshotRequest():
-                    stats = self._stats(message.ticket)
-                    self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
+                case StatsRequest() | SnapshotRequest():
+                    num_unready = sum([len(messages) for messages in self._unready.values()])
+                    stats = self._watch.stats(message.ticket, self.times, num_unready)
+                    if isinstance(message, SnapshotRequest):
+                        self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
+                    else:
+                        self._outbox.append(stats)
                 case PeekRequest():
                     self._outbox.append(self._watch.peek(message))
                 case LoadAdapter():
@@ -397,20 +378,6 @@ class Engine:
                 case Stop():
                     self._is_stopping = True
                     return
-
-    def _stats(self, ticket: int) -> EngineStats:
-        num_unready = sum([len(messages) for messages in self._unready.values()])
-        stats = engine_stats(ticket, self._runner.info.model, self.scheduler, self.times, num_unready)
-        if (media := self._media) is None:
-            return stats
-        return replace(
-            stats,
-            media_encoded=media.num_encoded,
-            media_evicted=media.num_evicted,
-            media_encode_s=media.encode_s,
-            media_feature_bytes=media.feature_bytes,
-            media_pixel_bytes=media.pixel_bytes,
-        )
 
     def _charge(self, message: Charges) -> None:
         """Charges tenants for the work of other engines."""
@@ -477,16 +444,7 @@ class Engine:
                 request = self._requests[request_id]
                 if request.origin.state == placed.state:
                     request.origin = placed.moves(request.origin)
-        self.scheduler.place(
-            placed.state,
-            placed.program,
-            placed.task_group,
-            placed.objective,
-            placed.steps,
-            placed.returns_s,
-            placed.tpot_s,
-            placed.ttft_s,
-        )
+        self.scheduler.place(*astuple(placed))
 
     def _grammar_built(self, built: BuiltGrammar) -> None:
         messages = self._unready.pop(built.key, {})
@@ -501,32 +459,14 @@ class Engine:
     def _enter(self, request: Request, message: Submit) -> None:
         """Starts the text of a request whose grammar is built, and adds it to the scheduler's queue."""
         try:
-            text = _text_end(message, self._tokenizer)
-            if text is not None:
-                self._begin_text(request, text, message)
+            self._outputs.begin(request, message)
             self.scheduler.add(request)
-            if text is not None:
-                self._texts[request.id] = text
-                if message.generated_ids or request.is_steered:
-                    self._finish_if_complete(request, text)
+            if message.generated_ids or request.is_steered:
+                self._outputs.end_if_complete(request)
         except Exception as error:
             self._fail(request.id, _as_failure(error, "cannot accept the request"))
-
-    def _begin_text(self, request: Request, text: TextEnd, message: Submit) -> None:
-        """Reads the tokens that a dead engine generated, whose text the client already has. Puts the request
-        under its grammar and the budget of its reasoning, and appends what these force first."""
-        constrained = None
-        if message.constraint is not None or message.thinking is not None:
-            request.is_steered = True
-            constrained = constrained_request(request, message, self._grammars, self._tokenizer)
-            self._constrained[request.id] = constrained
-        for token_id in message.generated_ids:
-            text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
-        if message.generated_text:
-            text.resume(message.generated_text)
-        jump = None if constrained is None else constrained.begin(message.generated_forced)
-        if jump is not None and not text.stopped:
-            self._jump(request, text, jump)
+        if request.status is Status.FINISHED:
+            self._drop(request.id)
 
     def _announce(self, batch: Batch) -> None:
         new = self.scheduler.running.keys() - self._started
@@ -546,127 +486,11 @@ class Engine:
     def _deliver_outbox(self) -> None:
         self._add_reports()
         if self._outbox:
-            delivered, self._outbox = self._outbox, []
+            delivered = [*self._outbox]
+            self._outbox.clear()
             began = time.perf_counter()
             self._deliver(delivered)
-            self.times.count(_DELIVER, time.perf_counter() - began)
-
-    def _advance(self, row: Row) -> None:
-        """Applies the results of one row to its request, and reports them."""
-        request = row.request
-        if request.status is Status.FINISHED:
-            return
-        if row.error is not None:
-            raise row.error
-        params = request.params
-        if request.wants_scores:  # a batch has log-probabilities for all requests or for none
-            request.logprobs += row.logprobs
-            request.ranks += row.ranks
-        if params.top_logprobs:
-            request.top_logprobs += row.tops
-        if not row.token_ids:
-            if request.id in self._texts and params.wants_logprobs and row.logprobs:  # of forced tokens
-                self._outbox.append(Progress(request.id, "", (), row.logprobs, row.tops))
-            if row.is_last:
-                reason = self._finish_reasons.get(request.id, "length")
-                self._finish(request, reason, embedding=row.embedding)
-            return
-        [token_id] = row.token_ids
-        text, constrained = self._texts[request.id], self._constrained.get(request.id)
-        if token_id in self._runner.info.end_token_ids and not params.ignore_eos:
-            jump = None if constrained is None else constrained.end_reasoning()
-            if jump is None:
-                self._finish(request, "eos")
-            else:
-                self._report(row, "", constrained)
-                self._jump(request, text, jump)
-        elif token_id in params.stop_token_ids and not (
-            text.is_in_call or (constrained is not None and constrained.is_thinking)
-        ):
-            self._finish(request, "stop", token_id)
-        else:
-            is_free = constrained is not None and not constrained.read(token_id)
-            self._report(row, text.push(token_id, is_free=is_free), constrained)
-            if constrained is not None and not text.stopped:
-                jump = constrained.update()
-                if jump is not None:
-                    self._jump(request, text, jump)
-            self._finish_if_complete(request, text)
-
-    def _report(self, row: Row, text: str, constrained: ConstrainedRequest | None) -> None:
-        """Reports sampled tokens."""
-        request = row.request
-        logprobs = row.logprobs if request.params.wants_logprobs else ()
-        answer_at = None if constrained is None else constrained.answer_at
-        self._outbox.append(
-            Progress(request.id, text, row.token_ids, logprobs, row.tops, answer_at=answer_at)
-        )
-
-    def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
-        """Appends the tokens that the grammar, or the budget of reasoning, forces. None behind a stop."""
-        num_dropped = request.num_generated - jump.num_kept
-        delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
-        token_ids = jump.token_ids[: text.num_ids - jump.num_kept]
-        self.scheduler.replace_output(request, jump.num_kept, token_ids)
-        answer_at = self._constrained[request.id].answer_at
-        self._outbox.append(
-            Progress(request.id, delta, token_ids, (), (), num_dropped, jump.forced, answer_at)
-        )
-
-    def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
-        constrained = self._constrained.get(request.id)
-        if text.stopped or (constrained is not None and constrained.is_complete()):
-            self._finish_when_scored(request, "stop")
-        elif request.num_generated >= request.max_new_tokens:
-            self._finish_when_scored(request, "length")
-
-    def _finish_when_scored(self, request: Request, reason: str) -> None:
-        """Ends the request, once the log-probabilities of its forced tokens are computed."""
-        if request.wants_scores and request.first_unscored < request.num_tokens:
-            request.is_complete = True
-            self._finish_reasons[request.id] = reason
-        else:
-            self._finish(request, reason)
-
-    def _finish(
-        self, request: Request, reason: str, stopped_by: int | None = None, embedding: bytes = b""
-    ) -> None:
-        text_end, tree = self._texts.get(request.id), request.tree
-        constrained = self._constrained.get(request.id)
-        token_ids: list[int] = []
-        text = ""
-        logprobs: list[float | None] = [*request.logprobs]
-        top_logprobs: list[TopTokens | None] = [*request.top_logprobs]
-        if text_end is not None:
-            ending = text_end.finish()
-            token_ids, text = ending.ids, ending.text
-            reencoded: list[None] = [None] * (len(token_ids) - ending.kept)
-            logprobs = [*logprobs[: ending.kept], *reencoded] if logprobs else []
-            top_logprobs = [*top_logprobs[: ending.kept], *reencoded] if top_logprobs else []
-        self._outbox.append(
-            Finished(
-                request_id=request.id,
-                token_ids=token_ids,
-                text=text,
-                finish_reason=reason,
-                prompt_tokens=request.num_prompt,
-                cached_tokens=request.num_cached,
-                output_tokens=request.num_generated,
-                logprobs=logprobs,
-                top_logprobs=top_logprobs,
-                choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
-                stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
-                forced=[] if constrained is None else constrained.forced_spans(len(text)),
-                forced_tokens=0 if constrained is None else constrained.num_forced(request.num_generated),
-                embedding=embedding,
-                reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
-                answer_at=None if constrained is None else constrained.answer_at,
-                ranks=request.ranks,
-                miss_reason=request.miss_reason,
-            )
-        )
-        self.scheduler.finish(request)
-        self._drop(request.id)
+            self.times[_DELIVER].count(STEP_BOUNDS_S, time.perf_counter() - began)
 
     def _fail(self, request_id: int, error: AgentflowError) -> None:
         self._outbox.append(Failed(request_id, error.code, str(error), error.param))
@@ -678,9 +502,7 @@ class Engine:
 
     def _drop(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
-        self._texts.pop(request_id, None)
-        self._constrained.pop(request_id, None)
-        self._finish_reasons.pop(request_id, None)
+        self._outputs.drop(request_id)
         self._started.discard(request_id)
         for key, messages in [*self._unready.items()]:
             if messages.pop(request_id, None) is not None and not messages:
@@ -700,7 +522,7 @@ class Engine:
         if isinstance(error, AcceleratorFault):
             self._break(_logged("the accelerator failed"))
         if isinstance(error, OutOfMemory):
-            failed = self.scheduler.retry_smaller()
+            failed = self.scheduler.retries.smaller()
             if failed:
                 self._fail_all(failed, _logged("there is not enough memory to run this request"))
                 return
@@ -713,57 +535,11 @@ class Engine:
         failure = _logged("the forward pass failed")
         if self._num_failures == MAX_FAILURES_IN_A_ROW:
             self._break(failure)
-        self._fail_all(self.scheduler.retry_one_by_one(), failure)
+        self._fail_all(self.scheduler.retries.one_by_one(), failure)
 
     def _break(self, failure: EngineFailed) -> NoReturn:
         self._deliver_outbox()  # includes which requests were running
         raise EngineBroken(f"the engine is broken: {failure}")
-
-
-def _text_end(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:
-    """Detokenizes the output and finds its stops; None if nothing is generated."""
-    params = message.params
-    if params is None or message.score_from:
-        return None
-    calls = message.calls if params.stop or params.stop_regex or params.stop_token_ids else None
-    return TextEnd(
-        tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens, calls=calls
-    )
-
-
-def engine_stats(
-    ticket: int, model: str, scheduler: Scheduler, times: StepTimes, num_unready: int = 0
-) -> EngineStats:
-    """The answer to ``StatsRequest(ticket)``. ``num_unready``: requests that wait for their grammar."""
-    memory = scheduler.memory
-    counters = scheduler.counters
-    return EngineStats(
-        ticket=ticket,
-        model=model,
-        steps=counters.steps,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        cached_output_tokens=counters.cached_output_tokens,
-        computed_tokens=counters.computed_tokens,
-        generated_tokens=counters.generated_tokens,
-        forced_tokens=counters.forced_tokens,
-        evicted_tokens=counters.evicted_tokens,
-        preemptions=counters.preemptions,
-        free_slots=memory.slots.num_free,
-        cached_slots=memory.cache.num_cached,
-        in_use_slots=memory.num_in_use,
-        total_slots=memory.slots.total,
-        running=len(scheduler.running),
-        waiting=scheduler.waiting.num_waiting + num_unready,
-        peak_resident_bytes=peak_resident_bytes(),
-        step_times=deepcopy(times.phases),  # another thread reads it while this one counts
-    )
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _as_failure(error: Exception, what: str) -> AgentflowError:

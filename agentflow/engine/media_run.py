@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.cache.radix_cache import INNER_IDS
+from agentflow.engine.cache.token_run import INNER_IDS
 
 Positions = NDArray[np.int64]
 

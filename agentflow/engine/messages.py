@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentflow.engine.cache.block_feed import BlocksReport
-from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored
+from agentflow.engine.cache.blocks import BlocksRemoved, BlocksReport, BlocksStored
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.request import CacheIdentity
 from agentflow.engine.runner import ModelRunner, RunnerInfo

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
+from agentflow.engine.cache.nodes import PrefixMatch, SlotArray
+from agentflow.engine.cache.token_run import TokenArray, TokenRun
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.media_run import MediaRun, Positions, lead_tokens, pseudo_tokens, rope_positions
 from agentflow.engine.runner import RunnerInfo
@@ -249,8 +250,8 @@ class Request:
     def run(self, count: int, start: int = 0) -> TokenRun:
         """Its first ``count`` tokens from ``start`` on, as the cache has them."""
         if self.leads:
-            return token_run(with_leads(self.tokens[:count], self.leads)[start:])
-        return token_run(self.tokens[start:count])
+            return with_leads(self.tokens[:count], self.leads)[start:].tobytes()
+        return self.tokens[start:count].tobytes()
 
     def cached_id(self, index: int) -> int:
         """The id of a token, as the cache has it."""
@@ -275,11 +276,35 @@ def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> 
     """Raises the error with which the engine would reject a generation: ``BadArgument`` for a bias outside
     the vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
     _end_ids(params, info)
-    limit = min(info.max_context, info.num_slots)
-    if num_prompt >= limit:
+    _check_length(num_prompt, 1, min(info.max_context, info.num_slots), "its output")
+
+
+def check_size(request: Request, max_total_tokens: int, total_slots: int) -> None:
+    """Raises ``PromptTooLong`` for a request that could never run.
+
+    Args:
+        request: The request.
+        max_total_tokens: The most tokens of a sequence: the smaller of the model's context and the KV pool.
+        total_slots: The size of the KV pool.
+    """
+    num_prompt, tree = request.num_prompt, request.tree
+    if tree is None:
+        _check_length(num_prompt, min(request.max_new_tokens, 1), max_total_tokens, "its output")
+        return
+    _check_length(num_prompt, tree.longest, max_total_tokens, f"the {tree.longest} of its longest choice")
+    if num_prompt + tree.num_nodes > total_slots:
         raise PromptTooLong(
-            f"the prompt has {num_prompt:,} tokens; with at least one of output it must fit into "
-            f"{limit:,} (the smaller of the model's context and the KV pool): shorten it",
+            f"the prompt has {num_prompt} tokens and its choices {tree.num_nodes} to compute; "
+            f"together they must fit into the KV pool of {total_slots}: offer fewer or shorter choices",
+            param="choices",
+        )
+
+
+def _check_length(num_prompt: int, num_more: int, limit: int, more: str) -> None:
+    if num_prompt + num_more > limit:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt:,} tokens; with {more} it must fit into {limit:,} (the smaller of "
+            "the model's context and the KV pool): shorten it",
             param="prompt",
         )
 

@@ -18,8 +18,10 @@ from rich.table import Table
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.cache.nodes import PrefixMatch
 from agentflow.engine.cache.prefix_readers import PrefixReaders
-from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, TokenRun, token_run
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import TokenRun, token_run
 from agentflow.engine.client import running_engine
 from agentflow.engine.engine import Engine
 from agentflow.engine.generator.generator import EngineGenerator

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.cache.radix_cache import TokenArray
+from agentflow.engine.cache.token_run import TokenArray
 from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -12,7 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
+from agentflow.engine.cache.nodes import PrefixMatch
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.generator.context import conversation_keys
 from agentflow.engine.generator.prompt_changes import PromptChanges, outline
 from agentflow.engine.request import Request

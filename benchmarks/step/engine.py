@@ -104,7 +104,7 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
     ):
         engine.take_messages()  # a grammar is built meanwhile
         engine.step()
-    before = [phase.total for phase in engine.times.phases]
+    before = [phase.total for phase in engine.times]
     team.part_seconds()
     began = time.perf_counter()
     for _ in range(NUM_STEPS):
@@ -112,7 +112,7 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
     took = time.perf_counter() - began
     parts = team.part_seconds()
     in_kernels = sum(parts[part] for part in KERNEL_PARTS)
-    phases = [phase.total - seen for phase, seen in zip(engine.times.phases, before, strict=True)]
+    phases = [phase.total - seen for phase, seen in zip(engine.times, before, strict=True)]
     text_ms = _text_ms(engine)
     for request_id in range(first_id, first_id + num):
         engine.send(Abort(request_id))

@@ -615,7 +615,7 @@ def test_nothing_of_a_request_is_kept_after_its_end():
         ("Finished", 3),
         ("Finished", 4),
     ]
-    assert (by_hand.engine._requests, by_hand.engine._texts, by_hand.engine._started) == ({}, {}, set())
+    assert (by_hand.engine._requests, len(by_hand.engine._outputs), by_hand.engine._started) == ({}, 0, set())
     by_hand.engine.scheduler.check_idle()
 
 

@@ -24,6 +24,7 @@ from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.scheduling.step_limits import Draft
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.submit import Submit
 from agentflow.engine.text.reasoning import Thinking
@@ -68,7 +69,7 @@ class Fault(Exception):
 PLACES: list[tuple[object, str, Callable[..., Request]]] = [
     (request_module, "_targets", lambda request, num_tokens: request),
     (Scheduler, "_fits", lambda self, request, *rest: request),
-    (Scheduler, "_chunk_size", lambda self, request, *rest: request),
+    (Draft, "chunk_size", lambda self, request, *rest: request),
     (Scheduler, "_charge", lambda self, request, *rest: request),
     (SamplingTable, "attach", lambda self, request: request),
     (KVMemory, "commit", lambda self, request, count: request),

@@ -36,7 +36,7 @@ from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.cluster.routing.router import Router
 from agentflow.cluster.routing.sent_cache import SentCache
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, token_run
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, token_run
 from agentflow.engine.simulator.cost_model import CostModel
 
 PROGRAM_HEADERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from agentflow.cluster.routing.load import Call
-from agentflow.engine.cache.radix_cache import TokenRun, token_run
+from agentflow.engine.cache.token_run import TokenRun, token_run
 from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens
 from agentflow.engine.request import CacheIdentity, with_leads
 from agentflow.engine.submit import Submit

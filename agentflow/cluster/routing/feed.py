@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agentflow.cluster.routing.prefix_tree import PrefixTree, Replica
-from agentflow.engine.cache.block_feed import BlockFeed, BlocksReport
-from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored
+from agentflow.engine.cache.blocks import BlockFeed, BlocksRemoved, BlocksReport, BlocksStored
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.cluster.routing.prefix_tree import Replica
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
-from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_STEP_S, PROMPT_STEP_S
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
+from agentflow.engine.scheduling.step_limits import MAX_STRETCH, MIN_STEP_S, PROMPT_STEP_S
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.submit import Objective
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored, root_digest
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
 Replica: TypeAlias = int
 POPULAR = 2

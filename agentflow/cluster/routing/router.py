@@ -24,7 +24,7 @@ from agentflow.cluster.routing.load import Call, EngineShape, Loads
 from agentflow.cluster.routing.prefix_tree import Match, PrefixTree, Replica, RequestFamily
 from agentflow.cluster.routing.request_families import RequestFamilies, begins_family
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, common_prefix_len
+from agentflow.engine.cache.token_run import TOKEN_BYTES, common_prefix_len
 from agentflow.errors import Overloaded
 
 AFFINITY_S = 1e-3

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from agentflow.cluster.routing.feed import Feed, Update
 from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
 
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 

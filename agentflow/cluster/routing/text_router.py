@@ -16,7 +16,7 @@ from agentflow.cluster.routing.load import Call, EngineShape
 from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.cluster.routing.router import Router
 from agentflow.cluster.routing.sent_cache import SentCache
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
 
 MAX_RUN_BYTES = 512 * 1024
 """The beginning of a prompt that is compared. Its digests take about three milliseconds."""

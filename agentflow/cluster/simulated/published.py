@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from agentflow.cluster.routing.feed import Update
 from agentflow.cluster.routing.load import Call
 from agentflow.cluster.routing.prefix_tree import Replica
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
 
 class RoundRobin:

@@ -24,7 +24,7 @@ from agentflow.cluster.routing.load import Call
 from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.cluster.routing.router import Policy
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.cache.radix_cache import TokenArray, token_run
+from agentflow.engine.cache.token_run import TokenArray, token_run
 from agentflow.engine.request import CacheIdentity, Request, Row
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.in_flight import Counters

@@ -5,13 +5,21 @@ SHA-256 of the digest before it and its token ids; the first block follows the d
 digest therefore identifies the whole prefix up to the block's end, as in vLLM ("Automatic Prefix Caching":
 parent hash, block tokens, extra hashes). The tree itself works on single tokens: the ends of runs are not
 reported.
+
+Reports are numbered from 1. After a gap, a reader asks for a snapshot: all blocks that are cached, under the
+number of the last report; the next report continues from there. A report has at most ``max_blocks`` blocks,
+or one run of blocks, so that no reader works long on one. The rest of a large snapshot follows as reports.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+from agentflow.engine.cache.nodes import Node
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
 
 BLOCK_TOKENS = 64
 
@@ -47,11 +55,103 @@ def root_digest(*identities: object) -> bytes:
     return hashlib.sha256(repr(identities).encode()).digest()
 
 
-def chain(parent: bytes, run: bytes) -> list[bytes]:
+def chain(parent: bytes, run: TokenRun) -> list[bytes]:
     """The digests of the whole blocks in ``run``, the first of which follows ``parent``."""
-    size = 4 * BLOCK_TOKENS
+    size = BLOCK_TOKENS * TOKEN_BYTES
     digests: list[bytes] = []
     for start in range(0, len(run) - size + 1, size):
         parent = hashlib.sha256(parent + run[start : start + size]).digest()
         digests.append(parent)
     return digests
+
+
+def num_blocks(node: Node, length: int) -> int:
+    """How many blocks end within the first ``length`` tokens of the node."""
+    return (node.start + length) // BLOCK_TOKENS - node.start // BLOCK_TOKENS
+
+
+class NodeBlocks:
+    """The blocks of a cache's nodes. ``model``: the identity of the model, which their digests contain."""
+
+    def __init__(self, model: str, on_blocks: OnBlocks) -> None:
+        self._model = model
+        self._on_blocks = on_blocks
+
+    def stored(self, node: Node, extra_key: Hashable, run: TokenRun, existing: int) -> None:
+        """Reports the blocks of ``run``, which ends at ``node``, that end after its first ``existing``
+        tokens."""
+        size = BLOCK_TOKENS * TOKEN_BYTES
+        new = run[existing // BLOCK_TOKENS * size : len(run) // size * size]
+        if not new:
+            return
+        above: Node | None = node
+        while above is not None and not above.digests:
+            above = above.parent
+        parent = root_digest(self._model, extra_key) if above is None else above.digests[-1]
+        digests = chain(parent, new)
+        node.digests = (*node.digests, *digests)
+        self._on_blocks(BlocksStored(extra_key, parent, digests, new))
+
+    def removed(self, node: Node, num_kept: int) -> None:
+        """Reports the blocks that end after the first ``num_kept`` tokens of a leaf."""
+        first = num_blocks(node, num_kept)
+        if first < len(node.digests):
+            self._on_blocks(BlocksRemoved([*node.digests[first:]]))
+            node.digests = node.digests[:first]
+
+    def all_stored(self, roots: Mapping[Hashable, Node]) -> Iterator[BlocksStored]:
+        """Yields all blocks below the roots, parents first."""
+        for extra_key, root in roots.items():
+            pending = [(node, b"", root_digest(self._model, extra_key)) for node in root.children.values()]
+            while pending:
+                node, rest, parent = pending.pop()  # ``rest``: the tokens above it, after the last block
+                rest += node.run
+                if node.digests:
+                    size = len(node.digests) * BLOCK_TOKENS * TOKEN_BYTES
+                    yield BlocksStored(extra_key, parent, list(node.digests), rest[:size])
+                    rest, parent = rest[size:], node.digests[-1]
+                pending += [(child, rest, parent) for child in node.children.values()]
+
+
+class BlocksReport(NamedTuple):
+    """Blocks that entered and left, in order. ``is_snapshot``: before them, the cache was empty."""
+
+    number: int
+    changes: list[BlocksStored | BlocksRemoved]
+    is_snapshot: bool
+
+
+class BlockFeed:
+    """Collects blocks. ``on_blocks`` is the cache's (``RadixCache``). ``changes``: those that no report has
+    had. ``max_blocks``: of one report; None: any number."""
+
+    def __init__(self, max_blocks: int | None = None) -> None:
+        self._max_blocks = max_blocks
+        self._number = 0
+        self.changes: deque[BlocksStored | BlocksRemoved] = deque()
+
+    def on_blocks(self, change: BlocksStored | BlocksRemoved) -> None:
+        """Blocks enter or leave the cache."""
+        self.changes.append(change)
+
+    def flush(self) -> BlocksReport | None:
+        """Returns the next report, or None if nothing has changed."""
+        if not self.changes:
+            return None
+        self._number += 1
+        return BlocksReport(self._number, self._take(), False)
+
+    def snapshot(self, stored: Iterable[BlocksStored]) -> BlocksReport:
+        """Returns the first report of all blocks that are cached now. ``flush`` returns the others."""
+        self.changes = deque(stored)
+        return BlocksReport(self._number, self._take(), True)
+
+    def _take(self) -> list[BlocksStored | BlocksRemoved]:
+        taken: list[BlocksStored | BlocksRemoved] = []
+        num_blocks = 0
+        while self.changes:
+            num_blocks += len(self.changes[0].digests)
+            if taken and self._max_blocks is not None and num_blocks > self._max_blocks:
+                break
+            taken.append(self.changes.popleft())
+        return taken

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from agentflow.engine.cache.nodes import Node
+from agentflow.engine.cache.token_run import TOKEN_BYTES
+
 BLOCK_TOKENS = 256
 MAX_BLOCKS = 32_768
 """The most blocks that are remembered; about 4 MB."""
-_BLOCK_BYTES = 4 * BLOCK_TOKENS
+_BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
 
 
 def next_end(num_tokens: int) -> int:
@@ -55,3 +58,31 @@ class EvictedBlocks:
             self._hashes.move_to_end(block)
         while len(self._hashes) > self._max_blocks:
             self._hashes.popitem(last=False)
+
+
+def last_hash(node: Node) -> int:
+    """Returns the hash of the last block that ends in the node or above. Stores it in the nodes on the
+    way."""
+    if node.last_hash is not None:
+        return node.last_hash
+    below: list[Node] = []
+    while node.last_hash is None and node.parent is not None:
+        below.append(node)
+        node = node.parent
+    found = node.last_hash or 0
+    for one in reversed(below):
+        hashes = hashes_in(one, found)
+        found = one.last_hash = hashes[-1] if hashes else found
+    return found
+
+
+def hashes_in(node: Node, before: int) -> list[int]:
+    """Returns the hashes of the blocks that end in the node. ``before``: of the last block above."""
+    if next_end(node.start) > node.start + len(node.slots):
+        return []
+    run, missing, above = node.run, node.start % BLOCK_TOKENS, node.parent
+    while missing and above is not None:
+        run = above.run[-missing * TOKEN_BYTES :] + run
+        missing -= min(missing, len(above.slots))
+        above = above.parent
+    return block_hashes(before, run)

@@ -1,7 +1,7 @@
 """Prefixes that clients asked to keep for some time, as with ``cache_control`` of Anthropic's API.
 
 A mark is a rank in the eviction of one owner's tokens and no lock: between unmarked tokens and those that
-open states need. It does not change how many tokens an owner loses (``holdings``), so an owner that marks
+open states need. It does not change how many tokens an owner loses (``nodes``), so an owner that marks
 everything gets no more room than without marks, and its marked prefixes lose their tokens in the order of
 their last use.
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from agentflow.engine.cache.radix_cache import Node, RadixCache
+from agentflow.engine.cache.nodes import Node
+from agentflow.engine.cache.radix_cache import RadixCache
 
 MIN_REBUILT = 64
 
@@ -41,7 +42,7 @@ class PrefixMarks:
     def expire(self, now: float) -> None:
         """Ends the marks whose time is over. Their prefixes are ordinary cache."""
         while self._ends and self._ends[0][0] <= now:
-            node = _left_of(heapq.heappop(self._ends)[2])
+            node = heapq.heappop(self._ends)[2].present
             if not node.marked_until:
                 continue
             if node.marked_until > now:
@@ -53,14 +54,7 @@ class PrefixMarks:
         heapq.heappush(self._ends, (until, next(self._ties), node))
         if len(self._ends) > self._most:
             # Prefixes are evicted before their marks end: one entry for each that is left.
-            left = {_left_of(node): None for _, _, node in self._ends}
+            left = {node.present: None for _, _, node in self._ends}
             self._ends = [(node.marked_until, next(self._ties), node) for node in left if node.marked_until]
             heapq.heapify(self._ends)
             self._most = MIN_REBUILT + 2 * len(self._ends)
-
-
-def _left_of(node: Node) -> Node:
-    """The node, or what is left of the path to it."""
-    while node.moved_to is not None:
-        node = node.moved_to
-    return node

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agentflow.engine.cache.radix_cache import Node, PrefixMatch, RadixCache
+from agentflow.engine.cache.nodes import Node, PrefixMatch
+from agentflow.engine.cache.radix_cache import RadixCache
 
 SharedPrefix = tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]]]
 """A number of tokens, and the rows of the requests that all begin with the same ones, in the same slots."""

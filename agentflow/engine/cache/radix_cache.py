@@ -4,49 +4,42 @@ A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 
 run of token ids with the slot of each. There is one tree for each *extra key* (tenant and salt), and requests
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
-Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``holdings`` says which
-owners (tenants) lose them. Of one owner it takes first the unmarked leaves, the least recently
-used first, then those that a client marked (``prefix_marks``), in the same order, and last those that open
-states need (``keep``), the ones whose states continue last before the others.
+Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``nodes`` has the order of
+the owners (tenants) and of the leaves.
 
 Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
-and the leaves that it shortens or removes, found in heaps with lazy deletion. Token runs are ``bytes``, four
-per token: as keys of trees they compare, slice and hash several times faster than arrays.
+and the leaves that it shortens or removes, found in heaps with lazy deletion.
 """
 
 from __future__ import annotations
 
-import heapq
-import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agentflow.engine.cache import blocks
-from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored, OnBlocks
+from agentflow.engine.cache.blocks import BlocksStored, NodeBlocks, OnBlocks, num_blocks
 from agentflow.engine.cache.evicted_blocks import (
     BLOCK_TOKENS,
     EvictedBlocks,
     block_hash,
     block_hashes,
+    hashes_in,
+    last_hash,
     next_end,
 )
-from agentflow.engine.cache.holdings import Holding, Holdings
-
-TokenRun = bytes
-TOKEN_BYTES = 4
-TokenArray = NDArray[np.int32]
-SlotArray = NDArray[np.int32]
-
-_EMPTY: SlotArray = np.empty(0, dtype=np.int32)
-_NO_CHILDREN: dict[TokenRun, Node] = {}
-"""Of all leaves, which are the most of the nodes: it has no entries. ``_add_child`` replaces it."""
-
-INNER_IDS = range(-(2**30), -(2**29))
-"""Token ids after which no prefix ends: the keys and values before them depend on tokens that follow."""
+from agentflow.engine.cache.nodes import (
+    NO_CHILDREN,
+    NO_SLOTS,
+    Account,
+    Holding,
+    Holdings,
+    Node,
+    PrefixMatch,
+    SlotArray,
+)
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len, prefix_end
 
 MAX_RECENT = 8192
 
@@ -56,98 +49,6 @@ root to the leaf's former end, and how many of these are still cached."""
 MakeRoom = Callable[[Any], bool]
 """Called with a leaf that open states need, before it loses tokens. Returns whether its owner needs less now:
 then another leaf is chosen."""
-
-
-def token_run(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> TokenRun:
-    """An int32 array as a run."""
-    return tokens.tobytes()
-
-
-def common_prefix_len(a: TokenRun, b: TokenRun) -> int:
-    """Length of the common prefix, in tokens."""
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size // TOKEN_BYTES
-    differs = np.frombuffer(a, np.int32, size // TOKEN_BYTES) != np.frombuffer(
-        b, np.int32, size // TOKEN_BYTES
-    )
-    return int(differs.argmax())
-
-
-def prefix_end(run: TokenRun, count: int) -> int:
-    """The longest length, at most ``count`` tokens, at which a prefix of the run may end."""
-    last = run[(count - 1) * TOKEN_BYTES : count * TOKEN_BYTES] if count else b""
-    if int.from_bytes(last, sys.byteorder, signed=True) not in INNER_IDS:
-        return count
-    tokens = np.frombuffer(run, np.int32, count)
-    ends = np.flatnonzero((tokens < INNER_IDS.start) | (tokens >= INNER_IDS.stop))
-    return int(ends[-1]) + 1 if len(ends) else 0
-
-
-class Node:
-    """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``."""
-
-    __slots__ = (
-        "__weakref__",
-        "account",
-        "children",
-        "digests",
-        "extra_key",
-        "keeps",
-        "last_access",
-        "last_hash",
-        "locks",
-        "marked_until",
-        "moved_to",
-        "needs",
-        "num_prompt",
-        "number",
-        "parent",
-        "returns",
-        "run",
-        "slots",
-        "start",
-    )
-
-    def __init__(
-        self,
-        run: TokenRun,
-        slots: SlotArray,
-        parent: Node | None,
-        start: int,
-        last_access: int,
-        account: Account,
-    ) -> None:
-        self.account = account  # its owner's
-        self.start = start  # tokens above it
-        self.digests: Sequence[bytes] = ()  # of the blocks that end in it, if blocks are reported
-        self.run = run
-        self.slots = slots
-        self.parent = parent
-        self.children = _NO_CHILDREN  # by their first token
-        self.extra_key: Hashable = None  # roots only
-        self.num_prompt = len(slots)  # leading tokens that a prompt computed; the others were generated
-        self.locks = 0
-        self.keeps = 0  # open states that end here
-        self.needs = 0  # open states that end here or below
-        self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
-        self.marked_until = 0.0  # until then a client wants the prefix that ends here; 0: no client does
-        self.last_access = last_access
-        self.last_hash: int | None = None  # of the last block that ends in it or above, if it was needed
-        self.moved_to: Node | None = None  # a removed node's former parent
-        self.number = 0  # identifies it; 0 for a root
-
-    @property
-    def is_evictable(self) -> bool:
-        return self.locks == 0 and not self.children and self.parent is not None
-
-
-class PrefixMatch(NamedTuple):
-    """A matched prefix."""
-
-    node: Node  # the last, to lock or keep
-    num_tokens: int
-    num_output: int = 0  # of the tokens: generated when they were first computed
 
 
 class RadixCache:
@@ -170,8 +71,7 @@ class RadixCache:
         model: str = "",
         on_blocks: OnBlocks | None = None,
     ) -> None:
-        self._model = model
-        self._on_blocks = on_blocks
+        self._blocks = None if on_blocks is None else NodeBlocks(model, on_blocks)
         self._roots: dict[Hashable, Node] = {}
         self._accounts: dict[Hashable, Account] = {}
         self._holdings = Holdings(idle_after)
@@ -225,7 +125,7 @@ class RadixCache:
             match: The longest cached prefix of a sequence.
             tokens: The tokens of the block that ends at ``next_end(match.num_tokens)``.
         """
-        return block_hash(_last_hash(match.node), tokens)
+        return block_hash(last_hash(match.node), tokens)
 
     def was_evicted(self, extra_key: Hashable, block: int) -> bool:
         """Whether the block was cached in the tree and evicted."""
@@ -275,7 +175,7 @@ class RadixCache:
         node = found.node
         # Locked only by the caller, without children, states or a mark: nothing else refers to its end.
         ends_here = node.keeps or node.marked_until
-        before = _last_hash(node) if next_end(existing) <= end else None
+        before = last_hash(node) if next_end(existing) <= end else None
         can_grow = node is match.node and node.locks == 1 and not node.children and not ends_here
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)
@@ -286,8 +186,8 @@ class RadixCache:
             for block in block_hashes(before, run[first:]):
                 node.account.blocks.setdefault(block, {})[extra_key] = None
                 node.last_hash = block
-        if self._on_blocks is not None:
-            self._store_blocks(node, extra_key, run, existing, self._on_blocks)
+        if self._blocks is not None:
+            self._blocks.stored(node, extra_key, run, existing)
         return PrefixMatch(node, end, num_output), existing
 
     def write_slots(self, match: PrefixMatch, row: SlotArray) -> None:
@@ -338,7 +238,7 @@ class RadixCache:
         have been evicted since. Not a lock. Counted. ``returns``: when the state is expected to continue; of
         kept leaves, the last goes first. Where several states end, the earliest time counts until none is
         left."""
-        node = _present(match.node)
+        node = match.node.present
         _keep(node, 1, returns)
         self._requeue(node)
         while node.parent is not None:
@@ -348,7 +248,7 @@ class RadixCache:
 
     def unkeep(self, match: PrefixMatch) -> None:
         """Undoes one ``keep``, even if parts of the match have been evicted since."""
-        node = _present(match.node)
+        node = match.node.present
         node.keeps -= 1
         self._requeue(node)
         while node.parent is not None:
@@ -360,7 +260,7 @@ class RadixCache:
         """A client wants the prefix that ends at ``node``, or what is left of it, until then (0: no client
         does): it is evicted after unmarked tokens, and before those that open states need.
         Where several clients do, the latest time counts. Returns what is left, None if nothing is."""
-        node = _present(node)
+        node = node.present
         if node.parent is None:
             return None
         node.marked_until = max(node.marked_until, until) if until else 0.0
@@ -370,7 +270,7 @@ class RadixCache:
     def supersede(self, match: PrefixMatch) -> None:
         """The matched prefix will not be used again: its end, as far as nothing else ends there or below, is
         evicted before all other tokens of its owner. It is ordinary cache again once it is used."""
-        node = _present(match.node)
+        node = match.node.present
         num_children = 0
         while node.parent is not None and not node.locks and not node.needs and not node.marked_until:
             if len(node.children) > num_children:
@@ -421,8 +321,8 @@ class RadixCache:
                     self._report(node, num_kept, on_evict)
                 if next_end(node.start + num_kept) <= node.start + size:
                     self._blocks_left(node, num_kept)
-                if node.digests and self._on_blocks is not None:
-                    self._remove_blocks(node, num_kept, self._on_blocks)
+                if node.digests and self._blocks is not None:
+                    self._blocks.removed(node, num_kept)
                 if num_kept:
                     self._shorten(node, num_kept)
                 else:
@@ -433,7 +333,7 @@ class RadixCache:
                 all_locked.append(holding)
         for holding in all_locked:
             self._holdings.update(holding)
-        return freed[0] if len(freed) == 1 else np.concatenate(freed) if freed else _EMPTY
+        return freed[0] if len(freed) == 1 else np.concatenate(freed) if freed else NO_SLOTS
 
     def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
         """Follows ``run`` from ``match`` as far as it is cached. Splits the last node where it ends."""
@@ -474,7 +374,7 @@ class RadixCache:
         root = self._roots.get(extra_key)
         if root is None:  # registered with its first child only, because clients choose the keys
             owner = self._owner_of(extra_key)
-            root = Node(b"", _EMPTY, None, 0, 0, self._accounts.get(owner) or Account(owner))
+            root = Node(b"", NO_SLOTS, None, 0, 0, self._accounts.get(owner) or Account(owner))
             root.extra_key, root.last_hash = extra_key, 0
         self._holdings.used(root.account)
         return root
@@ -538,7 +438,7 @@ class RadixCache:
         if parent.parent is not None:
             parent.marked_until = max(parent.marked_until, node.marked_until)
         node.parent, node.moved_to = None, parent
-        node.run, node.slots = b"", _EMPTY  # states that ended here may refer to it for long
+        node.run, node.slots = b"", NO_SLOTS  # states that ended here may refer to it for long
         if parent.is_evictable:
             account.leaves.num_leaves += 1
             account.leaves.push(parent)
@@ -555,8 +455,8 @@ class RadixCache:
         end = length * TOKEN_BYTES
         upper = Node(node.run[:end], node.slots[:length], parent, node.start, node.last_access, node.account)
         self._add(upper)
-        num_blocks = _num_blocks(node, length)
-        upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
+        num_above = num_blocks(node, length)
+        upper.digests, node.digests = node.digests[:num_above], node.digests[num_above:]
         node.start += length
         upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
         upper.needs = node.needs
@@ -580,30 +480,12 @@ class RadixCache:
         assert above is not None
         on_evict(above.extra_key, lambda: b"".join(reversed(runs)), start + num_kept)
 
-    def _store_blocks(
-        self, node: Node, extra_key: Hashable, run: TokenRun, existing: int, on_blocks: OnBlocks
-    ) -> None:
-        """Reports the blocks of ``run``, which ends at ``node``, that end after its first ``existing``
-        tokens."""
-        size = blocks.BLOCK_TOKENS * TOKEN_BYTES
-        first = existing // blocks.BLOCK_TOKENS * size
-        new = run[first : len(run) // size * size]
-        if not new:
-            return
-        above: Node | None = node
-        while above is not None and not above.digests:
-            above = above.parent
-        parent = blocks.root_digest(self._model, extra_key) if above is None else above.digests[-1]
-        digests = blocks.chain(parent, new)
-        node.digests = (*node.digests, *digests)
-        on_blocks(BlocksStored(extra_key, parent, digests, new))
-
     def _blocks_left(self, node: Node, num_kept: int) -> None:
         """The blocks that end after the first ``num_kept`` tokens of a leaf are evicted."""
         above = node.parent
         assert above is not None
         num_before = (node.start + num_kept) // BLOCK_TOKENS - node.start // BLOCK_TOKENS
-        hashes = _hashes_in(node, _last_hash(above))[num_before:]
+        hashes = hashes_in(node, last_hash(above))[num_before:]
         while above.parent is not None:
             above = above.parent
         self._evicted.add([hash((above.extra_key, block)) for block in hashes])
@@ -613,27 +495,9 @@ class RadixCache:
             if not trees:
                 del node.account.blocks[block]
 
-    def _remove_blocks(self, node: Node, num_kept: int, on_blocks: OnBlocks) -> None:
-        """Reports the blocks that end after the first ``num_kept`` tokens of a leaf."""
-        num_blocks = _num_blocks(node, num_kept)
-        if num_blocks < len(node.digests):
-            on_blocks(BlocksRemoved([*node.digests[num_blocks:]]))
-            node.digests = node.digests[:num_blocks]
-
     def stored_blocks(self) -> Iterator[BlocksStored]:
         """Reports all blocks that are cached, parents first: what a reader needs that missed reports."""
-        for extra_key, root in self._roots.items():
-            pending = [
-                (node, b"", blocks.root_digest(self._model, extra_key)) for node in root.children.values()
-            ]
-            while pending:
-                node, rest, parent = pending.pop()  # ``rest``: the tokens above it, after the last block
-                rest += node.run
-                if node.digests:
-                    size = len(node.digests) * blocks.BLOCK_TOKENS * TOKEN_BYTES
-                    yield BlocksStored(extra_key, parent, list(node.digests), rest[:size])
-                    rest, parent = rest[size:], node.digests[-1]
-                pending += [(child, rest, parent) for child in node.children.values()]
+        return iter(()) if self._blocks is None else self._blocks.all_stored(self._roots)
 
     def _requeue(self, node: Node) -> None:
         if node.is_evictable:
@@ -677,7 +541,7 @@ class RadixCache:
             assert node.needs >= node.keeps >= 0
             num_held[owner] += len(node.slots) if node.locks or node.needs else 0
             num_cached[owner] += len(node.slots)
-            blocks[owner].update(_hashes_in(node, _last_hash(node.parent)))
+            blocks[owner].update(hashes_in(node, last_hash(node.parent)))
             num_locked[owner] += len(node.slots) if node.locks else 0
             if node.is_evictable:
                 num_leaves[owner] += 1
@@ -699,119 +563,10 @@ class RadixCache:
         assert all(node.parent is not None for node in self.recent)
 
 
-class Account(Holding):
-    """The trees of one owner."""
-
-    def __init__(self, owner: Hashable) -> None:
-        super().__init__(owner)
-        self.leaves = EvictionQueue()  # the leaves that could be evicted
-        self.roots: dict[Node, None] = {}  # of its trees, the newest last
-        self.num_nodes = 0
-        self.blocks: dict[
-            int, dict[Hashable, None]
-        ] = {}  # the extra keys of the trees with a block, by its hash
-        self.num_held = 0  # tokens that are locked or that open states need
-
-
-# Who needs it, when its states continue (negated), last access, tie-break, leaf.
-_Entry = tuple[int, float, int, int, Node]
-
-
-class EvictionQueue:
-    """One owner's evictable leaves, in a heap with lazy deletion: a leaf that is used, locked, extended or
-    removed leaves an old entry behind. ``num_leaves``: number of evictable leaves, counted by the cache."""
-
-    def __init__(self) -> None:
-        self._entries: list[_Entry] = []
-        self._pushes = 0
-        self.num_leaves = 0
-
-    def __len__(self) -> int:
-        """Number of entries, old ones included."""
-        return len(self._entries)
-
-    def push(self, node: Node) -> None:
-        """Adds an evictable leaf, or updates its rank."""
-        self._pushes += 1
-        returns = -node.returns if node.keeps else 0.0
-        heapq.heappush(self._entries, (_rank(node), returns, node.last_access, self._pushes, node))
-        if len(self._entries) > 64 + 4 * self.num_leaves:
-            # Mostly old entries: keep one for each leaf. The cost is amortized over pushes.
-            live = {id(entry[-1]): entry for entry in self._entries if _is_current(entry)}
-            self._entries = list(live.values())
-            heapq.heapify(self._entries)
-
-    def pop(self) -> Node | None:
-        """Removes and returns the leaf to evict first, or None if there is none."""
-        while self._entries:
-            entry = heapq.heappop(self._entries)
-            if _is_current(entry):
-                return entry[-1]
-        return None
-
-    def nodes(self) -> set[Node]:
-        """All leaves in the queue. For checks."""
-        return {entry[-1] for entry in self._entries if _is_current(entry)}
-
-
 def _add_child(parent: Node, child: Node) -> None:
-    if parent.children is _NO_CHILDREN:
+    if parent.children is NO_CHILDREN:
         parent.children = {}
     parent.children[child.run[:TOKEN_BYTES]] = child
-
-
-def _last_hash(node: Node) -> int:
-    """Returns the hash of the last block that ends in the node or above. Stores it in the nodes on the
-    way."""
-    if node.last_hash is not None:
-        return node.last_hash
-    below: list[Node] = []
-    while node.last_hash is None and node.parent is not None:
-        below.append(node)
-        node = node.parent
-    found = node.last_hash or 0
-    for one in reversed(below):
-        hashes = _hashes_in(one, found)
-        found = one.last_hash = hashes[-1] if hashes else found
-    return found
-
-
-def _hashes_in(node: Node, before: int) -> list[int]:
-    """Returns the hashes of the blocks that end in the node. ``before``: of the last block above."""
-    if next_end(node.start) > node.start + len(node.slots):
-        return []
-    run, missing, above = node.run, node.start % BLOCK_TOKENS, node.parent
-    while missing and above is not None:
-        run = above.run[-missing * TOKEN_BYTES :] + run
-        missing -= min(missing, len(above.slots))
-        above = above.parent
-    return block_hashes(before, run)
-
-
-def _num_blocks(node: Node, length: int) -> int:
-    """How many blocks end within the first ``length`` tokens of the node."""
-    return (node.start + length) // blocks.BLOCK_TOKENS - node.start // blocks.BLOCK_TOKENS
-
-
-def _is_current(entry: _Entry) -> bool:
-    rank, returns, last_access, _, node = entry
-    if node.last_access != last_access or not node.is_evictable or _rank(node) != rank:
-        return False
-    return not node.keeps or node.returns == -returns
-
-
-def _rank(node: Node) -> int:
-    """The rank of the prefix that ends at the node. 2: an open state needs it. 1: a client marked it."""
-    if node.keeps:
-        return 2
-    return 1 if node.marked_until else 0
-
-
-def _present(node: Node) -> Node:
-    """The node, or what is left of the path to it."""
-    while node.moved_to is not None:
-        node = node.moved_to
-    return node
 
 
 def _keep(node: Node, num_states: int, returns: float) -> None:
@@ -821,4 +576,4 @@ def _keep(node: Node, num_states: int, returns: float) -> None:
 
 
 # The match of an empty prefix.
-_NOTHING = PrefixMatch(Node(b"", _EMPTY, None, 0, 0, Account(None)), 0)
+_NOTHING = PrefixMatch(Node(b"", NO_SLOTS, None, 0, 0, Account(None)), 0)

@@ -1,13 +1,13 @@
-"""``fair-lpm``: longest prefix match, with a weight for each tenant, room for short prompts next to long
-ones, and a bound on overtaking.
+"""``fair-lpm``: longest prefix match, with a weight for each tenant. This module takes turns between tenants;
+``tenant_queue`` orders the requests of one.
 
-**Between tenants.** Each token that a step computes for a tenant is charged to it when it is computed, prompt
-tokens and generated ones alike. Cached tokens are free, and so are tokens computed again after a preemption
-(the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with
-uncached tokens as the cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to
-the tenant with the lowest charge for its weight among the tenants that can use it. A tenant that returns
-after being idle starts at the lowest charge of the active tenants: idle time earns no credit. If several
-engines serve the model, what the others compute is charged too (``charges``).
+Each token that a step computes for a tenant is charged to it when it is computed, prompt tokens and generated
+ones alike. Cached tokens are free, and so are tokens computed again after a preemption (the virtual token
+counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with uncached tokens as the
+cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to the tenant with the
+lowest charge for its weight among the tenants that can use it. A tenant that returns after being idle starts
+at the lowest charge of the active tenants: idle time earns no credit. If several engines serve the model,
+what the others compute is charged too (``charges``).
 
 **Weights.** Let tenants a and b with weights s(a) and s(b) start at equal charges, and let both be able to
 use every chunk from then on: each has a running prompt with tokens left, or a waiting request that is not
@@ -21,117 +21,28 @@ C(a), and after it a is charged only for generated tokens of requests that run a
 never decreases. So C(a) / s(a) - C(b) / s(b) <= (c + G) / s(a); without any chunk for a it is at most G /
 s(a). The same holds with a and b exchanged. ∎
 
-**Within a tenant.** Waiting requests are ordered thus: preempted requests; then the oldest request, if it has
-been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
-all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
-the request whose patience ended first, or that must start now for its first token to come in ``ttft_s``; then
-siblings in the task group that was admitted last, or in an
-earlier one of which some still wait (if the group's consumer counts by its throughput, they go behind all
-requests with the objective ``latency``); then the objective ``latency`` before ``throughput``, where a group
-whose consumer counts by its latency counts as ``latency``, too: it takes its turn among them, as the consumer
-waits for the last of the group. Then come programs of a lower level, short requests before long ones, and the
-longest match. A request is *short* if it has at most SHORT_BATCHES * token_budget tokens to compute. Requests
-that compute ahead (``Origin.is_ahead``) have no siblings, and the objective that goes last.
-
 **Paused programs.** The requests of a paused program (``program_pauses``) wait aside, where they count as
 departed. When it is resumed, they count as preempted. A tenant all of whose requests wait aside is idle.
-
-**Programs.** A program's *level* is 0 until LEVEL_BATCHES * token_budget tokens were computed for it, and
-rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
-goes first (Luo et al., "Autellix", 2025). The levels are coarse, so that programs of one size do not take
-turns and evict each other's tokens. A request *continues* its program if an earlier request of the program
-was admitted. While it is short, it keeps the program's place: of equal objectives and levels it goes before
-siblings, and before the request with the longest match, if its program arrived before theirs did (a request
-without a program arrives alone). So dependent requests run back to back under load (Lin et al., "Parrot",
-OSDI 2024). A long one has lost its tokens in the cache: programs that still have theirs go first. The bound
-on overtaking holds for any order. It counts a request that continues a program from its own arrival, and so
-the work that overtakes by a program's place.
-
-A chunk goes to the first waiting request rather than to a running prompt if that request was preempted or
-overtaken so far, or if it has a higher priority, or else an earlier deadline, or else the objective
-``latency`` and the prompt does not, or else is short and the prompt is long. Of running prompts the first in
-this order goes first. However, the prompt that was admitted first gets a chunk whenever it has less than a
-third of the tokens that the tenant's other prompts got in this step, so that it always advances.
-
-**Short next to long.** Let a short request r of a tenant arrive next to any number of running or waiting long
-prompts of its tenant that have no higher priority, no deadline and the same objective. Let S be the tokens to
-compute of r and of the short requests before it, and a chunk for each overdue or preempted request that
-starts before it. Let P be the least number of prompt tokens that the tenant gets in a step, and P > 2c. Then,
-while r is not blocked and may start by the rules of ``admission`` (it fits into memory and does not delay a
-request that has waited longer for memory), its prompt is computed after at most::
-
-    ceil(4 S / (3 (P - c)))   steps, however many and however long the long prompts are.
-
-Proof. While r or requests before it have tokens left, a long prompt gets a chunk only as the first admitted
-one, and only while it has less than a third of the others' tokens x in this step; with the chunk it has less
-than x / 3 + c. So P < x + x / 3 + c in each step, or x > 3 (P - c) / 4, and all of x counts towards S. ∎
-
-With n tenants that all use their weights, P is on average the tenant's part of the tokens, by the bound
-above.
-
-**Overtaking.** The *work* w(r) of a request is its number of uncached tokens on arrival (at least 1), nodes
-of a select's tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r
-gets the limit M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be
-the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of
-any request. Then, not counting time in which a running request computes the tokens that r needs next::
-
-    O(r) < M(r) + W
-
-This includes the requests that pass r while it does not fit into memory: if the oldest request does not fit
-and has been overtaken this far, no other of its tenant starts. Requests of other tenants may pass it, as long
-as the reservation in ``admission`` says.
-
-Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x, later
-than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request that
-overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) < M(r) + w(x) <=
-M(r) + W after. ∎
-
-So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_FRACTION) A(r) + B + W of its tenant's work. Compared to
-first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
-
-The bound does not depend on priorities, so no request starves: a later request of a higher priority overtakes
-as one with a longer match does. While many requests of a lower priority wait, higher ones go first for B of
-work immediately, and beyond that for OVERTAKEN_FRACTION of the work that the lower ones get in the same time.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
-from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
-from agentflow.engine.request import CacheIdentity, Request, Status
+from agentflow.engine.cache.token_run import TokenRun
+from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.charges import Absent
-from agentflow.engine.scheduling.policies import Clock, Peek, Policy, Preempted
-from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
-from agentflow.engine.submit import PATIENT_GROUPS, Origin
+from agentflow.engine.scheduling.policies import Clock, Peek, Policy
+from agentflow.engine.scheduling.tenant_queue import Program, TenantQueue
+from agentflow.engine.scheduling.waiting_tree import IsBlocked
+from agentflow.engine.submit import Origin
 
-OVERTAKEN_BATCHES = 32
-OVERTAKEN_FRACTION = 0.3
-"""Chosen on the workloads of ``benchmarks/workloads``: smaller values cost cache hits, larger ones delay
-requests that share nothing."""
-SHORT_BATCHES = 1
-"""A request with at most this many full batches to compute is short."""
-OLDEST_PART = 3
-"""A tenant's first admitted prompt gets at least one token for this many of the tenant's other prompts."""
-LEVEL_BATCHES = 32
-LEVEL_FACTOR = 4
-MAX_LEVEL = 4
 MAX_PROGRAMS = 16_384
 """Programs whose place is remembered: those with the latest requests."""
-MAX_PASSED_BY = 16
-"""At most this many blocked requests that continue programs, or open groups, are passed in the search for one
-that is not. The order by match follows then."""
-MIN_GONE = 64
-AFTER_TOKENS = b"\xff" * TOKEN_BYTES
-"""Sorts after all tokens that may follow a run."""
 
 
 class FairLongestPrefix(Policy):
@@ -302,20 +213,14 @@ class FairLongestPrefix(Policy):
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
         tenant = self._tenants.get(identity.tenant)
         if tenant is not None:
-            if tenant.lone is not None:
-                tenant.plant_lone(identity)
-            for tree in tenant.trees:
-                if tree.roots:
-                    tree.tokens_cached(identity, run)
+            for tree in tenant.trees_of(identity):
+                tree.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
         tenant = self._tenants.get(identity.tenant)
         if tenant is not None:
-            if tenant.lone is not None:
-                tenant.plant_lone(identity)
-            for tree in tenant.trees:
-                if tree.roots:
-                    tree.tokens_evicted(identity, run, kept)
+            for tree in tenant.trees_of(identity):
+                tree.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)
@@ -395,484 +300,8 @@ class FairLongestPrefix(Policy):
                 self._absent.set(name, tenant.used)
 
 
-@dataclass(slots=True, eq=False)
-class Program:
-    """One program of a tenant."""
-
-    arrival: int  # of its first request
-    num_tokens: int = 0  # that were computed for it
-    has_begun: bool = False  # a request of it was admitted
-
-
-class TenantQueue:
-    """A tenant's waiting requests, and its charge.
-
-    - ``number``: increases from tenant to tenant.
-    - ``used``: charged tokens, divided by its weight.
-    - ``num_admitted``: requests that run. ``num_waiting``: requests that wait.
-    - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
-      ``other_tokens``.
-    - ``may_begin``: whether some waiting request may not be blocked.
-    - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
-    - ``aside``: requests of paused programs, by id.
-    - ``trees``: of the requests that were short when they arrived, and of the others. Empty before two have
-      waited together. ``lone``: a request that waits alone, and is in neither.
-    """
-
-    def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:
-        self.name = name
-        self.number = number
-        self._clock = clock
-        self._short_tokens = SHORT_BATCHES * token_budget
-        self._level_tokens = LEVEL_BATCHES * token_budget
-        self.weight = 1.0
-        self.used = used
-        self.num_admitted = 0
-        self.num_waiting = 0
-        self.oldest: Request | None = None
-        self.oldest_tokens = self.other_tokens = 0
-        self.may_begin = True
-        self.open_groups: dict[Hashable, None] = {}
-        self.preempted = Preempted()
-        self.aside: dict[int, Request] = {}
-        self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
-        self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
-        self.lone: _Lone | None = None
-        self._num_at: dict[int, int] = {}  # requests in line, by priority
-        self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
-        self._continuing: list[_Place] = []  # requests that continue their programs, in order
-        self._places: dict[int, _Place] = {}  # of requests that have a program, by id
-        self._of_program: dict[int, dict[int, Request]] = {}  # the same, by program and id
-        self._deadlines = TimeHeaps(self.arrivals.waiting)
-        self._patience_ends = TimeHeaps(self.arrivals.waiting)
-
-    def add(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
-        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
-        self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        if request.deadline < math.inf:
-            self._deadlines.add(request.deadline, request)
-        if request.patience_end < math.inf:
-            self._patience_ends.add(request.patience_end, request)
-        self.put_in(request, run, match, program)
-
-    def lose_patience(self, request: Request, patience_end: float) -> None:
-        """The patience of a waiting request ends earlier than it did."""
-        request.patience_end = patience_end
-        self._patience_ends.add(patience_end, request)
-
-    def put_in(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
-        """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
-        The arguments are those of ``add``."""
-        rank = (*_objective_rank(request), 0 if program is None else self._level(program))
-        if self._num_at:
-            if self.lone is not None:
-                self.plant_lone()
-            self._plant(request, run, match, rank)
-        else:
-            self.lone = _Lone(request, run, match, rank)
-        if program is not None:
-            place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
-            self._of_program.setdefault(request.origin.program, {})[request.id] = request
-            if program.has_begun:
-                insort(self._continuing, place)
-        priority = request.origin.priority
-        self._num_at[priority] = self._num_at.get(priority, 0) + 1
-        group = _group_of(request)
-        if group is not None:
-            self._groups.setdefault((priority, group), Siblings()).add(request)
-
-    def remove(self, request: Request) -> None:
-        """The request no longer waits."""
-        if self.preempted.pop(request.id, None) is not None or self.aside.pop(request.id, None) is not None:
-            return
-        self.arrivals.remove(request)
-        for times in (self._deadlines, self._patience_ends):
-            if times.heaps:
-                times.gone(request)
-        self.take_out(request)
-
-    def take_out(self, request: Request) -> None:
-        """Reverses ``put_in``."""
-        if self.lone is not None:
-            self.lone = None
-        else:
-            self._tree_of(request).remove(request)
-        place = self._places.pop(request.id, None)
-        if place is not None:
-            siblings = self._of_program[request.origin.program]
-            del siblings[request.id]
-            if not siblings:
-                del self._of_program[request.origin.program]
-            index = bisect_left(self._continuing, place)
-            if index < len(self._continuing) and self._continuing[index].request is request:
-                del self._continuing[index]
-        priority = request.origin.priority
-        self._num_at[priority] -= 1
-        if not self._num_at[priority]:
-            del self._num_at[priority]
-        group = _group_of(request)
-        if group is not None:
-            key = priority, group
-            self._groups[key].remove(request)
-            if not len(self._groups[key]):
-                del self._groups[key]
-
-    def open_group(self, request: Request) -> None:
-        """A request is admitted: the others of its task group come next."""
-        group = _group_of(request)
-        if group is None:
-            return
-        self.open_groups.pop(group, None)
-        self.open_groups[group] = None
-        if len(self.open_groups) > MAX_PASSED_BY:
-            del self.open_groups[next(iter(self.open_groups))]
-
-    def __contains__(self, request: Request) -> bool:
-        waits_in_line = request.id in self.arrivals.waiting or request.id in self.preempted
-        return waits_in_line or request.id in self.aside
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether no request runs or waits except aside."""
-        return not self.num_admitted and self.num_waiting == len(self.aside)
-
-    def put_aside(self, program: int) -> None:
-        """The requests of a program wait aside."""
-        preempted = [one for one in self.preempted.values() if one.origin.program == program]
-        for request in [*preempted, *self._of_program.get(program, {}).values()]:
-            self.remove(request)
-            self.aside[request.id] = request
-
-    def plant_lone(self, identity: CacheIdentity | None = None) -> None:
-        """Puts a request that waits alone into its tree, because another one waits, or tokens under its
-        identity enter or leave the cache."""
-        lone = self.lone
-        if lone is not None and (identity is None or identity == lone.request.extra_key):
-            self.lone = None
-            self._plant(*lone)
-
-    def _plant(self, request: Request, run: TokenRun, match: int, rank: tuple[int, int, int]) -> None:
-        if not self.trees:
-            self.trees = WaitingTree(), WaitingTree()
-        short, long = self.trees
-        (short if self._is_short(request, match) else long).add(request, run, match, rank)
-
-    def match_of(self, request: Request) -> int:
-        """How many tokens of a waiting request are cached."""
-        if self.lone is not None:
-            return self.lone.match
-        return self._tree_of(request).match_of(request)
-
-    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
-        """The request that gets the next chunk, in the order of the module's docstring."""
-        self.oldest = prompts[0] if prompts else None
-        if self.oldest is not None and OLDEST_PART * self.oldest_tokens < self.other_tokens:
-            return self.oldest
-        chosen: Request | None = None
-        if is_blocked is not None and self.num_waiting and self.may_begin:
-            due = self._first_due(is_blocked)
-            if due is not None:
-                return due
-            if self.may_begin:
-                chosen = self._first_waiting(is_blocked)
-                self.may_begin = chosen is not None  # within a step requests only become blocked
-        if prompts:
-            first = min(prompts, key=self._urgency)
-            if chosen is None or self._urgency(chosen) >= self._urgency(first):
-                return first
-        return chosen
-
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Charges for ``num_tokens`` tokens of the request."""
-        self.used += num_tokens / self.weight
-        if request is self.oldest:
-            self.oldest_tokens += num_tokens
-        else:
-            self.other_tokens += num_tokens
-
-    def start_step(self) -> None:
-        """Forgets the tokens that prompts got in the last step."""
-        self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
-        self.may_begin = True
-        for tree in self.trees:
-            tree.start_step()
-
-    def _first_due(self, is_blocked: IsBlocked) -> Request | None:
-        """A preempted request, or the oldest if it must not be overtaken further."""
-        preempted = self.preempted.first(is_blocked) if self.preempted else None
-        if preempted is not None:
-            return preempted
-        overdue = self.arrivals.overdue()
-        if overdue is None:
-            return None
-        if not is_blocked(overdue, self.match_of(overdue)):
-            return overdue
-        if overdue.is_held_back:
-            self.may_begin = False  # no other may pass it
-        return None
-
-    def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        """The first request that is not blocked, of the highest priority that has one: a preferred request,
-        or the first in the trees."""
-        highest = max(self._num_at, default=0)
-        preferred = self._first_preferred(highest, is_blocked)
-        if preferred is not None:
-            return preferred
-        found = self._first_in_trees(is_blocked)
-        if found is None:
-            return None
-        if found.origin.priority != highest:
-            preferred = self._first_preferred(found.origin.priority, is_blocked)
-        return preferred or self._continuing_before(found, is_blocked) or found
-
-    def _first_preferred(self, priority: int, is_blocked: IsBlocked) -> Request | None:
-        """Of the requests with this priority: the first deadline, then the first whose patience has ended,
-        then a sibling in an open task group, or a request of an earlier program than the sibling's. Siblings
-        whose consumer counts by its throughput do not pass requests with a better objective."""
-        for times in (self._deadlines, self._patience_ends):
-            if not times.heaps:
-                continue
-            urgent = times.first(priority, math.inf if times is self._deadlines else self._clock())
-            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
-                return urgent
-        for group in reversed(self.open_groups):
-            siblings = self._groups.get((priority, group))
-            sibling = None if siblings is None else siblings.first(self.match_of, is_blocked)
-            if sibling is not None:
-                if sibling.origin.task_group >= PATIENT_GROUPS and self._has_better(sibling, is_blocked):
-                    continue
-                return self._continuing_before(sibling, is_blocked) or sibling
-        return None
-
-    def _has_better(self, request: Request, is_blocked: IsBlocked) -> bool:
-        """Whether the first request in the trees has a better objective."""
-        first = self._first_in_trees(is_blocked)
-        return first is not None and _objective_rank(first) < _objective_rank(request)
-
-    def _continuing_before(self, other: Request, is_blocked: IsBlocked) -> Request | None:
-        """The first request that continues a program, if its place is before that of ``other``."""
-        if not self._continuing:
-            return None
-        end = self._places.get(other.id)
-        if end is None:
-            end = _Place((*_objective_rank(other), 0), other.arrival, other.id, other)
-        for place in itertools.islice(self._continuing, MAX_PASSED_BY):
-            if place[:3] >= end[:3]:
-                return None
-            match = self.match_of(place.request)
-            if self._is_short(place.request, match) and not is_blocked(place.request, match):
-                return place.request
-        return None
-
-    def _level(self, program: Program) -> int:
-        """The program's level, from its attained service."""
-        level, limit = 0, self._level_tokens
-        while program.num_tokens >= limit and level < MAX_LEVEL:
-            level += 1
-            limit *= LEVEL_FACTOR
-        return level
-
-    def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
-        """The first request by rank, then short before long, then by match. A long request that the cache has
-        made short since it arrived is short."""
-        if self.lone is not None:
-            request, match = self.lone.request, self.lone.match
-            return None if is_blocked(request, match) else request
-        if not self.trees:
-            return None
-        short_tree, long_tree = self.trees
-        short = short_tree.first(is_blocked) if short_tree.nodes else None
-        long = long_tree.first(is_blocked) if long_tree.nodes else None
-        if short is None or long is None:
-            found = short or long
-        else:
-            is_short = self._is_short(*long)
-            ranks = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
-            long_is_first = (ranks[0], not is_short, -long[1]) < (ranks[1], False, -short[1])
-            found = long if long_is_first else short
-        return None if found is None else found[0]
-
-    def _urgency(self, request: Request) -> tuple[int, float, int, bool]:
-        """Lower goes first."""
-        to_compute = request.num_to_compute
-        if request.status is Status.WAITING:
-            to_compute -= self.match_of(request)
-        elif not request.num_generated:  # a long prompt counts as long until it is computed
-            to_compute += request.num_computed - request.num_shared
-        origin = request.origin
-        objective = 2 if origin.is_ahead else int(origin.objective != "latency")
-        return -origin.priority, request.deadline, objective, to_compute > self._short_tokens
-
-    def _is_short(self, request: Request, match: int) -> bool:
-        return request.num_tokens + request.num_nodes - match <= self._short_tokens
-
-    def _tree_of(self, request: Request) -> WaitingTree:
-        assert self.trees
-        short, long = self.trees
-        return short if request.id in short.nodes else long
-
-
 _Charged = tuple[float, int, TenantQueue]  # charge, tie-break, tenant
 
 
 def _charge_key(tenant: TenantQueue) -> tuple[float, int]:
     return tenant.used, tenant.number
-
-
-def _objective_rank(request: Request) -> tuple[int, int]:
-    """The priority and the objective of a waiting request. Lower goes first."""
-    origin = request.origin
-    if origin.is_ahead:
-        return -origin.priority, 2
-    return -origin.priority, int(origin.objective != "latency" and not origin.gates_latency)
-
-
-class _Lone(NamedTuple):
-    """A request that waits alone, and the other arguments of ``WaitingTree.add``."""
-
-    request: Request
-    run: TokenRun
-    match: int
-    rank: tuple[int, int, int]
-
-
-class _Place(NamedTuple):
-    """The place of a waiting request that belongs to a program. Lower goes first."""
-
-    rank: tuple[int, int, int]  # with the program's level
-    arrival: int  # of the program
-    id: int  # of the request
-    request: Request
-
-
-class Arrived(NamedTuple):
-    """A waiting request."""
-
-    request: Request
-    work: int  # tokens to compute
-    # ``ArrivalQueue.work_departed`` once all requests before it have left: later departures overtake it.
-    overtaken_from: int
-
-
-class ArrivalQueue:
-    """One tenant's waiting requests in order of arrival, and how far the oldest was overtaken.
-
-    ``work_added`` and ``work_departed`` are running totals. Their difference is the waiting work. The work
-    that departed since the oldest arrived, minus the work that was before it, has overtaken it.
-    """
-
-    def __init__(self, min_overtaken: int) -> None:
-        # Finds its first entry in constant time after many removals, which a dict does not guarantee.
-        self.waiting: OrderedDict[int, Arrived] = OrderedDict()
-        self._min_overtaken = min_overtaken
-        self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), with old entries
-        self.work_added = 0
-        self.work_departed = 0
-
-    def add(self, request: Request, work: int) -> None:
-        """A request arrived. ``work``: the tokens that it has to compute."""
-        limit = self._min_overtaken + OVERTAKEN_FRACTION * (self.work_added - self.work_departed)
-        self.waiting[request.id] = Arrived(request, work, self.work_added)
-        heapq.heappush(self._limits, (limit, request.id))
-        self.work_added += work
-
-    def remove(self, request: Request) -> None:
-        """A request left, admitted or not."""
-        self.work_departed += self.waiting.pop(request.id).work
-        while self._limits and self._limits[0][1] not in self.waiting:
-            heapq.heappop(self._limits)
-
-    def overdue(self) -> Request | None:
-        """The oldest request, if no other may overtake it any more."""
-        for oldest in self.waiting.values():
-            overtaken = self.work_departed - oldest.overtaken_from
-            return oldest.request if overtaken >= self._limits[0][0] else None
-        return None
-
-
-def _group_of(request: Request) -> Hashable:
-    """The task group, of which only requests with equal identities are siblings here: they share KV, and
-    wait for the same running prompts."""
-    group = request.origin.task_group
-    return (group, request.extra_key) if group and not request.origin.is_ahead else None
-
-
-class Siblings:
-    """Waiting requests of one task group. Sorted by their tokens, siblings that need the same tokens next
-    are neighbours, and one of them is asked for all."""
-
-    def __init__(self) -> None:
-        self._by_arrival: OrderedDict[int, Request] = OrderedDict()
-        self._by_tokens: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._by_arrival)
-
-    def add(self, request: Request) -> None:
-        """A sibling arrived."""
-        self._by_arrival[request.id] = request
-        insort(self._by_tokens, request, key=_tokens_and_id)
-
-    def remove(self, request: Request) -> None:
-        """The request no longer waits."""
-        del self._by_arrival[request.id]
-        del self._by_tokens[bisect_left(self._by_tokens, _tokens_and_id(request), key=_tokens_and_id)]
-
-    def first(self, match_of: Callable[[Request], int], is_blocked: IsBlocked) -> Request | None:
-        """The oldest, or if that is blocked, the first in the order of their tokens that is not."""
-        oldest = next(iter(self._by_arrival.values()))
-        if not is_blocked(oldest, match_of(oldest)):
-            return oldest
-        index = 0
-        while index < len(self._by_tokens):
-            request = self._by_tokens[index]
-            if request.is_held_back:
-                index += 1
-                continue
-            match = match_of(request)
-            if not is_blocked(request, match):
-                return request
-            after_equals = request.run(match + 1) + AFTER_TOKENS
-            index = bisect_left(self._by_tokens, after_equals, index + 1, key=Request.reusable_run)
-        return None
-
-
-def _tokens_and_id(request: Request) -> tuple[TokenRun, int]:
-    return request.reusable_run(), request.id
-
-
-class TimeHeaps:
-    """Waiting requests by a time, the earliest first. ``heaps``: one for each priority, with old entries.
-    ``waiting``: the ids of the requests that still wait."""
-
-    def __init__(self, waiting: Container[int]) -> None:
-        self.heaps: dict[int, list[tuple[float, int, Request]]] = {}
-        self._num_gone: dict[int, int] = {}  # requests since old entries were dropped
-        self._waiting = waiting
-
-    def add(self, at: float, request: Request) -> None:
-        """Adds a request; ignored for an infinite time."""
-        if at < math.inf:
-            heap = self.heaps.setdefault(request.origin.priority, [])
-            heapq.heappush(heap, (at, request.id, request))
-
-    def gone(self, request: Request) -> None:
-        """The request, with a time or without, no longer waits. Drops old entries once they may be the
-        most."""
-        priority = request.origin.priority
-        heap = self.heaps.get(priority)
-        if heap is None:
-            return
-        num_gone = self._num_gone.get(priority, 0) + 1
-        if num_gone > MIN_GONE and 2 * num_gone > len(heap):
-            self.heaps[priority] = [entry for entry in heap if entry[1] in self._waiting]
-            heapq.heapify(self.heaps[priority])
-            num_gone = 0
-        self._num_gone[priority] = num_gone
-
-    def first(self, priority: int, by: float) -> Request | None:
-        """The earliest request, if its time is not after ``by``."""
-        heap = self.heaps.get(priority)
-        while heap and heap[0][1] not in self._waiting:
-            heapq.heappop(heap)
-        return heap[0][2] if heap and heap[0][0] <= by else None

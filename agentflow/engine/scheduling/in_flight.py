@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentflow.engine.batch import BatchOutput
@@ -297,24 +296,3 @@ class InProgressPrefixes:
             del self._at[place]
         else:
             here.remove(request)
-
-
-def divided(work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
-    """The work as parts of at most ``num_tokens`` tokens and nodes each, or larger ones with a single run of
-    a medium that attends both ways."""
-    parts: list[list[Work]] = [[]]
-    room = num_tokens
-    for request, num_left in work:
-        start = request.num_computed
-        while num_left:
-            num_here = min(num_left, max(room, 1))
-            num_here = request.whole_end(start, start + num_here) - start
-            if num_here > room and parts[-1]:
-                parts.append([])
-                room = num_tokens
-                continue
-            parts[-1].append((request, num_here))
-            num_left -= num_here
-            start += num_here
-            room = max(0, room - num_here)
-    return parts

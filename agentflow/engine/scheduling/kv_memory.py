@@ -24,18 +24,11 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import NO_CHANGES, IntArray, SlotChanges
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
+from agentflow.engine.cache.nodes import Node, PrefixMatch, SlotArray
 from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.prefix_readers import PrefixReaders
-from agentflow.engine.cache.radix_cache import (
-    TOKEN_BYTES,
-    MakeRoom,
-    Node,
-    PrefixMatch,
-    RadixCache,
-    SlotArray,
-    TokenRun,
-    prefix_end,
-)
+from agentflow.engine.cache.radix_cache import MakeRoom, RadixCache
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, prefix_end
 from agentflow.engine.request import CacheIdentity, Request
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ or bounds, nothing of this applies.
   many others as fit. The others take turns: those that were left out of a step come first in the next one,
   and a step has at least one.
 - *Prompts* take the rest of the step, in the order of the policy. A step with a prompt computes at least
-  ``MIN_CHUNK`` tokens of one (``scheduler``).
+  ``MIN_CHUNK`` tokens of one (``step_limits``).
 - *Admission*: a request of the objective ``throughput`` starts beside urgent ones only if all that runs could
   then decode in one step. With a target, an urgent one starts only if all urgent ones could.
 
@@ -26,7 +26,7 @@ LEAST_STRETCH times the decoding of the urgent requests: a tenant cannot push ou
 A request that would break the target alone does not wait for it.
 
 **No starvation.** A request that Pace holds back waits in the policy's order, and counts as one that does not
-fit into memory: the policy's bound on overtaking within a tenant holds for it (``fair_policy``). Across
+fit into memory: the policy's bound on overtaking within a tenant holds for it (``tenant_queue``). Across
 tenants: let r be held back first when the engine has computed n tokens in total. Once it has computed n +
 PASSED_BATCHES * token_budget, a step in which the policy picks r admits no other request after that. If r is
 picked before the others in each later step, as the tenant with the lowest charge is, r starts at the latest

@@ -18,7 +18,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-from agentflow.engine.cache.radix_cache import TokenRun
+from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.charges import Charged
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree

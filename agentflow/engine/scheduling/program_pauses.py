@@ -39,7 +39,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentflow.engine.cache.radix_cache import Node
+from agentflow.engine.cache.nodes import Node
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.kv_memory import KVMemory, LiveProgram, ProgramKey, program_key
 from agentflow.engine.scheduling.policies import Policy

@@ -4,9 +4,8 @@ Continuous batching (Yu et al., "Orca", 2022) with chunked prefill. Each step sc
 request that decodes (``_decode``), then fills the rest of its token budget with chunks of prompts
 (``_prefill``). The policy picks the prompt of each chunk: a running one, or a waiting one, which is admitted
 then (``_admit``). A step is limited in tokens and, once the cost of steps is known, in seconds: beside
-decoding for latency, prompts stretch it to at most ``MAX_STRETCH`` times its duration without them, or to a
-bound that is given (``pace``), and they take at most ``PROMPT_STEP_S`` of it (``LONE_PROMPT_STEP_S`` if there
-is only one request).
+decoding for latency, prompts stretch it by a bounded factor, or to a bound that is given (``pace``), and they
+take a bounded part of a second (``step_limits``).
 
 Running requests and the radix cache share the KV pool. If slots are missing, unlocked cache is evicted. If
 that is not enough, the running request that is cheapest to redo is *preempted*: its slots become free, its
@@ -22,46 +21,45 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.media_run import MediaRun
-from agentflow.engine.request import Request, Row, Status, Work, make_rows
+from agentflow.engine.request import Request, Row, Status, check_size, make_rows
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.batch_builder import build_batch
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
-from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes, divided
+from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory, NewLiveness
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import Clock, FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
+from agentflow.engine.scheduling.retries import Retries
 from agentflow.engine.scheduling.sampling_table import SamplingTable
-from agentflow.engine.scheduling.step_limits import Features, PassSize, StepCost, batch_features
+from agentflow.engine.scheduling.step_limits import (
+    CHUNKS_PER_STEP,
+    LONE_PROMPT_STEP_S,
+    MAX_STRETCH,
+    MIN_CHUNK,
+    MIN_STEP_S,
+    PROMPT_STEP_S,
+    Draft,
+    Features,
+    StepCost,
+    batch_features,
+)
 from agentflow.engine.submit import Objective, Origin
-from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.errors import BadArgument
 
 MAX_FORCED_TOKENS = 32
 """At most this many tokens that a grammar forces are computed in the next step. Longer forced runs are
 scheduled in chunks, like a prompt."""
 MAX_DISPLACED = 64
 """A request may evict this many tokens that open states need next if the batch has room."""
-MAX_STRETCH = 2.75
-"""Limit on the duration of a step that decodes for latency, relative to the same step without prompts."""
-MIN_STEP_S = 0.005
-"""A step may always take this long: the short steps of fast devices need no limit."""
-PROMPT_STEP_S = 0.09
-"""Time that the prompts of a step may take, because a new request waits until the step ends."""
-LONE_PROMPT_STEP_S = 0.2
-"""The same if there is only one request, which larger chunks serve faster."""
-CHUNKS_PER_STEP = 8
-MIN_CHUNK = 16
-"""A chunk is an eighth of the tokens that prompts have in a step, but at least this many."""
-
 NewPolicy = Callable[[Peek, int, Clock], Policy]
 """Makes a policy for a scheduler with this token budget and clock."""
 POLICIES: Mapping[str, NewPolicy] = {
@@ -97,9 +95,10 @@ class RequestFault(Exception):
 class Scheduler:
     """Owns the KV memory of one model and decides which requests run on it. Not thread-safe.
 
-    A step is ``schedule``, then one of ``complete``, ``discard``, ``retry_smaller`` and ``retry_one_by_one``.
-    ``schedule`` may be called once more before: the second batch continues the requests of the first with the
-    tokens that it will sample. Whatever needs these tokens waits, and nothing is preempted.
+    A step is ``schedule``, then one of ``complete``, ``discard``, ``retries.smaller`` and
+    ``retries.one_by_one``. ``schedule`` may be called once more before: the second batch continues the
+    requests of the first with the tokens that it will sample. Whatever needs these tokens waits, and nothing
+    is preempted.
 
     Args:
         num_slots: The size of the KV pool in tokens.
@@ -167,10 +166,9 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._of_state: dict[int, list[Request]] = {}  # the requests that wait or run, by state
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
+        self.retries = Retries(self._in_flight, whole_prompts=config.whole_prompts)
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
-        self._retries: deque[list[Work]] = deque()  # parts of batches, to run before anything else
-        self._pass_size = PassSize()
 
     @property
     def counters(self) -> Counters:
@@ -181,7 +179,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. ``PromptTooLong`` if it could never run."""
-        _check_size(request, self.max_total_tokens, self.memory.slots.total)
+        check_size(request, self.max_total_tokens, self.memory.slots.total)
         room = self.max_total_tokens - request.num_prompt
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.arrival = next(self._arrivals)
@@ -216,19 +214,21 @@ class Scheduler:
         a batch cannot be built, its requests run alone, which finds the one at fault."""
         if self.media is not None and self.media.wanted:
             self.media.start_step()
-        if self._in_flight.launched and self._retries:
+        if self._in_flight.launched and self.retries.parts:
             return None
         while True:
-            draft = self._next_retry() or self._plan()
+            work = self.retries.next() if self.retries.is_used else ()
+            draft = Draft.of(work) if work else self._plan()
             if draft is None:
                 return None
-            draft = self._limited(draft)
+            if draft.num_tokens > self.retries.limit:
+                draft = Draft.of(self.retries.first_part([*draft.tokens.items()]))
             try:
                 return self._build(draft)
             except Exception as error:
                 if len(draft.tokens) == 1:
                     raise RequestFault([*draft.tokens]) from error
-                self._retries.extendleft([[item] for item in reversed(draft.tokens.items())])
+                self.retries.alone([*draft.tokens.items()])
 
     def _plan(self) -> Draft | None:
         """The next step, or None if there is nothing to run."""
@@ -287,7 +287,7 @@ class Scheduler:
                 ready = [r for r in self.running.values() if self._can_decode_ahead(r)]
             decoding, left_out = (ready, ()) if self._pace is None else self._pace.in_turn(ready, bound_s)
             # However many requests decode, a prompt gets at least one token.
-            budget = int(min(self.config.token_budget, self._pass_size.limit))
+            budget = int(min(self.config.token_budget, self.retries.limit))
             limit = max(budget, len(decoding) + 1)
             draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding), bound_s=bound_s)
             for request in decoding:
@@ -352,7 +352,7 @@ class Scheduler:
                     self._hold_back(request)
                     may_admit = self._pace.hold_back(request, self.memory.num_computed)
                     continue
-                if (run := self._missing_at_start(request)) is not None:
+                if (run := self._missing_run(request, draft)) is not None:
                     if not self._encode(request, run.identity, draft):
                         self._hold_back(request)
                     continue
@@ -362,12 +362,18 @@ class Scheduler:
                     continue
                 may_admit = self._has_room_to_run and self.waiting.num_waiting > 0
                 prompts.append(request)
-            if (run := self._missing_next(request, draft)) is not None:
+            if (run := self._missing_run(request, draft)) is not None:
                 if not self._encode(request, run.identity, draft):
                     prompts.remove(request)
                 continue
             num_left = request.num_to_compute - draft.tokens.get(request, 0)
-            num_tokens = self._chunk_size(request, draft, num_left, chunk)
+            available = self.memory.num_available - draft.num_tokens
+            if self.config.whole_prompts:
+                fits = num_left <= available and (num_left <= draft.num_free or not draft.num_tokens)
+                num_tokens = num_left if fits else 0
+            else:
+                most = min(chunk, num_left)
+                num_tokens = draft.chunk_size(request, most, available, self.cost, self.media)
             if not num_tokens and draft.num_tokens > draft.num_decode:
                 return  # no time or no slots are left
             if num_tokens:
@@ -384,16 +390,12 @@ class Scheduler:
         """Whether one more request may run beside the running ones."""
         return len(self.running) < self.config.max_running
 
-    def _missing_at_start(self, request: Request) -> MediaRun | None:
-        """The run that a waiting request needs first, if it has no features."""
+    def _missing_run(self, request: Request, draft: Draft) -> MediaRun | None:
+        """The run that the request needs next, if it has no features."""
         if self.media is None or not request.media:
             return None
-        return self.media.missing(request, self.memory.peek(request.extra_key, request.reusable_run()))
-
-    def _missing_next(self, request: Request, draft: Draft) -> MediaRun | None:
-        """The run of which a running request needs the next token, if it has no features."""
-        if self.media is None or not request.media:
-            return None
+        if request.status is Status.WAITING:
+            return self.media.missing(request, self.memory.peek(request.extra_key, request.reusable_run()))
         start = request.num_computed + draft.tokens.get(request, 0)
         run = self.media.missing(request, start)
         return run if run is not None and run.start <= start else None
@@ -508,8 +510,8 @@ class Scheduler:
             self._pace.ran(took_s)
 
     def _count_step(self) -> None:
-        if self._pass_size.limit < math.inf:
-            self._pass_size.fits()
+        if self.retries.limit < math.inf:
+            self.retries.fits()
         self._counters.steps += 1
         self.memory.num_steps += 1
         if self._reserve.caution:
@@ -519,68 +521,6 @@ class Scheduler:
         """The oldest batch in flight failed: frees its slots and the slots of the batch launched after it.
         Returns its requests, which the caller must release."""
         return self._in_flight.discard()
-
-    def retry_one_by_one(self) -> list[Request]:
-        """The oldest batch in flight failed: runs each of its requests alone, before anything else. If there
-        is only one, returns it, and the caller must release it."""
-        work = self._in_flight.oldest_work()
-        return self._retry(self.discard(), [[item] for item in work])
-
-    def retry_smaller(self) -> list[Request]:
-        """The oldest batch in flight ran out of memory: runs it again in halves, before anything else, and
-        keeps later passes as small. If it cannot be divided, returns its request, and the caller must release
-        it."""
-        work = self._in_flight.oldest_work()
-        if not work:  # its requests have left
-            return self.discard()
-        num_tokens = sum([count for _, count in work])
-        cannot_divide = len(work) == 1 if self.config.whole_prompts else num_tokens == 1
-        if cannot_divide:
-            self._pass_size.does_not_fit()
-            return self._retry(self.discard(), [work])
-        size, requests = self._pass_size.divide(num_tokens), self.discard()
-        return self._retry(requests, self._divided(work, size))
-
-    def _retry(self, requests: list[Request], parts: list[list[Work]]) -> list[Request]:
-        if len(parts) == 1:
-            return requests
-        self._retries.extendleft(reversed(parts))
-        return []
-
-    def _divided(self, work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
-        """Parts of at most ``num_tokens`` tokens each, or larger ones with a single prompt that must be
-        whole."""
-        if not self.config.whole_prompts:
-            return divided(work, num_tokens)
-        parts: list[list[Work]] = []
-        room = 0
-        for item in work:
-            if not parts or item[1] > room:
-                parts.append([])
-                room = num_tokens
-            parts[-1].append(item)
-            room -= item[1]
-        return parts
-
-    def _limited(self, draft: Draft) -> Draft:
-        """The draft, or its first part if memory is too short for all of it. The others are next."""
-        limit = self._pass_size.limit
-        if draft.num_tokens <= limit:
-            return draft
-        first, *others = self._divided([*draft.tokens.items()], int(limit))
-        self._retries.extendleft(reversed(others))
-        return Draft.of(first)
-
-    def _next_retry(self) -> Draft | None:
-        """The next part of a failed batch, without requests released since. Its slots are available: the
-        whole batch had them, and nothing else has run."""
-        while self._retries:
-            left = [item for item in self._retries.popleft() if item[0].status is Status.RUNNING]
-            if left:
-                return Draft.of(left)
-        if self._pass_size.is_dividing:
-            self._pass_size.planned()
-        return None
 
     def finish(self, request: Request) -> None:
         """Removes a request whose output ended by itself, and learns its length."""
@@ -720,50 +660,6 @@ class Scheduler:
             limit_s = min(limit_s, max(MIN_STEP_S, MAX_STRETCH * decode_s))
         return min(PROMPT_STEP_S, limit_s - decode_s)
 
-    def _chunk_size(self, request: Request, draft: Draft, num_left: int, chunk: int) -> int:
-        """How many of the ``num_left`` tokens of the request the draft has room, slots and time for, at most
-        ``chunk``. Takes their time off the draft. A step always gets some tokens of one prompt, however short
-        the time."""
-        available = self.memory.num_available - draft.num_tokens
-        if self.config.whole_prompts:
-            has_room = num_left <= draft.num_free or not draft.num_tokens
-            return num_left if has_room and num_left <= available else 0
-        num_tokens = min(chunk, draft.num_free, num_left, available)
-        given = draft.tokens.get(request, 0)
-        if request.media:
-            num_tokens = self._whole_runs(request, request.num_computed + given, num_tokens, draft)
-            if num_tokens > available:
-                return 0
-        context, is_first = request.num_computed + given, not given
-        needed_s = self.cost.chunk_s(num_tokens, context, is_first=is_first)
-        if needed_s > draft.spare_s:
-            affordable = self.cost.tokens_within(draft.spare_s, context, is_first=is_first)
-            has_others = draft.num_tokens > draft.num_decode or (
-                self.media is not None and self.media.planned
-            )
-            least = 0 if has_others else min(num_tokens, MIN_CHUNK)
-            num_tokens = min(affordable, num_tokens) if affordable >= MIN_CHUNK else least
-            if request.media:
-                num_tokens = self._whole_runs(request, context, num_tokens, draft)
-                num_tokens = num_tokens if num_tokens <= available else 0
-            needed_s = self.cost.chunk_s(num_tokens, context, is_first=is_first)
-        draft.spare_s -= needed_s
-        return num_tokens
-
-    def _whole_runs(self, request: Request, start: int, num_tokens: int, draft: Draft) -> int:
-        """A number of tokens near ``num_tokens`` with which no run that attends both ways is divided, and no
-        run begins that has no features. The step's first chunk may be a whole run that is longer; others
-        wait for a step in which there is room."""
-        if not num_tokens or start >= request.num_prompt:
-            return num_tokens
-        run = None if self.media is None else self.media.first_missing(request, start)
-        if run is not None:
-            num_tokens = min(num_tokens, run.start - start)
-        num_whole = request.whole_end(start, start + num_tokens) - start
-        if num_whole > max(num_tokens, draft.num_free) and draft.num_tokens > draft.num_decode:
-            return 0
-        return num_whole
-
     def _charge(self, request: Request, end: int, num_tokens: int) -> None:
         """Charges the tenant for the last ``num_tokens`` tokens before ``end``, except tokens that were
         charged before: computing them again after a preemption is free."""
@@ -809,57 +705,3 @@ class Scheduler:
         del self.running[request.id]
         if request.id in self._prefills.requests:
             self._prefills.discard(request)
-
-
-@dataclass(slots=True)
-class Draft:
-    """A step being planned."""
-
-    limit: int  # the most tokens of all requests together
-    tokens: dict[Request, int] = field(default_factory=dict)  # scheduled of each request, then its nodes
-    num_tokens: int = 0  # scheduled of all requests
-    num_decode: int = 0  # scheduled by ``_decode``
-    spare_s: float = math.inf  # seconds that prompts may still add
-    bound_s: float = math.inf  # the longest time of the step that requests allow
-
-    @classmethod
-    def of(cls, work: Sequence[Work]) -> Draft:
-        """A step of the work alone."""
-        draft = cls(limit=0)
-        for request, num_tokens in work:
-            draft.add(request, num_tokens)
-        return draft
-
-    @property
-    def num_free(self) -> int:
-        """Tokens that still fit."""
-        return self.limit - self.num_tokens
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        """Schedules ``num_tokens`` more tokens of the request."""
-        self.tokens[request] = self.tokens.get(request, 0) + num_tokens
-        self.num_tokens += num_tokens
-
-
-def _check_size(request: Request, max_total_tokens: int, total_slots: int) -> None:
-    """``PromptTooLong`` for a request that could never run."""
-    num_prompt, tree = request.num_prompt, request.tree
-    limit = f"{max_total_tokens} (the smaller of the model's context and the KV pool)"
-    if tree is None:
-        if num_prompt + (1 if request.max_new_tokens else 0) > max_total_tokens:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens; with its output it must fit into {limit}: shorten it",
-                param="prompt",
-            )
-    elif num_prompt + tree.longest > max_total_tokens:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt} tokens; with the {tree.longest} of its longest choice it must "
-            f"fit into {limit}: shorten it",
-            param="prompt",
-        )
-    elif num_prompt + tree.num_nodes > total_slots:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt} tokens and its choices {tree.num_nodes} to compute; "
-            f"together they must fit into the KV pool of {total_slots}: offer fewer or shorter choices",
-            param="choices",
-        )

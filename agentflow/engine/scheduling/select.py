@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from agentflow.engine.batch import BatchOutput, IntArray, ScoredTokens, TreeAttention
-from agentflow.engine.cache.radix_cache import SlotArray
+from agentflow.engine.cache.nodes import SlotArray
 from agentflow.engine.request import Request, Row
 
 

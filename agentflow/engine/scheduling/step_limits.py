@@ -1,5 +1,5 @@
-"""How large a step may be, learned from past steps: how many prompt tokens fit into a given time
-(``StepCost``), and how many tokens into memory (``PassSize``).
+"""How large a step may be: how long steps take, learned from past ones (``StepCost``), and how many tokens of
+prompts fit into one that is being planned (``Draft``).
 
 The duration of a step is modelled as a weighted sum: a constant (the weights are read once), scheduled
 tokens, rows of logits, tokens of KV that are read, and pairs of query and key within chunks of prompts. The
@@ -10,11 +10,15 @@ prompts are averaged separately, so that a long stretch of decoding does not era
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch
+from agentflow.engine.request import Request, Work
+from agentflow.engine.scheduling.media_work import MediaWork
 
 Features = NDArray[np.float64]
 
@@ -23,8 +27,17 @@ MEMORY_STEPS = 100
 FIT_EVERY = 8
 NUM_FEATURES = 5
 RIDGE = np.array([1e-9, 1e-9, 1e-6, 1e-6, 1e-6])
-RECOVERY_PASSES = 100
-"""After this many passes without a failure, larger ones are tried again: memory may be free by then."""
+MAX_STRETCH = 2.75
+"""Limit on the duration of a step that decodes for latency, relative to the same step without prompts."""
+MIN_STEP_S = 0.005
+"""A step may always take this long: the short steps of fast devices need no limit."""
+PROMPT_STEP_S = 0.09
+"""Time that the prompts of a step may take, because a new request waits until the step ends."""
+LONE_PROMPT_STEP_S = 0.2
+"""The same if there is only one request, which larger chunks serve faster."""
+CHUNKS_PER_STEP = 8
+MIN_CHUNK = 16
+"""A chunk is an eighth of the tokens that prompts have in a step, but at least this many."""
 
 
 def batch_features(batch: Batch) -> Features:
@@ -115,45 +128,78 @@ def _fit_nonnegative(matrix: Features, target: Features) -> Features:
     return coefficients
 
 
-class PassSize:
-    """How many tokens one forward pass may have.
+@dataclass(slots=True)
+class Draft:
+    """A step being planned."""
 
-    A pass that ran out of memory is divided until its parts fit. Later passes are as small, so that they do
-    not fail first. A request that does not fit alone says nothing about the others.
-    """
+    limit: int  # the most tokens of all requests together
+    tokens: dict[Request, int] = field(default_factory=dict)  # scheduled of each request, then its nodes
+    num_tokens: int = 0  # scheduled of all requests
+    num_decode: int = 0  # scheduled by ``_decode``
+    spare_s: float = math.inf  # seconds that prompts may still add
+    bound_s: float = math.inf  # the longest time of the step that requests allow
 
-    def __init__(self) -> None:
-        self.limit: float = math.inf
-        self.is_dividing = False
-        """Whether parts of a failed batch are left to run."""
-        self._limit_before: float = math.inf  # that batch failed
-        self._most_failed = 0  # tokens of a pass
-        self._num_passes = 0  # since the last failure
+    @classmethod
+    def of(cls, work: Sequence[Work]) -> Draft:
+        """A step of the work alone."""
+        draft = cls(limit=0)
+        for request, num_tokens in work:
+            draft.add(request, num_tokens)
+        return draft
 
-    def divide(self, num_tokens: int) -> int:
-        """A pass of ``num_tokens`` tokens ran out of memory. Returns the size of its parts."""
-        if not self.is_dividing:
-            self.is_dividing, self._limit_before = True, self.limit
-        self._most_failed = max(self._most_failed, num_tokens)
-        self._num_passes = 0
-        part = (num_tokens + 1) // 2
-        self.limit = part
-        return part
+    @property
+    def num_free(self) -> int:
+        """Tokens that still fit."""
+        return self.limit - self.num_tokens
 
-    def does_not_fit(self) -> None:
-        """A request did not fit alone, however small its part was."""
-        if self.is_dividing:
-            self.limit, self.is_dividing = self._limit_before, False
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Schedules ``num_tokens`` more tokens of the request."""
+        self.tokens[request] = self.tokens.get(request, 0) + num_tokens
+        self.num_tokens += num_tokens
 
-    def planned(self) -> None:
-        """All parts of the last batch that failed have run."""
-        self.is_dividing = False
+    def chunk_size(
+        self, request: Request, most: int, available: int, cost: StepCost, media: MediaWork | None
+    ) -> int:
+        """How many tokens of the request's prompt the step has room, slots and time for. Takes their time off
+        the step. A step always gets some tokens of one prompt, however short the time.
 
-    def fits(self) -> None:
-        """A pass has run while there is a limit."""
-        self._num_passes += 1
-        if self._num_passes >= RECOVERY_PASSES:
-            self._num_passes = 0
-            self.limit *= 2
-            if self.limit >= self._most_failed:
-                self.limit = math.inf
+        Args:
+            request: The request.
+            most: The most tokens.
+            available: The slots that are left.
+            cost: The durations of steps.
+            media: The encodings of images, if there are any.
+        """
+        num_tokens = min(most, self.num_free, available)
+        given = self.tokens.get(request, 0)
+        context, is_first = request.num_computed + given, not given
+        if request.media:
+            num_tokens = self._whole_runs(request, context, num_tokens, media)
+            if num_tokens > available:
+                return 0
+        needed_s = cost.chunk_s(num_tokens, context, is_first=is_first)
+        if needed_s > self.spare_s:
+            affordable = cost.tokens_within(self.spare_s, context, is_first=is_first)
+            has_others = self.num_tokens > self.num_decode or (media is not None and media.planned)
+            least = 0 if has_others else min(num_tokens, MIN_CHUNK)
+            num_tokens = min(affordable, num_tokens) if affordable >= MIN_CHUNK else least
+            if request.media:
+                num_tokens = self._whole_runs(request, context, num_tokens, media)
+                num_tokens = num_tokens if num_tokens <= available else 0
+            needed_s = cost.chunk_s(num_tokens, context, is_first=is_first)
+        self.spare_s -= needed_s
+        return num_tokens
+
+    def _whole_runs(self, request: Request, start: int, num_tokens: int, media: MediaWork | None) -> int:
+        """A number of tokens near ``num_tokens`` with which no run that attends both ways is divided, and no
+        run begins that has no features. The step's first chunk may be a whole run that is longer; others
+        wait for a step in which there is room."""
+        if not num_tokens or start >= request.num_prompt:
+            return num_tokens
+        run = None if media is None else media.first_missing(request, start)
+        if run is not None:
+            num_tokens = min(num_tokens, run.start - start)
+        num_whole = request.whole_end(start, start + num_tokens) - start
+        if num_whole > max(num_tokens, self.num_free) and self.num_tokens > self.num_decode:
+            return 0
+        return num_whole

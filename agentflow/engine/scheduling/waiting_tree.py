@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import Request
 
 IsBlocked = Callable[[Request, int | None], bool]

@@ -24,7 +24,8 @@ from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.request import SAMPLED_ONCE, Request, Row, Status, make_rows
 from agentflow.engine.scheduling.admission import Admission
 from agentflow.engine.scheduling.in_flight import COMMIT_RUN
-from agentflow.engine.scheduling.scheduler import Draft, Scheduler, SchedulerConfig
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.scheduling.step_limits import Draft
 from agentflow.engine.simulator.cost_model import Amounts
 from agentflow.engine.submit import Objective
 

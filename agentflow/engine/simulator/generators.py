@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentflow.engine.cache.radix_cache import TokenArray
+from agentflow.engine.cache.token_run import TokenArray
 from agentflow.engine.simulator.workload import Arrival
 from agentflow.errors import BadArgument
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache
+from agentflow.engine.cache.nodes import PrefixMatch
+from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.kv_memory import KVMemory, Liveness, NewLiveness, ProgramKey, _End
 from agentflow.engine.scheduling.policies import Clock, FirstCome, Peek

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentflow.engine.cache.radix_cache import TokenArray
+from agentflow.engine.cache.token_run import TokenArray
 from agentflow.engine.submit import Objective
 
 

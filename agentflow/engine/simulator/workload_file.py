@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 import msgspec
 import numpy as np
 
-from agentflow.engine.cache.radix_cache import common_prefix_len, token_run
+from agentflow.engine.cache.token_run import common_prefix_len, token_run
 from agentflow.engine.simulator.generators import generate
 from agentflow.engine.simulator.workload import Arrival, Workload
 from agentflow.engine.submit import Objective

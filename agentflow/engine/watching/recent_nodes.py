@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Hashable, Iterable
 from itertools import islice
 
-from agentflow.engine.cache.radix_cache import Account, Node, RadixCache
+from agentflow.engine.cache.nodes import Account, Node
+from agentflow.engine.cache.radix_cache import RadixCache
 
 PUSHES_PER_NODE = 2
 

@@ -1,4 +1,4 @@
-"""A snapshot of an engine: its last steps, its requests and the recently used part of its radix trees.
+"""A snapshot of an engine: its counters, last steps, requests and the recently used part of its radix trees.
 
 Belongs to the engine's thread. While nothing asks, it costs a record for each step. A snapshot takes a time
 that depends on the limits here, not on the size of the cache.
@@ -6,18 +6,24 @@ that depends on the limits here, not on the size of the cache.
 
 from __future__ import annotations
 
+import resource
 import secrets
+import sys
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import chain, islice
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES, Node
+from agentflow.engine.cache.nodes import Node
+from agentflow.engine.cache.token_run import TOKEN_BYTES
 from agentflow.engine.messages import (
+    BucketCounts,
     EngineSnapshot,
     EngineStats,
     Failed,
@@ -71,8 +77,9 @@ class EngineWatch:
     clock ``perf_counter``.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, model: str) -> None:
         self._scheduler = scheduler
+        self._model = model
         self._began_s = time.perf_counter()
         self._epoch = secrets.randbits(53)
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
@@ -85,6 +92,48 @@ class EngineWatch:
         """Notes until which use of the cache it is ``now``."""
         self._times.note(self._scheduler.memory.cache.clock, now - self._began_s)
         self.notes_use_at = now + TIMES_EVERY_S
+
+    def stats(self, ticket: int, step_times: Sequence[BucketCounts], num_unready: int) -> EngineStats:
+        """The counters and gauges of the engine.
+
+        Args:
+            ticket: of the request for them.
+            step_times: the durations of the phases of steps.
+            num_unready: the requests that wait for their grammar.
+        """
+        scheduler, media = self._scheduler, self._scheduler.media
+        memory, counters = scheduler.memory, scheduler.counters
+        of_media: dict[str, Any] = {}
+        if media is not None:
+            of_media = {
+                "media_encoded": media.num_encoded,
+                "media_evicted": media.num_evicted,
+                "media_encode_s": media.encode_s,
+                "media_feature_bytes": media.feature_bytes,
+                "media_pixel_bytes": media.pixel_bytes,
+            }
+        return EngineStats(
+            ticket=ticket,
+            model=self._model,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            cached_output_tokens=counters.cached_output_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            forced_tokens=counters.forced_tokens,
+            evicted_tokens=counters.evicted_tokens,
+            preemptions=counters.preemptions,
+            free_slots=memory.slots.num_free,
+            cached_slots=memory.cache.num_cached,
+            in_use_slots=memory.num_in_use,
+            total_slots=memory.slots.total,
+            running=len(scheduler.running),
+            waiting=scheduler.waiting.num_waiting + num_unready,
+            peak_resident_bytes=_peak_resident_bytes(),
+            step_times=deepcopy(step_times),  # another thread reads it while this one counts
+            **of_media,
+        )
 
     def snapshot(
         self, asked: SnapshotRequest, requests: Iterable[Request], stats: EngineStats
@@ -161,3 +210,9 @@ class EngineWatch:
             )
             for one in islice(visible, MAX_REQUESTS)
         ]
+
+
+def _peak_resident_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -18,7 +18,7 @@ import anyio
 
 from agentflow.cluster.routing.load import Call
 from agentflow.cluster.routing.text_router import TextRouter
-from agentflow.engine.cache.radix_cache import TOKEN_BYTES
+from agentflow.engine.cache.token_run import TOKEN_BYTES
 from agentflow.runtime.circuit import Attempt
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.request_facts import RequestFacts

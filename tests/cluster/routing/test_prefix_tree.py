@@ -17,7 +17,8 @@ from agentflow.engine.cache.blocks import (
     chain,
     root_digest,
 )
-from agentflow.engine.cache.radix_cache import RadixCache, common_prefix_len
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import common_prefix_len
 
 REPLICAS = range(3)
 KEYS = ("", "other tenant")

@@ -15,7 +15,7 @@ from agentflow.cluster.simulated.published import (
     SentTree,
     SGLangCacheAware,
 )
-from agentflow.engine.cache.radix_cache import common_prefix_len
+from agentflow.engine.cache.token_run import common_prefix_len
 
 
 def tokens(value: int, length: int) -> bytes:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, EvictedBlocks, block_hashes, next_end
-from agentflow.engine.cache.radix_cache import RadixCache, token_run
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
 
 # Pieces of about half a block, so that prefixes branch inside blocks and at their ends.
 PIECES = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([100, 128, 156])), min_size=1, max_size=7)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.cache.nodes import PrefixMatch
 from agentflow.engine.cache.prefix_marks import MIN_REBUILT, PrefixMarks
-from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
 
 
 class Marked:

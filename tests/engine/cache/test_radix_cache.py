@@ -12,15 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from agentflow.engine.cache import blocks, holdings, radix_cache
+from agentflow.engine.cache import blocks, nodes, radix_cache
 from agentflow.engine.cache.blocks import BlocksRemoved
+from agentflow.engine.cache.nodes import PrefixMatch
 from agentflow.engine.cache.prefix_marks import PrefixMarks
-from agentflow.engine.cache.radix_cache import (
-    PrefixMatch,
-    RadixCache,
-    common_prefix_len,
-    token_run,
-)
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import common_prefix_len, token_run
 from agentflow.engine.scheduling.kv_memory import KVSlots
 
 # Few token ids and short sequences, so that prefixes collide often.
@@ -348,7 +345,7 @@ def test_f7a_owners_give_tokens_down_to_one_level(owned, counts, batch):
     """Against the definition, to within a batch, over several evictions: an owner that lost tokens is not
     below another that has tokens left to lose."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holdings, "EVICTION_BATCH", batch)
+        patch.setattr(nodes, "EVICTION_BATCH", batch)
         cache = RadixCache(owner_of=lambda key: key)
         for owner, (size, num_locked, weight) in enumerate(owned):
             insert(cache, owner, list(range(size)), list(range(100 * owner, 100 * owner + size)))
@@ -375,7 +372,7 @@ def test_f7b_an_eviction_touches_the_owners_that_lose_tokens_and_no_others(num_o
     """Counted by the levels that are looked up: a few for each batch that is taken."""
     num_looked_up = 0
 
-    class Counting(radix_cache.Account):
+    class Counting(nodes.Account):
         @property
         def level(self) -> float:
             nonlocal num_looked_up
@@ -390,11 +387,11 @@ def test_f7b_an_eviction_touches_the_owners_that_lose_tokens_and_no_others(num_o
         cache.weigh(0, weight)
         num_looked_up = 0
         assert len(cache.evict(count)) == count
-        assert num_looked_up <= 10 * (1 + count // holdings.EVICTION_BATCH)
+        assert num_looked_up <= 10 * (1 + count // nodes.EVICTION_BATCH)
 
 
 def test_a_tenant_that_needs_room_evicts_from_one_that_has_more(monkeypatch):
-    monkeypatch.setattr(holdings, "EVICTION_BATCH", 1)
+    monkeypatch.setattr(nodes, "EVICTION_BATCH", 1)
     cache = RadixCache(owner_of=lambda key: key[0], idle_after=1000)
     insert(cache, ("small", 1), list(range(20)), list(range(20)))
     insert(cache, ("small", 2), list(range(20)), list(range(20, 40)))

@@ -17,7 +17,7 @@ from support.faults import has_param
 
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import fair_policy
+from agentflow.engine.scheduling import tenant_queue
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
@@ -85,8 +85,8 @@ steps = st.lists(
 @given(plan=steps, least=st.sampled_from([0, 0, 10, 60]), share=st.sampled_from([0.0, 0.0, 0.25, 1.0]))
 def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fair_policy, "OVERTAKEN_BATCHES", least)
-        patch.setattr(fair_policy, "OVERTAKEN_FRACTION", share)
+        patch.setattr(tenant_queue, "OVERTAKEN_BATCHES", least)
+        patch.setattr(tenant_queue, "OVERTAKEN_FRACTION", share)
         policy = FairLongestPrefix(Cache().peek, 1)
         waiting: dict[int, Request] = {}
         limit: dict[int, float] = {}
@@ -304,7 +304,7 @@ def test_a_lower_priority_does_not_starve():
         if chosen.id == 0:
             break
         num_before += 1
-    assert num_before == -(-fair_policy.OVERTAKEN_BATCHES * 32 // 100)
+    assert num_before == -(-tenant_queue.OVERTAKEN_BATCHES * 32 // 100)
 
 
 def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
@@ -319,9 +319,9 @@ def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
         assert chosen is not None
         policy.admit(chosen)
         done[chosen.origin.priority] += 100
-        at_once = fair_policy.OVERTAKEN_BATCHES * 32
-        assert done[1] <= at_once + fair_policy.OVERTAKEN_FRACTION * done[0] + 100
-        assert done[0] == 0 or done[1] >= at_once + fair_policy.OVERTAKEN_FRACTION * (done[0] - 100) - 100
+        at_once = tenant_queue.OVERTAKEN_BATCHES * 32
+        assert done[1] <= at_once + tenant_queue.OVERTAKEN_FRACTION * done[0] + 100
+        assert done[0] == 0 or done[1] >= at_once + tenant_queue.OVERTAKEN_FRACTION * (done[0] - 100) - 100
     assert done[0] > 80_000
 
 
@@ -337,14 +337,14 @@ def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():
         if chosen.id == 0:
             break
         num_before += 1
-    assert num_before == -(-fair_policy.OVERTAKEN_BATCHES * 32 // 100)
+    assert num_before == -(-tenant_queue.OVERTAKEN_BATCHES * 32 // 100)
 
 
 @pytest.mark.parametrize(
     ("choices", "order"), [([[1], [2]], [1, 2, 0]), ([[*range(40)], [*range(1, 40)]], [1, 0, 2])]
 )
 def test_the_nodes_of_a_select_overtake_like_tokens(choices, order, monkeypatch):
-    monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 1)
+    monkeypatch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 1)
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
     policy.add(request(0, 50))
     policy.add(request(1, 20, 12, choices=choices))
@@ -445,7 +445,7 @@ def test_a_tenant_that_leaves_without_a_turn_is_forgotten():
 
 def test_times_stay_in_order_when_old_entries_are_dropped():
     waiting: dict[int, Request] = {}
-    heaps = fair_policy.TimeHeaps(waiting)
+    heaps = tenant_queue.TimeHeaps(waiting)
     for number in random.Random(1).sample(range(400), 400):
         waiting[number] = request(number, 10)
         heaps.add(float(number), waiting[number])
@@ -563,7 +563,7 @@ def test_while_higher_priorities_are_blocked_the_first_deadline_of_a_lower_one_g
 
 
 def test_no_request_passes_an_overdue_one_that_waits_for_memory(monkeypatch):
-    monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 0)
+    monkeypatch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 0)
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
     overdue = request(0, 30)
     policy.add(overdue)
@@ -672,14 +672,14 @@ def test_f7c_each_chunk_goes_to_the_lowest_charge_that_can_use_it(plan):
 def test_f7d_a_step_does_not_look_at_all_tenants_that_wait(num_tenants, monkeypatch):
     num_looked_at = 0
     for name in ("start_step", "next", "charge"):
-        method = getattr(fair_policy.TenantQueue, name)
+        method = getattr(tenant_queue.TenantQueue, name)
 
         def noted(self, *args, method=method):
             nonlocal num_looked_at
             num_looked_at += 1
             return method(self, *args)
 
-        monkeypatch.setattr(fair_policy.TenantQueue, name, noted)
+        monkeypatch.setattr(tenant_queue.TenantQueue, name, noted)
     policy = FairLongestPrefix(Cache().peek, 1000)
     for number in range(num_tenants):
         policy.add(request(number, 10, 0, str(number)))
@@ -715,7 +715,7 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
         needed = made.tokens[: match + 1].tolist()
         return match < made.num_reusable and computing[: match + 1] == needed
 
-    siblings = fair_policy.Siblings()
+    siblings = tenant_queue.Siblings()
     waiting: list[Request] = []
     for number, prompt in enumerate(prompts):
         tokens = np.array([*prompt, 9], dtype=np.int32)

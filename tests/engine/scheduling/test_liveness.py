@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.requests import request_of
 
-from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
+from agentflow.engine.cache.nodes import PrefixMatch
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import kv_memory

@@ -15,8 +15,8 @@ from support.engine.scheduler_harness import Harness
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.media_run import MediaRun, PreparedMedium, lead_tokens, pseudo_tokens
 from agentflow.engine.request import Status
-from agentflow.engine.scheduling.in_flight import divided
 from agentflow.engine.scheduling.media_work import MediaWork
+from agentflow.engine.scheduling.retries import divided
 
 MEDIA = {
     "cat": prepared(b"cat", num_rows=3),

@@ -13,7 +13,7 @@ from support.engine.requests import request_of
 from support.engine.scheduler_harness import Harness
 from support.faults import has_param
 
-from agentflow.engine.cache.radix_cache import INNER_IDS, TOKEN_BYTES
+from agentflow.engine.cache.token_run import INNER_IDS, TOKEN_BYTES
 from agentflow.engine.media_run import (
     ID_BITS,
     INNER_ID_BITS,

@@ -13,7 +13,7 @@ from support.examples import examples
 
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import fair_policy, pace
+from agentflow.engine.scheduling import pace, tenant_queue
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import StepCost
 from agentflow.engine.simulator.cost_model import CostModel
@@ -238,7 +238,7 @@ def test_a_target_that_cannot_be_kept_ends_nothing(policy):
 def test_throughput_work_does_not_starve_beside_a_flood_of_chats(monkeypatch, tenant):
     """Before it starts, only the work that may pass it is computed, and requests that ran then."""
     monkeypatch.setattr(pace, "PASSED_BATCHES", 4)
-    monkeypatch.setattr(fair_policy, "OVERTAKEN_BATCHES", 4)
+    monkeypatch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 4)
     steps = Paced(ROWS, tpot_target_ms=20)
     for _ in range(20):
         steps.add(8, 20)
@@ -251,7 +251,7 @@ def test_throughput_work_does_not_starve_beside_a_flood_of_chats(monkeypatch, te
         steps.add(8, 20)
     passed = 4 * 64.0
     if not tenant:  # the policy counts the 8 tokens of each prompt alone
-        passed = (passed + fair_policy.OVERTAKEN_FRACTION * 20 * 8 + 8) * 28 / 8
+        passed = (passed + tenant_queue.OVERTAKEN_FRACTION * 20 * 8 + 8) * 28 / 8
     assert steps.scheduler.counters.computed_tokens - before <= passed + 9 * 28 + 64
     while work.status is Status.RUNNING:
         steps.step()
@@ -278,7 +278,7 @@ arrivals = st.tuples(
 )
 def test_every_request_ends_and_none_is_overtaken_beyond_the_bound(plan, target_ms, cost):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fair_policy, "OVERTAKEN_BATCHES", 1)
+        patch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 1)
         patch.setattr(pace, "PASSED_BATCHES", 1)
         steps = Paced(cost, max_running=6, tpot_target_ms=target_ms)
         limits: dict[Request, float] = {}
@@ -309,7 +309,7 @@ def test_every_request_ends_and_none_is_overtaken_beyond_the_bound(plan, target_
             made = steps.add(
                 size, output, objective=objective, tenant=tenant, task_group=group, tpot_s=tpot_s
             )
-            limits[made] = 64 + fair_policy.OVERTAKEN_FRACTION * ahead
+            limits[made] = 64 + tenant_queue.OVERTAKEN_FRACTION * ahead
             waiting[made] = size
         while step():
             pass

@@ -13,14 +13,14 @@ from support.examples import examples
 
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import fair_policy
+from agentflow.engine.scheduling import tenant_queue
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
 
 TOKEN_BUDGET = 256
-LEVEL_TOKENS = fair_policy.LEVEL_BATCHES * TOKEN_BUDGET
+LEVEL_TOKENS = tenant_queue.LEVEL_BATCHES * TOKEN_BUDGET
 
 
 def free(request, match) -> bool:
@@ -209,7 +209,7 @@ class Reference:
         number = made.origin.program
         self.continuing.discard(made.id)
         known = self.programs.setdefault(number, Known(made.arrival)) if number else Known(made.arrival)
-        levels = [LEVEL_TOKENS * fair_policy.LEVEL_FACTOR**n for n in range(fair_policy.MAX_LEVEL)]
+        levels = [LEVEL_TOKENS * tenant_queue.LEVEL_FACTOR**n for n in range(tenant_queue.MAX_LEVEL)]
         level = sum(known.num_tokens >= limit for limit in levels)
         is_late = made.origin.objective != "latency" and made.origin.task_group < AWAITED_GROUPS
         self.places[made.id] = (is_late, level), known.arrival, made.id

@@ -13,9 +13,9 @@ from support.engine.requests import request_of
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import scheduler as scheduler_module
-from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
-from agentflow.engine.scheduling.step_limits import StepCost, batch_features
+from agentflow.engine.scheduling import step_limits
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.scheduling.step_limits import MAX_STRETCH, MIN_CHUNK, StepCost, batch_features
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
@@ -255,7 +255,7 @@ def test_streams_keep_their_time_per_token_beside_prompts():
 
 @pytest.mark.parametrize(("num_prompts", "limit"), [(2, "PROMPT_STEP_S"), (1, "LONE_PROMPT_STEP_S")])
 def test_a_step_of_prompts_takes_no_longer_than_stated(num_prompts, limit):
-    limit_s = getattr(scheduler_module, limit)
+    limit_s = getattr(step_limits, limit)
     steps = Steps(cost=COST, token_budget=4096, num_slots=60_000)
     for _ in range(num_prompts):
         steps.add(25_000)

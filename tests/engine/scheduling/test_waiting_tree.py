@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.engine.requests import request_of
 
-from agentflow.engine.cache.radix_cache import RadixCache, token_run
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.waiting_tree import WaitingTree
 from agentflow.protocol.sampling import SamplingParams

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.cache import radix_cache
-from agentflow.engine.cache.radix_cache import Node, RadixCache, token_run
+from agentflow.engine.cache.nodes import Node
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.watching.recent_nodes import recent_nodes
 
 OWNERS = ["ann", "bob"]

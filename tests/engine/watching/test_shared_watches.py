@@ -16,7 +16,7 @@ from support.holds import Hold
 from support.observed_backends import settle
 from support.process_engine import generate, kill, process_engine
 
-from agentflow.engine.cache.radix_cache import Node
+from agentflow.engine.cache.nodes import Node
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import (
     Answer,

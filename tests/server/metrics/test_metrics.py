@@ -21,7 +21,6 @@ from support.process_engine import PLAIN, generate, kill, process_engine
 from support.wire_server import open_generator
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.engine import StepTimes
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileLimits
@@ -442,12 +441,12 @@ def test_tenants_are_bounded_in_number_and_length_and_are_always_shown():
 
 @pytest.mark.parametrize("bound", STEP_BOUNDS_S)
 def test_a_bucket_holds_its_upper_bound(bound):
-    times = StepTimes()
-    times.count(1, bound)
-    times.count(1, bound * 1.01)
+    times = BucketCounts.empty(STEP_BOUNDS_S)
+    times.count(STEP_BOUNDS_S, bound)
+    times.count(STEP_BOUNDS_S, bound * 1.01)
     index = STEP_BOUNDS_S.index(bound)
-    assert times.phases[1].counts[index : index + 2] == [1, 1]
-    assert sum(map(sum, (phase.counts for phase in times.phases))) == 2
+    assert times.counts[index : index + 2] == [1, 1]
+    assert sum(times.counts) == 2
 
 
 def test_buckets_are_cumulative():

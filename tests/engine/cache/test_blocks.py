@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.cache.block_feed import BlockFeed, BlocksReport
-from agentflow.engine.cache.blocks import BlocksStored
+from agentflow.engine.cache.blocks import BlockFeed, BlocksReport, BlocksStored
 from agentflow.engine.cache.radix_cache import RadixCache
 
 

@@ -1,0 +1,197 @@
+"""The outputs of an engine's requests: from sampled tokens to messages.
+
+A request's tokens become text, which may end it (``detokenizer``). A grammar, or the budget of its reasoning
+(``constrained``), may force the tokens that follow. ``Outputs`` reports them, and the end of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.engine.constrained.grammar_cache import GrammarCache
+from agentflow.engine.constrained.jump_forward import Jump
+from agentflow.engine.messages import Finished, FromEngine, Progress
+from agentflow.engine.request import Request, Row
+from agentflow.engine.scheduling.scheduler import Scheduler
+from agentflow.engine.submit import Submit, TopTokens
+from agentflow.engine.text.detokenizer import TextEnd
+from agentflow.engine.text.tokenizer import Tokenizer
+
+
+class Outputs:
+    """The outputs of the unfinished requests of one engine.
+
+    Args:
+        scheduler: gets forced tokens, and the requests that have ended.
+        tokenizer: the model's tokenizer.
+        grammars: the grammars of the requests.
+        end_ids: the model's end tokens.
+        outbox: gets the messages. The caller empties it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        grammars: GrammarCache,
+        end_ids: Collection[int],
+        outbox: list[FromEngine],
+    ) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._end_ids = end_ids
+        self._outbox = outbox
+        self._texts: dict[int, TextEnd] = {}
+        self._constrained: dict[int, ConstrainedRequest] = {}
+        self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def begin(self, request: Request, message: Submit) -> None:
+        """A request is about to enter the queue. Reads the tokens that a dead engine generated, whose text
+        the client already has. Puts the request under its grammar and the budget of its reasoning, and
+        appends what these force first."""
+        params = message.params
+        if params is None or message.score_from:
+            return
+        calls = message.calls if params.stop or params.stop_regex or params.stop_token_ids else None
+        text = self._texts[request.id] = TextEnd(
+            self._tokenizer,
+            params.stop,
+            stop_regex=params.stop_regex,
+            min_tokens=params.min_tokens,
+            calls=calls,
+        )
+        constrained = None
+        if message.constraint is not None or message.thinking is not None:
+            request.is_steered = True
+            constrained = constrained_request(request, message, self._grammars, self._tokenizer)
+            self._constrained[request.id] = constrained
+        for token_id in message.generated_ids:
+            text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
+        if message.generated_text:
+            text.resume(message.generated_text)
+        jump = None if constrained is None else constrained.begin(message.generated_forced)
+        if jump is not None and not text.stopped:
+            self._jump(request, text, jump)
+
+    def advance(self, row: Row) -> None:
+        """Applies the results of one row to its request, and reports them."""
+        request, params = row.request, row.request.params
+        if request.wants_scores:  # a batch has log-probabilities for all requests or for none
+            request.logprobs += row.logprobs
+            request.ranks += row.ranks
+        if params.top_logprobs:
+            request.top_logprobs += row.tops
+        if not row.token_ids:
+            if request.id in self._texts and params.wants_logprobs and row.logprobs:  # of forced tokens
+                self._outbox.append(Progress(request.id, "", (), row.logprobs, row.tops))
+            if row.is_last:
+                reason = self._finish_reasons.get(request.id, "length")
+                self._finish(request, reason, embedding=row.embedding)
+            return
+        [token_id] = row.token_ids
+        text, constrained = self._texts[request.id], self._constrained.get(request.id)
+        if token_id in self._end_ids and not params.ignore_eos:
+            jump = None if constrained is None else constrained.end_reasoning()
+            if jump is None:
+                self._finish(request, "eos")
+            else:
+                self._report(row, "", constrained)
+                self._jump(request, text, jump)
+        elif token_id in params.stop_token_ids and not (
+            text.is_in_call or (constrained is not None and constrained.is_thinking)
+        ):
+            self._finish(request, "stop", token_id)
+        else:
+            is_free = constrained is not None and not constrained.read(token_id)
+            self._report(row, text.push(token_id, is_free=is_free), constrained)
+            if constrained is not None and not text.stopped:
+                jump = constrained.update()
+                if jump is not None:
+                    self._jump(request, text, jump)
+            self.end_if_complete(request)
+
+    def _report(self, row: Row, text: str, constrained: ConstrainedRequest | None) -> None:
+        """Reports sampled tokens."""
+        request = row.request
+        logprobs = row.logprobs if request.params.wants_logprobs else ()
+        answer_at = None if constrained is None else constrained.answer_at
+        self._outbox.append(
+            Progress(request.id, text, row.token_ids, logprobs, row.tops, answer_at=answer_at)
+        )
+
+    def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
+        """Appends the tokens that the grammar, or the budget of reasoning, forces. None behind a stop."""
+        num_dropped = request.num_generated - jump.num_kept
+        delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
+        token_ids = jump.token_ids[: text.num_ids - jump.num_kept]
+        self._scheduler.replace_output(request, jump.num_kept, token_ids)
+        answer_at = self._constrained[request.id].answer_at
+        self._outbox.append(
+            Progress(request.id, delta, token_ids, (), (), num_dropped, jump.forced, answer_at)
+        )
+
+    def end_if_complete(self, request: Request) -> None:
+        """Ends the request if its text is complete or has as many tokens as it may have."""
+        text, constrained = self._texts[request.id], self._constrained.get(request.id)
+        if text.stopped or (constrained is not None and constrained.is_complete()):
+            self._finish_when_scored(request, "stop")
+        elif request.num_generated >= request.max_new_tokens:
+            self._finish_when_scored(request, "length")
+
+    def _finish_when_scored(self, request: Request, reason: str) -> None:
+        """Ends the request, once the log-probabilities of its forced tokens are computed."""
+        if request.wants_scores and request.first_unscored < request.num_tokens:
+            request.is_complete = True
+            self._finish_reasons[request.id] = reason
+        else:
+            self._finish(request, reason)
+
+    def _finish(
+        self, request: Request, reason: str, stopped_by: int | None = None, embedding: bytes = b""
+    ) -> None:
+        text_end, tree = self._texts.get(request.id), request.tree
+        constrained = self._constrained.get(request.id)
+        token_ids: list[int] = []
+        text = ""
+        logprobs: list[float | None] = [*request.logprobs]
+        top_logprobs: list[TopTokens | None] = [*request.top_logprobs]
+        if text_end is not None:
+            ending = text_end.finish()
+            token_ids, text = ending.ids, ending.text
+            reencoded: list[None] = [None] * (len(token_ids) - ending.kept)
+            logprobs = [*logprobs[: ending.kept], *reencoded] if logprobs else []
+            top_logprobs = [*top_logprobs[: ending.kept], *reencoded] if top_logprobs else []
+        self._outbox.append(
+            Finished(
+                request_id=request.id,
+                token_ids=token_ids,
+                text=text,
+                finish_reason=reason,
+                prompt_tokens=request.num_prompt,
+                cached_tokens=request.num_cached,
+                output_tokens=request.num_generated,
+                logprobs=logprobs,
+                top_logprobs=top_logprobs,
+                choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
+                stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
+                forced=[] if constrained is None else constrained.forced_spans(len(text)),
+                forced_tokens=0 if constrained is None else constrained.num_forced(request.num_generated),
+                embedding=embedding,
+                reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
+                answer_at=None if constrained is None else constrained.answer_at,
+                ranks=request.ranks,
+                miss_reason=request.miss_reason,
+            )
+        )
+        self._scheduler.finish(request)
+
+    def drop(self, request_id: int) -> None:
+        """The request has ended, or has failed."""
+        self._texts.pop(request_id, None)
+        self._constrained.pop(request_id, None)
+        self._finish_reasons.pop(request_id, None)
