@@ -14,18 +14,11 @@ import anyio.lowlevel
 import pytest
 from openai.types import BatchError
 from support.apis import openai_answers
-from support.apis.batch_sessions import (
-    MODELS,
-    VENDORS,
-    ask,
-    ask_twice,
-    backend_at,
-    compare,
-    session_on,
-)
+from support.apis.batch_sessions import MODELS, VENDORS, ask, backend_at, compare, session_on
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
 from support.apis.fake_server import Answer, AnyAnswer, Close, Hold, RawAnswer, Received, fake_server
 from support.fake_engine import FakeEngine
+from support.programs import ask_twice
 
 import agentflow as af
 from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
