@@ -34,7 +34,6 @@ import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 import anyio
-import pytest
 from support.fake_engine import TEMPLATE, FakeEngine
 from agentflow.cli.main import main
 from agentflow.server.models import open_models as module

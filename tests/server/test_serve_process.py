@@ -30,7 +30,6 @@ import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
-import pytest
 from support.session_peer import HangingGenerator, opened
 from agentflow.server import serve as serve_module
 from agentflow.server.models.models import one_model
@@ -119,7 +118,7 @@ def loading_server(*arguments: str) -> Iterator[Server]:
             raise
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal(number: signal.Signals) -> None:
     with loading_server() as server:
         assert (server.status("/health/live"), server.status("/health/ready")) == (200, 503)
@@ -141,7 +140,7 @@ def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal(number: signal
     assert isinstance(error, ServerLost)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_a_signal_ends_it_while_it_loads(number: signal.Signals) -> None:
     with loading_server() as server:
         # A probe that keeps its connection.

@@ -153,7 +153,14 @@ def test_too_large_a_pattern_fails_after_bounded_work(name):
     assert sum(entry.callcount for entry in profile.getstats()) < 2 * MAX_STEPS
 
 
-@pytest.mark.parametrize("name", ["exponential states", "large shapes", "many promises", "many stars"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exponential states",
+        "large shapes",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("many promises", "many stars")),
+    ],
+)
 def test_too_large_a_pattern_fails_within_bounded_memory(name):
     gc.collect()
     tracemalloc.start()

@@ -171,7 +171,7 @@ def test_steps_run_without_graphs(
         ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("phi3_partial", {"num_hidden_layers": 2}),
         ("gpt2", {"n_layer": 2}),
-        ("mixtral", {"num_hidden_layers": 2}),
+        pytest.param("mixtral", {"num_hidden_layers": 2}, marks=pytest.mark.full),
         ("gpt_oss", {"num_hidden_layers": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -6,7 +6,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.engine.requests import request_of
 
@@ -108,7 +108,6 @@ def test_tokens_are_computed_ahead_once_also_beside_requests_of_the_same_rank(ta
     assert (also_ahead.status, request.status) == (Status.WAITING, Status.RUNNING)
 
 
-@settings(max_examples=60)
 @given(
     longs=st.lists(st.integers(2 * BUDGET, 40 * BUDGET), max_size=6),
     shorts=st.lists(st.integers(1, BUDGET), min_size=1, max_size=6),
@@ -180,7 +179,6 @@ class NotingCharges:
         return request in self._policy
 
 
-@settings(max_examples=40)
 @given(
     plan=st.lists(
         st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from("ab"), st.integers(0, 10)),

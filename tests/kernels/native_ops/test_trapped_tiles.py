@@ -30,6 +30,7 @@ FLOAT32 = (
     "test_many_rows_over_one_prefix",
     "test_arrays_of_any_stride",
     "test_large_trees",
+    "test_many_rows_use_experts",
 )
 REPEATED = ("embeddings_are_given",)
 """These have the products of whole models."""

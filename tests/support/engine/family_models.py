@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +166,35 @@ def saved_model(name: str, folder: Path, **changed: Any) -> transformers.PreTrai
     kind, own = (MODELS | COMPOSED | OTHERS)[name]
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    is_large = changed.get("vocab_size", 0) > 10_000
+    made = (_made.__wrapped__ if is_large else _made)(kind, json.dumps(SIZES | own | changed))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in made.files.items():
+        (folder / file).write_bytes(content)
+    torch.set_rng_state(made.rng_state)  # what a test draws does not depend on the tests before it
+    return made.model if is_large else copy.deepcopy(made.model)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A model, its files, and the random numbers that come after its weights."""
+
+    model: transformers.PreTrainedModel
+    files: dict[str, bytes]
+    rng_state: torch.Tensor
+
+
+@functools.lru_cache(100)  # several tests have the same models
+def _made(kind: str, config: str) -> _Made:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(kind, **(SIZES | own | changed))
+        transformers.AutoConfig.for_model(kind, **json.loads(config))
     )
     with torch.no_grad():
         for parameter in model.parameters():
             # Large enough that the tokens of a sequence differ and near-ties are rare.
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
-    return model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    return _Made(model.eval(), files, torch.get_rng_state())

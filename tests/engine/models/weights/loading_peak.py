@@ -1,12 +1,15 @@
-"""Loads a model folder in a separate process for test_loading_memory.py.
+"""Loads model folders for test_loading_memory.py, each in a fork of this process, which has imported torch.
 
-"auto" keeps the quantised weights of a GGUF file. Prints three sizes in bytes: the growth of its resident
-memory at the peak and at the end, and the weights'.
+Each line of its input has the kernels, the type and the path; "auto" keeps the quantised weights of a GGUF
+file. For each it prints three sizes in bytes: the growth of the fork's resident memory at the peak and at the
+end, and the weights'.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -32,8 +35,26 @@ def main(folder: Path, name: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     weights = WeightFormat(dtype, keeps_blocks)
     loaded = load_model(folder, config, weights=weights, device=device, kernels=kernels)
-    print(memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before, loaded.model.nbytes)
+    print(memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before, loaded.model.nbytes, flush=True)
+
+
+def fork(kernels: str, name: str, path: str) -> None:
+    """Runs ``main`` in a fork. Prints an empty line if it fails."""
+    if os.fork():
+        if os.wait()[1]:
+            print(flush=True)
+        return
+    status = 1
+    try:
+        os.environ["AGENTFLOW_KERNELS"] = kernels
+        main(Path(path), name)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    for line in sys.stdin:
+        fork(*line.rstrip("\n").split(" ", 2))

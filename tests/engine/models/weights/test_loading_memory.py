@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,32 @@ def write_model(folder: Path, dtype: torch.dtype, *, is_tied: bool) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+LoadingPeak = Callable[[str, Path, str], tuple[int, int, int]]
+
+
+@pytest.fixture(scope="module")
+def loading_peak() -> Iterator[LoadingPeak]:
+    """What ``loading_peak.py`` prints of loading a model with kernels of a name, to a type."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("loading_peak.py"))],
+        # Else the allocator keeps tens of megabytes of freed tensors, more or less by chance.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def measure(kernels: str, path: Path, dtype: str) -> tuple[int, int, int]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{kernels} {dtype} {path}\n")
+            process.stdin.flush()
+            peak, end, weights = map(int, process.stdout.readline().split())
+            return peak, end, weights
+
+        yield measure
+
+
 @pytest.mark.parametrize(
     ("kernels", "stored", "loaded", "is_tied"),
     [
@@ -66,37 +93,21 @@ def write_model(folder: Path, dtype: torch.dtype, *, is_tied: bool) -> None:
     ],
 )
 def test_loading_peaks_at_the_weights_and_one_tensor(
-    kernels: str, stored: str, loaded: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: str, stored: str, loaded: str, is_tied: bool, tmp_path: Path, loading_peak: LoadingPeak
 ) -> None:
-    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     write_model(tmp_path, getattr(torch, stored), is_tied=is_tied)
-    peak, end, weights = loading_peak(tmp_path, loaded)
+    peak, end, weights = loading_peak(kernels, tmp_path, loaded)
     largest = VOCAB * HIDDEN * getattr(torch, loaded).itemsize
     assert end <= weights + SLACK_BYTES
     assert peak <= weights + largest + SLACK_BYTES
 
 
 def test_loading_quantised_weights_releases_the_file_that_they_come_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loading_peak: LoadingPeak
 ) -> None:
-    monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
     write_model(tmp_path, torch.float32, is_tied=True)
     write_gguf(tmp_path, tmp_path / "model.gguf", "Q8_0")
-    peak, end, weights = loading_peak(tmp_path / "model.gguf", "auto")
+    peak, end, weights = loading_peak("native", tmp_path / "model.gguf", "auto")
     assert weights < 1.1 * (tmp_path / "model.gguf").stat().st_size
     assert end <= weights + SLACK_BYTES
     assert peak <= weights + 2 * SLACK_BYTES < 1.6 * weights
-
-
-def loading_peak(path: Path, dtype: str) -> tuple[int, int, int]:
-    """What ``loading_peak.py`` prints."""
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("loading_peak.py")), str(path), dtype],
-        # Else the allocator keeps tens of megabytes of freed tensors, more or less by chance.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    peak, end, weights = map(int, child.stdout.split())
-    return peak, end, weights

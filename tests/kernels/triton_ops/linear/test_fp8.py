@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import RULE, SCALE, Shape, Tree, assert_exact, batch_of, batches, make_case, with_trees
+from support.examples import examples
 
 from agentflow.engine.models.weights.quantising import quantised
 from agentflow.kernels.attention.backend import AttentionRule
@@ -139,7 +140,7 @@ def test_weights_are_rounded_within_the_bound(num_out: int, num_in: int, scale: 
     assert torch.equal(rows, dequantised(weight)[ids].float())
 
 
-@settings(max_examples=15)
+@examples(60)
 @given(
     num_rows=st.sampled_from([1, 2, 16, 17, 64]),
     num_out=st.integers(3, 300),
@@ -281,7 +282,7 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 HEADS = [(4, 2, 8), (9, 3, 64), (3, 3, 48)]
 
 
-@settings(max_examples=8)
+@examples(32)
 @given(st.sampled_from([*OF_DTYPE]), batches(), st.integers(0, 1000), st.sampled_from(HEADS))
 def test_f42q_attention_over_8_bit_floats_equals_float64(
     dtype: torch.dtype, batch: tuple[list[Shape], list[Tree]], seed: int, heads: tuple[int, int, int]
