@@ -35,6 +35,11 @@ class InvalidPattern(ValueError):
     """The pattern is not a regular expression, or it would be too large. The message says why."""
 
 
+class CannotCheck(Exception):
+    """A check of a client's text takes more than its limits allow, or nothing here can make it. The message
+    says why."""
+
+
 def is_verbose(pattern: str) -> bool:
     """Whether a part of the pattern has the flag x."""
     return _VERBOSE.search(pattern) is not None

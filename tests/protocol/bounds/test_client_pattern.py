@@ -18,15 +18,16 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.bounds.client_pattern import (
     CACHE_BYTES,
     MAX_WRITTEN_OUT,
+    CannotCheck,
     InvalidPattern,
     PatternCache,
     compiled,
     written_out,
 )
+from agentflow.protocol.bounds.schema_check import SchemaCheck
 from agentflow.protocol.sampling import check_stop_regex
 from agentflow.protocol.text.stop_pattern import StopPattern
 from agentflow.protocol.text.transform import Transform, apply_transforms
-from agentflow.server.completion.checks import violations
 
 ATOMS = [("a", 1), ("[a-c]", 1), (r"\w", 1), (r"\(", 1), ("[(]", 1), (r"\p{L}", 1)]
 FORMS = ["{{{0}}}", "{{0,{0}}}", "{{,{0}}}?"]
@@ -86,8 +87,12 @@ def test_a_pattern_that_is_too_large_is_compiled_nowhere(pattern: str) -> None:
         apply_transforms("ab", (Transform("regex", pattern),))
     with pytest.raises(BadArgument):
         check_stop_regex(pattern)
-    assert violations({"type": "string", "pattern": pattern}, '"ab"') is None
-    assert violations({"patternProperties": {pattern: False}}, '{"ab": 1}') is None
+    for schema, text in (
+        ({"pattern": pattern}, '"ab"'),
+        ({"patternProperties": {pattern: False}}, '{"ab": 1}'),
+    ):
+        with pytest.raises(CannotCheck):
+            SchemaCheck(schema).violations(text)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,8 @@ def _invalid() -> None:
 
 
 def _schema() -> None:
-    assert violations({"type": "string", "pattern": f"^a|{next(NUMBERS)}$"}, '"ab"') == []
+    check = SchemaCheck({"type": "string", "pattern": f"^a|{next(NUMBERS)}$"})
+    assert check.violations('"ab"').paths == []
 
 
 @pytest.mark.parametrize("use", [_stop_pattern, _transform, _invalid, _schema])
@@ -138,9 +144,8 @@ def test_patterns_of_clients_do_not_accumulate(
     use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = PatternCache(20_000)
-    for module in ("text.stop_pattern", "bounds.client_pattern"):
+    for module in ("text.stop_pattern", "bounds.client_pattern", "bounds.schema_check"):
         monkeypatch.setattr(f"agentflow.protocol.{module}.compiled", small.compiled)
-    monkeypatch.setattr("agentflow.server.completion.checks.compiled", small.compiled)
     for _ in range(300):
         use()
     before = _blocks()
