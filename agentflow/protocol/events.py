@@ -13,6 +13,7 @@ import msgspec
 
 from agentflow.errors import (
     AgentflowError,
+    InvalidValue,
     NotSupported,
     Overloaded,
     RunFailed,
@@ -171,8 +172,8 @@ class Usage(Record, msgspec.Struct, frozen=True):
     ``adapter``, ``tools_changed``, ``system_changed`` or ``rerendered``. Of a sum: ``several`` for different
     reasons. Empty for fewer tokens, and for models behind an API."""
     rejected_answers: int = 0
-    """Answers that violated a constraint which the API does not enforce, so that the model was asked again
-    (``on_unsupported="retry"``)."""
+    """Answers that violated a constraint and were generated again (``on_unsupported="retry"``,
+    ``on_invalid="retry"``)."""
 
     @property
     def hit_rate(self) -> float:
@@ -283,6 +284,8 @@ TopLogprobs = tuple[tuple[TokenLogprob, ...] | None, ...]
 re-encoding the end of the text changed."""
 
 
+MAX_ERROR_TEXT = 20_000
+"""The longest text of an answer that an error has, in characters."""
 MAX_CAUSES = 16
 
 
@@ -296,6 +299,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     op: int | None = None  # its number in the state, from 1, among the ops that ``op_table`` numbers
     retry_after_s: float | None = None  # of an ``Overloaded``: when another attempt may succeed
     param: str | None = None  # the argument that is wrong
+    text: str | None = None  # of an ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT``
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -311,7 +315,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
             retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
             param = link.param if isinstance(link, AgentflowError) else None
-            info = cls(code, message, info, state, op, retry_after_s, param)
+            text = link.text if isinstance(link, InvalidValue) and len(link.text) <= MAX_ERROR_TEXT else ""
+            info = cls(code, message, info, state, op, retry_after_s, param, text or None)
         assert info is not None
         return info
 
@@ -355,6 +360,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             error.place = None if info.state is None or info.op is None else (info.state, info.op)
             if isinstance(error, Overloaded):
                 error.retry_after_s = info.retry_after_s
+            if isinstance(error, InvalidValue):
+                error.text = info.text or ""
         assert error is not None
         return error
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import agentflow as af
 from agentflow import errors
-from agentflow.protocol.events import ErrorInfo, StateFailed, VarFailed
+from agentflow.protocol.events import MAX_ERROR_TEXT, ErrorInfo, StateFailed, VarFailed
 
 
 def all_classes(root: type[errors.AgentflowError] = errors.AgentflowError) -> list[type]:
@@ -84,8 +84,10 @@ def one_info(causes: st.SearchStrategy[ErrorInfo | None]) -> st.SearchStrategy[E
     waits = st.none() | st.floats(0, 1e9)
     texts = st.text(max_size=20)
     params = st.none() | st.text(min_size=1, max_size=20)
-    return st.builds(ErrorInfo, codes, texts, causes, param=params) | st.builds(
-        ErrorInfo, limits, texts, causes, retry_after_s=waits
+    return st.one_of(
+        st.builds(ErrorInfo, codes, texts, causes, param=params),
+        st.builds(ErrorInfo, limits, texts, causes, retry_after_s=waits),
+        st.builds(ErrorInfo, st.just(af.InvalidValue.code), texts, causes, text=params),
     )
 
 
@@ -110,6 +112,14 @@ def test_the_origin_is_the_last_cause(info):
     while error.__cause__ is not None:
         error = error.__cause__
     assert info.origin == ErrorInfo.of(error)
+
+
+def test_a_long_text_is_not_sent_with_its_error():
+    error = af.InvalidValue("too long")
+    error.text = "x" * MAX_ERROR_TEXT
+    assert ErrorInfo.of(error).text == error.text
+    error.text += "x"
+    assert ErrorInfo.of(error).text is None
 
 
 def test_a_foreign_exception_is_sent_as_its_description():

@@ -57,6 +57,8 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: int | None = None  # tokens of the longest output; None: unknown
     decisions: bool = False  # the endpoint for decisions serves the model
     min_cached_tokens: int = 1024  # of the shortest prefix that the vendor caches
+    # What the server is known not to keep of the constraints that it enforces, in sentences for the docs.
+    constraint_faults: tuple[str, ...] = ()
 
     @property
     def reasons_by_default(self) -> bool:
@@ -211,7 +213,9 @@ def facts_as_markdown() -> str:
     for vendor in VENDORS[:2]:
         lines += [f"## {_TITLES[vendor]}", "", *_table("models", _vendor_rows(vendor)), ""]
     servers = [(_TITLES[vendor], all_facts(vendor)[0]) for vendor in VENDORS[2:]]
-    return "\n".join([*lines, "## Compatible servers", "", *_table("server", servers), ""])
+    faults = [f"- *{title}*: {fault}" for title, facts in servers for fault in facts.constraint_faults]
+    lines += ["## Compatible servers", "", *_table("server", servers), ""]
+    return "\n".join([*lines, "Known faults of the servers' constraints:", "", *faults, ""])
 
 
 def _vendor_rows(vendor: Vendor) -> list[tuple[str, ModelFacts]]:

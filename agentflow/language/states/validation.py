@@ -7,6 +7,9 @@ provides the first valid text. So the state never holds an invalid text, and att
 seed of an attempt comes from its place in the fork tree, like any other seed, so recordings and replays need
 nothing more. ``"reask"`` continues the branch of the invalid text instead, with a turn that says why it is
 invalid.
+
+A backend may find a text invalid, too: models behind APIs check whether the server kept the constraint. That
+fails the branch of the attempt, so the next one begins at the prompt again, for ``"reask"`` with the text.
 """
 
 from __future__ import annotations
@@ -99,35 +102,54 @@ class Attempts:
         try:
             for index in range(1, num_attempts + 1):
                 await attempt.settled()
-                if attempt.error is not None:  # not raised: that would count as raised in the program
-                    return ops.Provide(variable.id, error=attempt.error)
-                usage += attempt.end.usage
-                try:
-                    value_of(attempt)
-                except InvalidValue as error:
-                    variable.invalid = error
+                if attempt.error is None:
+                    usage += attempt.end.usage
+                    try:
+                        value_of(attempt)
+                    except InvalidValue as error:
+                        variable.invalid = error
+                    else:
+                        variable.read = attempt.read
+                        variable.outcome = msgspec.structs.replace(attempt.end, var=variable.id, usage=usage)
+                        return ops.Provide(variable.id, attempt.notation)
+                # Not raised: that would count as raised in the program.
+                elif attempt.error.code == InvalidValue.code:
+                    variable.invalid = self._refused(attempt.error)
+                    usage += Usage(rejected_answers=1)
                 else:
-                    variable.read = attempt.read
-                    variable.outcome = msgspec.structs.replace(attempt.end, var=variable.id, usage=usage)
-                    return ops.Provide(variable.id, attempt.notation)
+                    return ops.Provide(variable.id, error=attempt.error)
                 if index < num_attempts:
                     attempt = self._again(index, attempt)
         finally:
             self.base.run.drop(attempt.state)
         raise InvalidValue(f"{variable.invalid} (after {num_attempts} attempts)")
 
+    def _refused(self, info: ErrorInfo) -> InvalidValue:
+        """The error of an attempt that the backend found invalid."""
+        error = info.to_exception()
+        assert isinstance(error, InvalidValue)
+        constraint = self._item.value_type.constraint
+        if constraint is not None:
+            wanted = constraint.source or ", ".join(map(repr, constraint.choices))
+            error.errors = ({"loc": (), "msg": f"it violates the {constraint.kind} {wanted:.500}"},)
+        return error
+
     def _again(self, index: int, last: VariableNode) -> VariableNode:
         """Begins attempt number ``index``: from the prompt alone, or after the fault of the last attempt."""
         last.state.link.check_alive()
-        if self._item.asks_again:
-            branch = last.state
-            before = self._correction(branch.id)
-        else:
-            self.base.run.drop(last.state)
+        invalid = self._variable.invalid
+        assert invalid is not None
+        asks_again = self._item.asks_again and (last.error is None or bool(invalid.text))
+        branch, before = last.state, list[ops.Op]()
+        if last.error is not None or not asks_again:
+            self.base.run.drop(branch)
             (branch,) = self.base.fork(1)
-            before = []
+        if asks_again:
+            before = self._correction(branch.id)
+            if last.error is not None:  # the branch has the prompt alone
+                before.insert(0, ops.Text(branch.id, (invalid.text,)))
         node = self._declared(branch)
-        branch.submit([*before, self._op(node, index)])
+        branch.submit([*before, self._op(node, index, is_repeated=not asks_again)])
         self._begin(node)
         return node
 
@@ -151,8 +173,8 @@ class Attempts:
         Variable(node)
         return node
 
-    def _op(self, node: VariableNode, index: int) -> ops.Gen:
-        """The op of attempt number ``index``."""
+    def _op(self, node: VariableNode, index: int, *, is_repeated: bool = False) -> ops.Gen:
+        """The op of attempt number ``index``; ``is_repeated``: after the prompt alone, as the one before."""
         item, branch, params = self._item, node.state, self._item.params
         capabilities = branch.capabilities
         if params.seed is None and capabilities.seeds:
@@ -160,7 +182,6 @@ class Attempts:
             params = msgspec.structs.replace(params, seed=seed)
         elif params.seed is not None and index:
             params = msgspec.structs.replace(params, seed=derived_seed(str(params.seed), f"attempt {index}"))
-        is_repeated = index and not item.asks_again
         if is_repeated and not params.temperature and capabilities.accepts("temperature"):
             params = msgspec.structs.replace(params, temperature=RETRY_TEMPERATURE)
         constraint = item.value_type.constraint

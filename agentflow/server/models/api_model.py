@@ -25,6 +25,7 @@ from agentflow.errors import (
     BadArgument,
     EngineDown,
     EngineFailed,
+    InvalidValue,
     NotAuthorized,
     NotSupported,
     Overloaded,
@@ -457,9 +458,11 @@ class TenantGenerator:
                 shown = busy
             case ServerUnreachable() | ServerLost() | EngineDown():
                 shown = EngineDown(f"the API of {name} cannot be reached: try again later")
-            case RequestRefused():
+            case RequestRefused() | InvalidValue():
                 text = _ADDRESS.sub("", _FIRST_ADDRESS.sub("the API", str(error)))
                 shown = type(error)(text, param=error.param)
+                if isinstance(error, InvalidValue) and isinstance(shown, InvalidValue):
+                    shown.text = error.text
             case BadArgument() if error.param == "url":  # the API is elsewhere
                 shown = EngineFailed(f"the API of {name} failed: the server's log says why")
             case ServerError() | EngineFailed():

@@ -658,6 +658,8 @@ export interface ErrorInfo {
   retry_after_s?: number | null;
   /** The name of the invalid argument or field, if the error concerns one. */
   param?: string | null;
+  /** Of `invalid_value`: the whole text of the answer, if it has at most 20,000 characters. */
+  text?: string | null;
 }
 
 /**
@@ -908,7 +910,7 @@ export interface Usage {
    * models behind an API.
    */
   miss_reason: string;
-  /** Answers that violated a constraint which the API does not enforce, so that the model was asked again. */
+  /** Answers that violated a constraint and were generated again. */
   rejected_answers: number;
 }
 

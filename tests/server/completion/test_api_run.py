@@ -182,6 +182,15 @@ async def test_answers_that_never_fit_are_a_failure_of_the_model() -> None:
     assert found == (500, "engine_failed", None)
 
 
+@each_form
+async def test_a_server_that_breaks_its_promise_is_a_failure_of_the_model(stream: bool) -> None:
+    async with served_apis(lambda _: words("own", "12 or so"), MODELS) as served:
+        body = {**CHAT.body("How many?", extra={"regex": "[0-9]+"}), "model": "own", "stream": stream}
+        answer = (await post(served, CHAT, body)).text
+    assert "engine_failed" in answer
+    assert served.vendor.url not in answer
+
+
 UNSUPPORTED: list[tuple[Api, dict[str, Any], str]] = [
     (CHAT, {"logprobs": True}, "logprobs"),
     (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -1,36 +1,136 @@
-"""Checks of finished answers against constraints that the API did not enforce."""
+"""Checks of finished answers against their constraints: of those that the API does not enforce, and of those
+that it claims to enforce, since servers ignore constraints or read them differently.
+
+Clients choose constraints and models write texts, so a check has limits. It begins on the event loop with a
+small one, and goes on in a thread with a larger one. Beyond that it is given up (``CannotCheck``).
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Final, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+import anyio.to_thread
 import msgspec
 
+from agentflow.backends.apis.answers.recognition import START, Recognizer
+from agentflow.backends.apis.chat.gbnf import read_pattern
+from agentflow.backends.apis.chat.lark_grammar import read_grammar
 from agentflow.errors import BadArgument, NotSupported
-from agentflow.language.typed.tags import matches_whole, split_at_tags
+from agentflow.language.typed.tags import InTag, split_at_tags
+from agentflow.protocol.bounds.client_pattern import CannotCheck, InvalidPattern, compiled
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.sampling import GenParams
+
+if TYPE_CHECKING:
+    from agentflow.protocol.bounds.schema_check import SchemaCheck
 
 OnUnsupported = Literal["error", "retry"]
 """How a backend treats a constraint that its API cannot enforce: refuse it, or check the answers."""
 CHECKED_KINDS: Final[tuple[ConstraintKind, ...]] = ("regex", "schema", "choices", "tags")
-"""The kinds of constraints that can be checked here."""
+"""The kinds of constraints that a backend may leave to the checks: some grammars cannot be checked."""
 MAX_SHOWN_CHARS = 2_000
 """The length of a constraint's source in a prompt."""
+MAX_REMEMBERED_CHARS: Final = 20_000
+"""The longest source whose compiled check is kept."""
+_SMALL_CHARS: Final = 2_000
+"""The longest source and text whose check begins on the event loop."""
 
 
-def fault_of(constraint: Constraint, text: str) -> str | None:
-    """How ``text`` violates the constraint, for the model; None if it does not. ``NotSupported`` for a
-    grammar, which cannot be checked here.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of one check.
+
+    Attributes:
+        steps: Of a schema or grammar, each a few microseconds at most.
+        steps_of_a_char: Further steps for each character of the text.
+        seconds: Of patterns.
+    """
+
+    steps: int
+    steps_of_a_char: int
+    seconds: float
+
+    def for_text(self, text: str) -> int:
+        """The steps for one text."""
+        return self.steps + self.steps_of_a_char * len(text)
+
+
+INLINE: Final = Limits(300, 0, 0.002)
+"""About two milliseconds of the event loop."""
+FULL: Final = Limits(50_000, 40, 0.2)
+
+Check: TypeAlias = Callable[[str, Limits, "Sequence[str]"], "str | None"]
+"""Takes a text, the limits, and for a text that a stop has ended the texts with which it may have gone on.
+Returns how it violates the constraint, or None."""
+
+
+async def found_fault(constraint: Constraint, text: str, cut_by: Sequence[str] = ()) -> str | None:
+    """``fault_of`` for an event loop.
+
+    Raises:
+        CannotCheck: The check takes too long, or the constraint cannot be checked.
+        BadArgument: The constraint is invalid.
+    """
+    is_small = len(constraint.source) + len(text) <= _SMALL_CHARS
+    if constraint.kind == "choices" and constraint.instead is None:
+        return fault_of(constraint, text, cut_by)
+    if is_small and constraint.kind != "tags":
+        try:
+            return fault_of(constraint, text, cut_by, INLINE)
+        except CannotCheck:
+            pass
+    # Through a list, so that the thread keeps no error, whose frames hold the text.
+    outcome: list[str | Exception | None] = []
+    await anyio.to_thread.run_sync(_check_into, outcome, constraint, text, cut_by)
+    found = outcome.pop()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _check_into(
+    outcome: list[str | Exception | None], constraint: Constraint, text: str, cut_by: Sequence[str]
+) -> None:
+    try:
+        outcome.append(fault_of(constraint, text, cut_by))
+    except Exception as error:
+        outcome.append(error)
+
+
+def fault_of(
+    constraint: Constraint, text: str, cut_by: Sequence[str] = (), limits: Limits = FULL
+) -> str | None:
+    """How ``text`` violates the constraint, for the model; None if it does not.
+
+    Args:
+        constraint: The constraint.
+        text: The text of the answer.
+        cut_by: If a stop may have ended the text, the texts with which it may have gone on: it is then valid
+            as the beginning of a valid one.
+        limits: The limits of the check.
+
+    Raises:
+        CannotCheck: The check takes too long, or the constraint cannot be checked.
+        BadArgument: The constraint is invalid.
 
     >>> fault_of(Constraint("choices", choices=("yes", "no")), "maybe")
     "'maybe' is none of the choices"
-    >>> fault_of(Constraint("regex", "[0-9]+"), "12")
+    >>> fault_of(Constraint("regex", "[0-9]+;"), "12", cut_by=[";"])
     """
-    found = _fault_of(constraint, text)
+    found = _fault_of(constraint, text, cut_by, limits)
     if found is None or constraint.instead is None:
         return found
-    return None if _fault_of(constraint.instead, text) is None else found
+    return None if _fault_of(constraint.instead, text, cut_by, limits) is None else found
+
+
+def going_on(params: GenParams) -> tuple[str, ...]:
+    """The texts with which an answer may have gone on that a stop has ended."""
+    is_known = params.stop and params.stop_regex is None and not params.stop_token_ids
+    return params.stop if is_known else (*params.stop, "")
 
 
 def requirement(constraint: Constraint) -> str:
@@ -50,48 +150,98 @@ def _shown(source: str) -> str:
     return source if len(source) <= MAX_SHOWN_CHARS else source[:MAX_SHOWN_CHARS] + "…"
 
 
-def _fault_of(constraint: Constraint, text: str) -> str | None:
+def _fault_of(constraint: Constraint, text: str, cut_by: Sequence[str], limits: Limits) -> str | None:
     match constraint.kind:
         case "choices":
-            return None if text in constraint.choices else f"{text!r:.200} is none of the choices"
-        case "regex":
-            try:
-                matches = matches_whole(constraint.source, text)
-            except BadArgument:
-                raise
-            except ValueError as error:
-                return str(error)
-            return None if matches else "it does not match the regular expression"
-        case "schema":
-            return _fault_of_json(msgspec.json.decode(constraint.source), text)
+            is_begun = any(choice.startswith(text + more) for choice in constraint.choices for more in cut_by)
+            is_right = text in constraint.choices or is_begun
+            return None if is_right else f"{text!r:.200} is none of the choices"
         case "tags":
-            try:
-                split_at_tags(text, constraint.tags())
-            except BadArgument:
-                raise
-            except (ValueError, RecursionError) as error:
-                return str(error)
-            return None
-        case "grammar":
-            raise NotSupported(
-                "answers cannot be checked against a grammar here: use a regex or a schema, or a server that "
-                "enforces grammars"
-            )
+            return None if cut_by else _fault_of_tags(constraint, text, limits)
+        case kind:
+            found = _check(kind, constraint.source)(text, limits, cut_by)
+    # Servers without patterns, and llama.cpp, write numbers as JSON, which may have spaces around it.
+    number = constraint.as_one_of(["schema"])
+    if found is not None and number is not None and number is not constraint:
+        return None if _check("schema", number.source)(text, limits, cut_by) is None else found
+    return found
 
 
-def _fault_of_json(schema: Any, text: str) -> str | None:
+def _check(kind: ConstraintKind, source: str) -> Check:
+    """The check of a constraint, compiled once if its source is short enough to be kept."""
+    make = _remembered_check if len(source) <= MAX_REMEMBERED_CHARS else _made_check
+    return make(kind, source)
+
+
+def _made_check(kind: ConstraintKind, source: str) -> Check:
+    if kind == "regex":
+        return partial(_fault_of_pattern, source)
+    if kind == "grammar":
+        try:
+            return partial(_fault_in, Recognizer(read_grammar(source)), "it is no text of the grammar")
+        except NotSupported as error:
+            raise CannotCheck(str(error)) from None
     try:
-        from jsonschema import Draft202012Validator
-        from jsonschema.exceptions import best_match
+        from agentflow.protocol.bounds.schema_check import SchemaCheck
     except ImportError as error:
-        raise NotSupported(
-            f"checks of schemas need the package {error.name!r}: pip install 'agentflow-lm[api]'"
-        ) from None
+        raise CannotCheck(f"it needs the package {error.name!r}: pip install 'agentflow-lm[api]'") from None
+    return partial(_fault_of_json, SchemaCheck(msgspec.json.decode(source)))
+
+
+_remembered_check = lru_cache(maxsize=32)(_made_check)
+
+
+def _fault_of_pattern(pattern: str, text: str, limits: Limits, cut_by: Sequence[str]) -> str | None:
+    wrong = "it does not match the regular expression"
     try:
-        value = json.loads(text)
-        fault = best_match(Draft202012Validator(schema).iter_errors(value))
-    except ValueError as error:
-        return f"it is not JSON ({error})"
-    except RecursionError:
-        return "it is nested too deeply"
-    return None if fault is None else f"{fault.json_path}: {fault.message:.500}"
+        matcher = compiled(pattern)
+        match = partial(matcher.fullmatch, timeout=limits.seconds, concurrent=True)
+        if match(text) is not None:
+            return None
+        return None if any(match(text + more, partial=True) is not None for more in cut_by) else wrong
+    except InvalidPattern as error:
+        invalid: Exception | None = BadArgument(f"{pattern!r:.200} is not a regular expression: {error}")
+    except (TimeoutError, RecursionError):  # a search that goes back too often: an automaton never does
+        invalid = None
+    try:
+        return _fault_in(_recognizer(pattern), wrong, text, limits, cut_by)
+    except NotSupported:
+        raise invalid or CannotCheck(f"matching {pattern!r:.200} takes too long") from None
+
+
+@lru_cache(maxsize=8)
+def _recognizer(pattern: str) -> Recognizer:
+    return Recognizer({START: read_pattern(pattern)})
+
+
+def _fault_in(
+    recognizer: Recognizer, wrong: str, text: str, limits: Limits, cut_by: Sequence[str]
+) -> str | None:
+    steps = limits.for_text(text)
+    is_right = recognizer.recognize(text, most_steps=steps) == "whole" or any(
+        recognizer.recognize(text + more, most_steps=steps) != "none" for more in cut_by
+    )
+    return None if is_right else wrong
+
+
+def _fault_of_json(check: SchemaCheck, text: str, limits: Limits, cut_by: Sequence[str]) -> str | None:
+    found = check.violations(text, most_steps=limits.for_text(text), most_pattern_s=limits.seconds)
+    is_cut = bool(cut_by) and found.paths == [()]  # no whole JSON
+    return None if is_cut else found.message or None
+
+
+def _fault_of_tags(constraint: Constraint, text: str, limits: Limits) -> str | None:
+    tags = constraint.tags()
+    try:
+        pieces = split_at_tags(text, tags)
+    except BadArgument:
+        raise
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    for piece in pieces:
+        if isinstance(piece, InTag):
+            tag = tags[piece.index]
+            found = fault_of(Constraint(tag.kind, tag.source), piece.text, limits=limits)
+            if found is not None:
+                return f"after {tag.begin!r}: {found}"
+    return None

@@ -84,6 +84,29 @@ def gbnf_of_grammar(source: str) -> str:
     return "\n".join([f"{names[name]} ::= {_written(part, names)}" for name, part in rules.items()])
 
 
+def read_grammar(source: str) -> dict[str, GrammarPart]:
+    """The rules of a grammar by name, and its terminals. Without a lexer, they have all of the grammar's
+    texts, and more only where a terminal may be read on where the next one begins.
+
+    Raises:
+        NotSupported: The grammar is in GBNF, or has parts that are not read.
+    """
+    if _GBNF_RULE.search(source):
+        raise cannot_express("it is in that notation already")
+    try:
+        rules = _Reader(source).rules()
+    except RecursionError:
+        raise cannot_express("it is nested too deeply") from None
+    _refuse_unknown_names(rules)
+    return rules
+
+
+def _refuse_unknown_names(rules: Mapping[str, GrammarPart]) -> None:
+    unknown = {used for part in rules.values() for used in _names_in(part)} - set(rules)
+    if unknown:
+        raise cannot_express(f"{min(unknown)} is not defined")
+
+
 def _written(part: GrammarPart, names: Mapping[str, str]) -> str:
     return written_part(_renamed(part, names))
 
@@ -250,9 +273,7 @@ class _Lexer:
     def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
         self.rules = rules
         self._steps_left = MAX_STEPS
-        unknown = {used for part in rules.values() for used in _names_in(part)} - set(rules)
-        if unknown:
-            raise cannot_express(f"{min(unknown)} is not defined")
+        _refuse_unknown_names(rules)
         self.nullable: set[str] = set()
         self._first: dict[str, set[str]] = {name: set() for name in rules}
         self._follow: dict[str, set[str]] = {name: set() for name in rules}

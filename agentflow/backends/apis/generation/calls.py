@@ -1,10 +1,11 @@
 """Makes the calls of an ``ApiGenerator``: sends a request, perhaps a second time, reads its answer, and
-charges it. A constraint that the API cannot enforce is checked: an answer that violates it is asked for
-again, with the reason.
+charges it. Answers are checked against their constraints. If the API cannot enforce a constraint, an answer
+that violates it is asked for again, with the reason.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.answers.verification import fault_of, requirement
+from agentflow.backends.apis.answers.verification import found_fault, going_on, requirement
 from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
 from agentflow.backends.apis.generation.conversation import ApiContext
@@ -21,15 +22,20 @@ from agentflow.backends.apis.generation.hedging import Lane, Race
 from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prices import FREE, Billing
-from agentflow.errors import AgentflowError, InvalidValue, RunFailed, ServerLost
+from agentflow.errors import AgentflowError, BadArgument, InvalidValue, NotSupported, RunFailed, ServerLost
+from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities, Usage
 from agentflow.runtime.generator import OnText
+
+logger = logging.getLogger(__name__)
 
 MAX_ANSWERS = 3
 """The answers that are asked for until one satisfies a constraint."""
 LONG_CONSTRAINT = 2_000
 """Constraints with at least as many characters may take a tenth of a second to translate."""
+MAX_UNCHECKED = 1_000
+"""The constraints that cannot be checked of which the log has each once."""
 
 
 class ApiCalls:
@@ -66,6 +72,7 @@ class ApiCalls:
         self.total = Usage()
         self.num_running = 0
         self.num_hedged = 0
+        self._unchecked: set[int] = set()  # hashes of constraints that cannot be checked
 
     async def request(self, context: ApiContext, call: Call) -> Request:
         """The request for a call, made in a thread if its constraint takes long to translate."""
@@ -223,21 +230,61 @@ class ApiCalls:
             usage += answer.usage
             answer.usage = usage
             text = answer.text
-            if answer.calls or answer.finish_reason == "length":
-                return answer
-            found = fault_of(constraint, text)
+            try:
+                found = await _fault(constraint, call, answer)
+            except CannotCheck as error:
+                raise NotSupported(
+                    f"answers cannot be checked against this {constraint.kind} ({error}): write it more "
+                    "simply, or use a server that enforces it"
+                ) from None
             if found is None:
                 return answer
             fault = found
             usage += Usage(rejected_answers=1)
             asked = _asked_again(context, text, constraint, fault)
         await self.reject(context, requests)
-        error = InvalidValue(
+        invalid = InvalidValue(
             f"{MAX_ANSWERS} answers of {self._model} violate the {constraint.kind} constraint; "
             f"the last one: {text!r:.200} ({fault})"
         )
-        error.text = text
-        raise error
+        invalid.text = text
+        raise invalid
+
+    async def require_kept(
+        self, context: ApiContext, request: Request, call: Call, constraint: Constraint, answer: Answer
+    ) -> None:
+        """Checks an answer to a request by which the API should enforce the constraint. ``InvalidValue`` if
+        the answer violates it."""
+        try:
+            found = await _fault(constraint, call, answer)
+        except (CannotCheck, BadArgument) as error:  # a pattern of a notation that is unknown here
+            self._warn_unchecked(constraint, error)
+            return
+        if found is None:
+            return
+        await self.reject(context, [request])
+        source = constraint.source or ", ".join(map(repr, constraint.choices))
+        invalid = InvalidValue(
+            f"{self.transport.endpoint} was sent the {constraint.kind} constraint {source:.200}, and its "
+            f"answer {answer.text!r:.200} violates it ({found:.500}): the server ignores it or reads it "
+            'differently; write it more simply, have values generated again (on_invalid="retry"), or use '
+            "another server"
+        )
+        invalid.text = answer.text
+        raise invalid
+
+    def _warn_unchecked(self, constraint: Constraint, why: Exception) -> None:
+        key = hash(constraint)
+        if key in self._unchecked or len(self._unchecked) >= MAX_UNCHECKED:
+            return
+        self._unchecked.add(key)
+        logger.warning(
+            "%s was sent a %s constraint that answers cannot be checked against (%s): they are taken as they "
+            "come",
+            self.transport.endpoint,
+            constraint.kind,
+            why,
+        )
 
     async def reject(self, context: ApiContext, requests: Sequence[Request]) -> None:
         """No answer to these requests satisfies their constraint. For generators that keep answers."""
@@ -247,6 +294,19 @@ def _counted(answers: Sequence[Answer]) -> Usage | None:
     """The usage of the latest answer; None if it is not complete."""
     usage = answers[-1].usage if answers else Usage()
     return usage if usage.prompt_tokens else None
+
+
+async def _fault(constraint: Constraint, call: Call, answer: Answer) -> str | None:
+    """How an answer violates the constraint; None if it does not, or if it is no whole text.
+
+    Raises:
+        CannotCheck: The check takes too long, or is impossible.
+        BadArgument: The constraint is invalid.
+    """
+    if answer.calls or answer.finish_reason == "length":
+        return None
+    cut_by = going_on(call.params) if answer.finish_reason == "stop" else ()
+    return await found_fault(constraint, answer.text, cut_by)
 
 
 def _no_gate() -> None:

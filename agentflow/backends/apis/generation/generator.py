@@ -1,8 +1,8 @@
 """The ``Generator`` of the backends behind an API.
 
 A context is a list of messages (``conversation``). Each call (``calls``) sends it whole, in the format of the
-API, and streams the answer. A constraint that the API cannot enforce is refused, or with
-``on_unsupported="retry"`` checked.
+API, and streams the answer. Each answer is checked against its constraint. A constraint that the API cannot
+enforce is refused, or with ``on_unsupported="retry"`` asked for again until an answer satisfies it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
-from agentflow.backends.apis.answers.verification import OnUnsupported, fault_of
+from agentflow.backends.apis.answers.verification import OnUnsupported, found_fault
 from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
 from agentflow.backends.apis.embeddings import ApiEmbedder
 from agentflow.backends.apis.generation import decisions
@@ -42,6 +42,7 @@ from agentflow.errors import (
     RequestRefused,
     RunFailed,
 )
+from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, probabilities_of, question_text
@@ -539,7 +540,7 @@ class ApiGenerator:
         if constraint is not None:
             answer.finish(reason)  # with the text that was held back; nothing is visible yet
         wrong = constraint is not None and (
-            reason in ("", "length") or fault_of(constraint, answer.text) is not None
+            reason in ("", "length") or not await _is_kept(constraint, answer.text)
         )
         if wrong or (not reason and not answer.is_visible):
             self._num_failed_speculations += 1
@@ -594,6 +595,8 @@ class ApiGenerator:
             answer = await self._calls.verified(context, call, constraint, on_text, on_reasoning)
         else:
             answer = await self._calls.answer(context, request, call, on_text, on_reasoning)
+            if constraint is not None:
+                await self._calls.require_kept(context, request, call, constraint, answer)
         is_required = is_reply and bool(context.tools) and context.choice.mode == "required"
         if is_required and not answer.calls and answer.finish_reason != "length":
             raise RunFailed(
@@ -603,3 +606,11 @@ class ApiGenerator:
         generated = answer.deliver()
         context.answer(answer.text, answer.calls, answer.reasoning or None, answer.native)
         return generated
+
+
+async def _is_kept(constraint: Constraint, text: str) -> bool:
+    """Whether a text is known to satisfy the constraint, which it was not generated under."""
+    try:
+        return await found_fault(constraint, text) is None
+    except CannotCheck:
+        return False

@@ -144,7 +144,8 @@ async def test_a_retry_after_an_invalid_value_asks_for_that_value_and_what_follo
     async with session_on(vendor) as place:
         found = await place.flow.map(count, ["a"], batch=True, retries=2)
     assert found[0][1] == 4
-    assert sizes(vendor) == [1, 1, 1, 1, 1, 1, 1]  # one of the first stage, three of each later one
+    # One of the first stage, three of the second, and two of the last: "many" violates the constraint.
+    assert sizes(vendor) == [1] * 6
     first = [body for [body] in vendor.sent if len(body["messages"]) == 1]
     assert len(first) == 1
 
@@ -181,6 +182,32 @@ async def test_answers_that_violate_a_constraint_are_not_taken_again(vendor: Fak
         [[_, number]] = await place.flow.map(constrained, ["a"], batch=True, retries=1)
     assert number == "7"
     assert sizes(vendor) == [1, 1, 1, 1, 1]
+
+
+async def test_answers_that_break_the_vendors_promise_are_not_taken_again(vendor: FakeVendor) -> None:
+    form = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+
+    @af.program
+    async def constrained(s: af.State, question: str) -> Any:
+        s += af.user(question) + af.assistant(af.gen("first", max_tokens=8))
+        s += af.user("How many?") + af.assistant(af.gen("number", schema=form, max_tokens=8))
+        return [await s["first"], await s["number"]]
+
+    left = ['{"n": "seven"}', '{"n": 7}']
+
+    def words(body: dict[str, Any]) -> str:
+        return left.pop(0) if "How many?" in json.dumps(body["messages"]) else words_for(body)
+
+    vendor.words = words
+    async with session_on(vendor) as place:
+        [[_, number]] = await place.flow.map(constrained, ["a"], batch=True, retries=1)
+    assert number == {"n": 7}
+    assert sizes(vendor) == [1, 1, 1]
 
 
 async def test_a_later_map_asks_again_where_an_answer_was_filtered(tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""Recognizes the texts of a grammar (Earley, "An efficient context-free parsing algorithm", 1970, on networks
+of states instead of dotted rules, as in Woods, "Transition network grammars", 1970).
+
+A text of a regular expression is read in linear time, one of an unambiguous grammar mostly so. Each step
+counts, and a text that needs too many is given up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from agentflow.backends.apis.chat.gbnf import Chars, Either, GrammarPart, Named, Repeated, Row
+from agentflow.protocol.bounds.client_pattern import CannotCheck
+
+START: Final = "start"
+MAX_STATES: Final = 10_000
+"""The states of a network, with repeats written out."""
+
+Recognized = Literal["whole", "beginning", "none"]
+
+
+@dataclass(slots=True)
+class _State:
+    """A state, which the next character, a rule or nothing leads to the states after it.
+
+    Attributes:
+        chars: Reads one of these characters; None: reads nothing.
+        rule: Reads a text of this rule; empty: of none.
+        after: The next states.
+        ends: The rule whose text ends here; empty: none.
+    """
+
+    chars: _Class | None = None
+    rule: str = ""
+    after: list[int] = field(default_factory=list)
+    ends: str = ""
+
+
+class _Class:
+    """A class of characters, with its ranges in order."""
+
+    __slots__ = ("_ends", "_is_negated", "_starts")
+
+    def __init__(self, chars: Chars) -> None:
+        ranges: list[tuple[int, int]] = []
+        for first, last in sorted(chars.ranges):
+            if ranges and first <= ranges[-1][1] + 1:
+                ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
+            else:
+                ranges.append((first, last))
+        self._starts = [first for first, _ in ranges]
+        self._ends = [last for _, last in ranges]
+        self._is_negated = chars.is_negated
+
+    def has(self, point: int) -> bool:
+        """Whether a code point is in the class."""
+        at = bisect_right(self._starts, point) - 1
+        return (at >= 0 and point <= self._ends[at]) is not self._is_negated
+
+
+class Recognizer:
+    """Recognizes the texts of one grammar. May be used in several threads.
+
+    Args:
+        rules: The rules by name, among them ``start``.
+
+    Raises:
+        CannotCheck: The grammar is too large.
+
+    >>> from agentflow.backends.apis.chat.gbnf import read_pattern
+    >>> numbers = Recognizer({"start": read_pattern("[0-9]+(,[0-9]+)*")})
+    >>> [numbers.recognize(text, most_steps=100) for text in ("1,2", "1,", "1;")]
+    ['whole', 'beginning', 'none']
+    """
+
+    def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
+        self._states: list[_State] = []
+        self._classes: dict[Chars, _Class] = {}
+        self._starts: dict[str, int] = {}
+        for name, part in rules.items():
+            end = self._state(_State(ends=name))
+            self._starts[name] = self._network(part, end)
+
+    def recognize(self, text: str, *, most_steps: int) -> Recognized:
+        """Whether the grammar has the text, or at least one that begins with it.
+
+        Args:
+            text: The text.
+            most_steps: The steps that this may take, each a fraction of a microsecond.
+
+        Raises:
+            CannotCheck: It takes more.
+        """
+        # The rules that are read from each position on, and where reading goes on after them: the next state,
+        # and the position where the rule around it began.
+        waiting: list[dict[str, list[tuple[int, int]]]] = []
+        items = [(self._starts[START], 0)]
+        steps_left = most_steps
+        for at in range(len(text) + 1):
+            here: dict[str, list[tuple[int, int]]] = {}
+            waiting.append(here)
+            empty: set[str] = set()  # the rules that have the empty text here
+            seen = set(items)
+            reading: list[tuple[_Class, int, int]] = []
+            is_whole = False
+            while items:
+                number, began = items.pop()
+                state = self._states[number]
+                found: list[tuple[int, int]] = []
+                if state.chars is not None:
+                    reading.append((state.chars, state.after[0], began))
+                elif state.ends:
+                    if began == at:
+                        empty.add(state.ends)
+                    found = waiting[began].get(state.ends, [])
+                    is_whole = is_whole or (state.ends == START and began == 0)
+                elif state.rule:
+                    if state.rule not in here:
+                        here[state.rule] = []
+                        found = [(self._starts[state.rule], at)]
+                    here[state.rule].append((state.after[0], began))
+                    if state.rule in empty:
+                        found = [*found, (state.after[0], began)]
+                else:
+                    found = [(after, began) for after in state.after]
+                steps_left -= 1 + len(found)
+                if steps_left < 0:
+                    raise CannotCheck("the text takes too many steps")
+                for item in found:
+                    if item not in seen:
+                        seen.add(item)
+                        items.append(item)
+            if at == len(text):
+                return "whole" if is_whole else "beginning"
+            point = ord(text[at])
+            steps_left -= len(reading)
+            items = [*{(after, began) for chars, after, began in reading if chars.has(point)}]
+            if not items:
+                return "none"
+        raise AssertionError
+
+    def _state(self, state: _State) -> int:
+        if len(self._states) >= MAX_STATES:
+            raise CannotCheck("the grammar is too large")
+        self._states.append(state)
+        return len(self._states) - 1
+
+    def _network(self, part: GrammarPart, after: int) -> int:
+        """Adds the states that read a part. Returns the first one; the last one leads to ``after``."""
+        if isinstance(part, Chars):
+            chars = self._classes.setdefault(part, _Class(part))
+            return self._state(_State(chars, after=[after]))
+        if isinstance(part, Named):
+            return self._state(_State(rule=part.name, after=[after]))
+        if isinstance(part, Row):
+            for one in reversed(part.parts):
+                after = self._network(one, after)
+            return after
+        if isinstance(part, Either):
+            return self._state(_State(after=[self._network(option, after) for option in part.options]))
+        assert isinstance(part, Repeated)
+        if part.most is None:
+            again = self._state(_State(after=[after]))
+            self._states[again].after.append(self._network(part.part, again))
+            first = again
+        else:
+            first = after
+            for _ in range(part.most - part.least):
+                first = self._state(_State(after=[self._network(part.part, first), after]))
+        for _ in range(part.least):
+            first = self._network(part.part, first)
+        return first
