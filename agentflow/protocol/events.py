@@ -44,6 +44,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
 
 
+USE_ANOTHER = 'use an engine, or on_unsupported="retry" with a model behind an API'
+"""The remedy for an answer that a model cannot be held to."""
+
+
 class Capabilities(msgspec.Struct, frozen=True):
     """The features of a generator. Ops that need others are rejected before anything runs."""
 
@@ -98,7 +102,7 @@ class Capabilities(msgspec.Struct, frozen=True):
             if part is not None and part.as_one_of(self.constraints) is None:
                 raise NotSupported(
                     f"{self.model} does not support constraints of the kind {part.kind!r} "
-                    f"(supported: {', '.join(self.constraints) or 'none'})"
+                    f"(supported: {', '.join(self.constraints) or 'none'}): {USE_ANOTHER}"
                 )
 
     def require_embeddings(self, model: str = "", param: str = "model") -> None:

@@ -32,7 +32,7 @@ from agentflow.errors import (
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
-from agentflow.protocol.events import Capabilities
+from agentflow.protocol.events import USE_ANOTHER, Capabilities
 from agentflow.protocol.images import FILE, Video, check_frames, check_source, most_bytes_of
 from agentflow.protocol.text.transform import check_transforms, check_written
 
@@ -136,7 +136,7 @@ def _check_select(op: ops.Select) -> None:
 
 def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
     if not capabilities.select:
-        raise NotSupported(f"{capabilities.model} cannot select: it does not score choices")
+        raise NotSupported(f"{capabilities.model} cannot select: {USE_ANOTHER}")
 
 
 def _check_decide(op: ops.Decide) -> None:
@@ -146,7 +146,7 @@ def _check_decide(op: ops.Decide) -> None:
 
 def _require_decide(op: ops.Decide, capabilities: Capabilities) -> None:
     if not capabilities.decisions:
-        raise NotSupported(f"{capabilities.model} cannot decide: it does not score answers")
+        raise NotSupported(f"{capabilities.model} cannot decide: {USE_ANOTHER}")
 
 
 def _require_read(op: ops.Read, capabilities: Capabilities) -> None:

@@ -43,7 +43,7 @@ STREAMS: dict[str, list[ServerEvent]] = {
             openai_answers.event(chunk)
             for chunk in (
                 *openai_answers.reasoning_chunks("Let me"),
-                *openai_answers.text_chunks("Hel", "lo"),
+                *openai_answers.text_chunks("gre", "en"),
                 *openai_answers.call_chunks(("c1", "find", ['{"a":', "1}"])),
                 *openai_answers.ending("tool_calls"),
             )
@@ -53,14 +53,14 @@ STREAMS: dict[str, list[ServerEvent]] = {
     "completions": events(
         *[
             openai_answers.event({"object": "text_completion", "choices": [{"index": 0, **choice}]})
-            for choice in ({"text": "Hel"}, {"text": "lo"}, {"text": "", "finish_reason": "length"})
+            for choice in ({"text": "gre"}, {"text": "en"}, {"text": "", "finish_reason": "length"})
         ],
         openai_answers.DONE,
     ),
     "responses": events(
         *responses_answers.events(
             responses_answers.beginning(),
-            responses_answers.message("Hel", "lo"),
+            responses_answers.message("gre", "en"),
             responses_answers.call("c1", "find", '{"a":', "1}", index=1),
             responses_answers.ending(),
         )
@@ -71,7 +71,7 @@ STREAMS: dict[str, list[ServerEvent]] = {
             for part in (
                 anthropic_answers.beginning(),
                 *anthropic_answers.thinking_block("Let me"),
-                *anthropic_answers.text_block("Hel", "lo", index=1),
+                *anthropic_answers.text_block("gre", "en", index=1),
                 *anthropic_answers.call_block("c1", "find", '{"a":', "1}", index=2),
                 *anthropic_answers.ending("tool_use"),
             )
