@@ -228,6 +228,11 @@ def test_the_ends_of_answers_by_other_names(reason: str, expected: str) -> None:
     assert (text, found) == ("a", expected)
 
 
+def test_white_space_after_the_last_event() -> None:
+    ended = [event for event in STREAMS["chat"] if event.data != b"[DONE]"]
+    assert read("chat", [*ended, ServerEvent("", b"[DONE] ")]) == read("chat", STREAMS["chat"])
+
+
 def test_an_unknown_end_of_an_answer_is_an_error() -> None:
     chunk = {"choices": [{"delta": {"content": "a"}, "finish_reason": "insufficient_system_resource"}]}
     with pytest.raises(EngineFailed):

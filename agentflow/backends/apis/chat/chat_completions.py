@@ -349,7 +349,7 @@ class StreamReader(ABC):
 
     def event(self, event: ServerEvent) -> None:
         """Reads one event."""
-        if event.data == DONE:
+        if event.data.startswith(DONE):
             self.is_over = True
             self.close()
             return

@@ -58,6 +58,10 @@ DRAIN_S = 0.1
 KEEPALIVE_S = 60.0
 _OF_STREAMS: Mapping[str, str] = {"content-type": "application/json", "accept": "text/event-stream"}
 """The headers of a request whose answer is a stream."""
+_UNTYPED = ("", "text/plain", "application/octet-stream")
+"""The types of bodies about which a server says nothing."""
+_OF_EVENTS = (b"data:", b"event:", b":", b"id:")
+"""The beginnings of a stream of events."""
 
 
 class EventSink(Protocol):
@@ -384,9 +388,14 @@ class ApiTransport:
             raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
         if (detail := _error_in(exchange.body)) is not None:  # some servers report errors with the status 200
             raise self.errors.of_event(detail)
+        where = "is it the address of an API (it usually ends in /v1)?"
+        if exchange.encoding:
+            where = f"its compression ({exchange.encoding!r:.50}) was not asked for: does a proxy add it?"
+        elif exchange.content_type == "application/json":
+            where = "does a proxy wait for the whole answer, or does the model not stream?"
         raise ProtocolError(
-            f"{self.errors.server} answered with {exchange.content_type or 'no content type'!r} and not with "
-            "a stream of events: is it the address of an API (it usually ends in /v1)?"
+            f"{self.errors.server} answered with {exchange.content_type or 'no content type'!r:.100} and not "
+            f"with a stream of events: {where}"
         )
 
     async def _fetch(
@@ -460,6 +469,8 @@ class _Exchange:
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.content_type = ""
+        self.encoding = ""  # of the body; empty: none
+        self._may_be_stream = False  # the body has no type, and its beginning tells
         self._stall_timeout_s = stall_timeout_s
         self._sink = sink
         self._events = events
@@ -481,19 +492,20 @@ class _Exchange:
         if self.turn is not None:
             self.turn.answered(self.headers, is_refused=self.status >= 400)
         self.content_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_plain = response.headers.get("content-encoding", "identity").lower() in ("", "identity")
-        self.is_stream = (
-            self._sink is not None
-            and self.status == 200
-            and self.content_type == "text/event-stream"
-            and is_plain
-        )
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        self.encoding = "" if encoding == "identity" else encoding
+        is_read = self._sink is not None and self.status == 200 and not self.encoding
+        self.is_stream = is_read and self.content_type == "text/event-stream"
+        self._may_be_stream = is_read and self.content_type in _UNTYPED
 
     def receive(self, chunk: bytes) -> None:
         """A part of the body has arrived."""
         if self.scope.cancel_called:
             return
         self._num_bytes += len(chunk)
+        if self._may_be_stream:
+            self._may_be_stream = False
+            self.is_stream = chunk.startswith(_OF_EVENTS)
         if not self.is_stream or self._sink is None or self._events is None:
             self._parts.append(chunk)
             if self._num_bytes > (MAX_WHOLE_BYTES if self._sink is None else MAX_ERROR_BYTES):
@@ -512,6 +524,8 @@ class _Exchange:
             return
         events = reader.push(chunk)
         for event in events:
+            if not event.data or event.data.isspace():
+                continue  # it keeps the connection alive
             sink.event(event)
             if not self._has_begun:
                 self._has_begun = True

@@ -168,6 +168,31 @@ async def test_the_longest_wait_that_a_server_may_ask_for_is_kept() -> None:
         assert len(server.received) == 1
 
 
+@pytest.mark.parametrize("content_type", [None, "text/plain; charset=utf-8", "application/octet-stream"])
+async def test_a_stream_without_its_type(content_type: str | None) -> None:
+    for before in ([], [b": hello\n\n"], [b"event: ping\ndata:\n\n", b"data: \n\n"]):
+        answer = Answer([*before, *EVENTS], content_type=content_type)
+        async with opened([answer]) as (transport, _):
+            assert await stream(transport) == ["1", "2", "end"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(EVENTS, headers={"content-encoding": "gzip"}, content_type=STREAM),
+        Answer(EVENTS, headers={"content-encoding": "gzip"}, content_type=None),
+        Answer(b'{"choices": []}'),
+        Answer(b"database", content_type="text/plain"),
+        Answer(EVENTS, content_type="text/html"),
+    ],
+)
+async def test_an_answer_that_is_no_stream(answer: Answer) -> None:
+    async with opened([answer, good()]) as (transport, server):
+        with pytest.raises(ProtocolError):
+            await stream(transport)
+        assert len(server.received) == 1
+
+
 @pytest.mark.on_trio
 @pytest.mark.parametrize("wait", ["0", "-5", "Wed, 21 Oct 2015 07:28:00 GMT"])
 async def test_a_server_that_asks_for_no_wait_is_not_asked_again_immediately(wait: str) -> None:
