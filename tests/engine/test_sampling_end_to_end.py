@@ -103,7 +103,7 @@ def url() -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(params=["in process", "json", "msgpack"])
+@pytest.fixture(params=["in process", pytest.param("json", marks=pytest.mark.full), "msgpack"])
 def backend(request: pytest.FixtureRequest, url: str) -> Backend:
     if request.param == "in process":
         return LogitEngine()
@@ -136,6 +136,7 @@ def test_every_parameter_has_a_case() -> None:
     assert ALL_AT_ONCE.keys() <= CASES.keys()
 
 
+@pytest.mark.parametrize("backend", ["in process", "json", "msgpack"], indirect=True)
 async def test_all_parameters_at_once(backend: Backend) -> None:
     want = expected(**ALL_AT_ONCE)
     variable = await generated(backend, **ALL_AT_ONCE, top_logprobs=2)

@@ -33,12 +33,8 @@ PROMPTS = (
     "Once upon a time there was a small dragon who",
     "Water boils at 100 degrees Celsius because",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
-    "Dear Sir or Madam,\n\nI am writing to complain about",
     "La vie est belle et le soleil",
-    "1, 2, 3, 4, 5, 6,",
     "<html>\n<head>\n<title>",
-    "Q: What is the largest planet?\nA:",
-    "The mitochondria is",
     "import numpy as np\n\ndef softmax(x):",
     "x" * 40,
     "It was a dark and stormy night. The rain fell in torrents, and the old house on the hill stood "
@@ -107,7 +103,7 @@ def test_the_info_says_what_the_model_is(runner: TorchRunner, model_folder: Path
     assert info.weight_bytes >= 4 * 134_515_008
 
 
-@pytest.mark.parametrize("index", [0, *[pytest.param(n, marks=pytest.mark.full) for n in (3, 7, 11)]])
+@pytest.mark.parametrize("index", [0, *[pytest.param(n, marks=pytest.mark.full) for n in (2, 5, 7)]])
 def test_a_prompt_alone_gives_the_tokens_of_generate(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]], index: int
 ) -> None:
@@ -120,10 +116,10 @@ def test_a_prompt_alone_gives_the_tokens_of_generate(
 def test_a_batch_of_mixed_lengths_gives_the_tokens_of_generate(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]], max_chunk: int
 ) -> None:
-    """Eight prompts from the start, in whole or in random chunks, the others joining late."""
-    batch = [driver.add(ids) for ids in prompts[:8]]
+    """Five prompts from the start, in whole or in random chunks, the others joining late."""
+    batch = [driver.add(ids) for ids in prompts[:5]]
     driver.generate(batch, 6, max_chunk=max_chunk)
-    batch += [driver.add(ids) for ids in prompts[8:]]
+    batch += [driver.add(ids) for ids in prompts[5:]]
     driver.generate(batch, NUM_TOKENS, max_chunk=max_chunk)
     assert [sequence.generated for sequence in batch] == expected
 

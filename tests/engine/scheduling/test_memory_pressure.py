@@ -244,7 +244,7 @@ def test_a_preempted_request_keeps_its_tokens_forced_tokens_and_place():
 
 
 def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
-    arrivals = unshared(num_requests=200, prompt=60, output=120)
+    arrivals = unshared(num_requests=100, prompt=60, output=120)
     pool = 16 * 180
     once, twice, often = (
         simulate(Workload("w", arrivals, pool), SchedulerConfig(max_running=16 * times))
