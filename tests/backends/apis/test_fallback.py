@@ -88,6 +88,7 @@ CURABLE: dict[str, AnyAnswer] = {
     "529": Answer(b"{}", 529),
     "429 with a long wait": Answer(b"{}", 429, {"retry-after": "30"}),
     "no quota": Answer(b'{"error": {"code": "insufficient_quota"}}', 429),
+    "no credit": Answer(b"{}", 402),
     "401": Answer(b"{}", 401),
     "a model that is gone": Answer(b'{"error": {"code": "model_not_found"}}', 404),
     "a page": Answer(b"<html>", content_type="text/html"),

@@ -8,7 +8,7 @@ import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -205,7 +205,8 @@ class FakeServer:
                         await stream.send(data)
                 case Reset():
                     raw = stream.extra(SocketAttribute.raw_socket)
-                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    with suppress(OSError):  # the client may have closed it
+                        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     return False
                 case Close():
                     return False
