@@ -79,37 +79,58 @@ ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
     to.total = total;
 }
 
-// Turns the scores of one query with up to KEY_BLOCK keys, of which it sees numbers `from` to `num_seen` (exclusive), into
-// weights relative to the largest score. `scale` includes log2(e); cap: as in Queries.
-template <class S>
-ALWAYS_INLINE void weigh(const float* scores, int from, int num_seen, int num_lanes, float scale, float cap, float& most,
-                         float& total, RowOf<S>* weights) {
-    Vec seen[KEY_BLOCK / LANES];
-    Vec highest = broadcast(MINUS_INFINITY);
+// Turns the scores of some queries with up to KEY_BLOCK keys into weights relative to the largest score of each. `scale` includes
+// log2(e); cap: as in Queries. seen_of(i): the keys that query i sees, as a begin and an end; sums_of(i): its sums. All largest
+// scores are found first: otherwise each query's weights would wait for the last comparisons.
+template <class S, class SeenOf, class SumsOf>
+ALWAYS_INLINE void weigh(float* scores, int num_queries, int num_lanes, const SeenOf& seen_of, const SumsOf& sums_of, float scale,
+                         float cap, RowOf<S>* weights) {
+    constexpr int MOST_VECS = KEY_BLOCK / LANES;
     const int num_vecs = num_lanes / LANES;
-    for (int v = 0; v < num_vecs; v++) {
-        seen[v] = load(scores + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES);
-        const int num = num_seen - v * LANES, hidden = from - v * LANES;
-        if (cap != 0) seen[v] = capped(seen[v], scale * (1 / LOG2_E), cap);
-        if (num < LANES) seen[v] = first_lanes(seen[v], num, MINUS_INFINITY);
-        if (hidden > 0) seen[v] = lanes_where(seen[v], hidden < LANES ? 0xFFFFu << hidden : 0, MINUS_INFINITY);
-        highest = max(highest, seen[v]);
+    const auto place = [](float* row, int v) { return row + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES; };
+    const float factor = cap != 0 ? LOG2_E : scale;
+    for (int i = 0; i < num_queries; i++) {
+        const auto [from, num_seen] = seen_of(i);
+        Vec highest = broadcast(MINUS_INFINITY);
+        if (from == 0 && num_seen == num_lanes && cap == 0) {
+            for (int v = 0; v < num_vecs; v++) highest = max(highest, load(place(scores + i * PANEL, v)));
+        } else {
+            for (int v = 0; v < num_vecs; v++) {
+                float* at = place(scores + i * PANEL, v);
+                Vec seen = load(at);
+                const int num = num_seen - v * LANES, hidden = from - v * LANES;
+                if (cap != 0) seen = capped(seen, scale * (1 / LOG2_E), cap);
+                if (num < LANES) seen = first_lanes(seen, num, MINUS_INFINITY);
+                if (hidden > 0) seen = lanes_where(seen, hidden < LANES ? 0xFFFFu << hidden : 0, MINUS_INFINITY);
+                store(at, seen);
+                highest = max(highest, seen);
+            }
+        }
+        sums_of(i).most = largest(highest) * factor;
     }
-    if (cap != 0) scale = LOG2_E;
-    most = largest(highest) * scale;
-    total = 0;
-    if (most == MINUS_INFINITY) {
-        for (int v = 0; v < num_vecs; v++) store(weights + v * LANES, zero());
-        return;
+    for (int i = 0; i < num_queries; i++) {
+        const Sums sums = sums_of(i);
+        RowOf<S>* to = weights + i * KEY_BLOCK;
+        if (sums.most == MINUS_INFINITY) {
+            sums.total = 0;
+            for (int v = 0; v < num_vecs; v++) store(to + v * LANES, zero());
+            continue;
+        }
+        const Vec factors = broadcast(factor), top = broadcast(-sums.most);
+        Vec all = zero();
+        const auto add_weight = [&](int v) {
+            const Vec weight = exp2<std::is_same_v<S, bf16>>(fma(load(place(scores + i * PANEL, v)), factors, top));
+            all = add(all, weight);
+            store(to + v * LANES, weight);
+        };
+        if (num_vecs == MOST_VECS) {
+#pragma GCC unroll 8
+            for (int v = 0; v < MOST_VECS; v++) add_weight(v);
+        } else {
+            for (int v = 0; v < num_vecs; v++) add_weight(v);
+        }
+        sums.total = sum(all);
     }
-    const Vec factor = broadcast(scale), top = broadcast(-most);
-    Vec all = zero();
-    for (int v = 0; v < num_vecs; v++) {
-        const Vec weight = exp2<std::is_same_v<S, bf16>>(fma(seen[v], factor, top));
-        all = add(all, weight);
-        store(weights + v * LANES, weight);
-    }
-    total = sum(all);
 }
 
 // Writes the result of a row for one query head to the output.
@@ -274,12 +295,9 @@ class TaskRun {
             float* to = scores + group / PANEL * MAX_TILE_ROWS * PANEL + group % PANEL;
             for (int i = 0; i < QUERIES; i++) store(to + i * PANEL, found[i]);
         }
-        for (int i = 0; i < QUERIES; i++) {
-            const auto [begin, end] = seen_in(first, num, i / group_);
-            const Sums sums = sums_of(at + i);
-            weigh<S>(scores + i * PANEL, begin, end, round_up(num, LANES), q_.scale * LOG2_E, q_.cap, sums.most, sums.total,
-                     weights + i * KEY_BLOCK);
-        }
+        weigh<S>(
+            scores, QUERIES, round_up(num, LANES), [&](int i) { return seen_in(first, num, i / group_); },
+            [&](int i) { return sums_of(at + i); }, q_.scale * LOG2_E, q_.cap, weights);
         for (int64_t dim = 0; dim < shape_.head_dim; dim += 64) {
             const auto value = [&](int key) { return kv_.value(slots[key], head) + dim; };
             add_few<QUERIES>(weights, KEY_BLOCK, num, value, sums_of(at).values + dim, s_.dims, step);
@@ -317,12 +335,12 @@ class TaskRun {
                     s_.keys.data() + panel * PANEL * s_.depth, s_.depth, scores + panel * MAX_TILE_ROWS * PANEL);
             ahead_.step();
         }
-        for (int i = 0; i < num_queries; i++) {
+        const auto seen_here = [&](int i) {
             const auto [begin, end] = seen_of(i);
-            const Sums sums = sums_of(query + i);
-            weigh<S>(scores + i * PANEL, begin, std::min(end, num), num_lanes, q_.scale * LOG2_E, q_.cap, sums.most, sums.total,
-                     weights + i * KEY_BLOCK);
-        }
+            return std::pair(begin, std::min(end, num));
+        };
+        weigh<S>(
+            scores, num_queries, num_lanes, seen_here, [&](int i) { return sums_of(query + i); }, q_.scale * LOG2_E, q_.cap, weights);
         const int64_t depth = padded_depth<S>(num);
         for (int64_t dim = 0; dim < s_.dims; dim += PANEL) {
             tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * KEY_BLOCK, depth, products);

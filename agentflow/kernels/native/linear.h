@@ -205,13 +205,15 @@ void multiply_dense(const RowOf<S>* rows, int64_t stride, const Portions& portio
         static thread_local std::vector<S> widened;
         const bool is_streamed = !is_quantised(*slice.weight);  // otherwise `columns` are in the cache already
         const S* columns = dense_panel<S>(panel_of<S>(*slice.weight, slice.panel), slice.begin, slice.depth, widened);
-        each_tile<S>(slice.num_rows, [&](int64_t at, int num) {
+        const auto multiply_tile = [&](int64_t at, int num) {
             const int64_t row = slice.first_row + at;
             float* sums = slice.sums + at * slice.stride;
             tile<S>(num, rows + row * stride + slice.begin, stride, columns, slice.depth, sums, !slice.is_first,
                     is_streamed && at == 0);
             if (slice.is_last) put(*slice.weight, row, num, slice.panel, sums);
-        });
+        };
+        if (is_streamed) each_tile_of_new_panel<S>(slice.num_rows, multiply_tile);
+        else each_tile<S>(slice.num_rows, multiply_tile);
     });
 }
 

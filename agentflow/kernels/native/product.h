@@ -245,4 +245,13 @@ ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
     for (int64_t first = 0; first < num_rows; first += MOST) body(first, int(std::min<int64_t>(num_rows - first, MOST)));
 }
 
+// The same for a panel that is not in the cache yet. The first tile reads it from memory, so it is as high as possible: it multiplies
+// meanwhile, and the others, which find the panel in the cache, have less left to do.
+template <class S, class Body>
+ALWAYS_INLINE void each_tile_of_new_panel(int64_t num_rows, const Body& body) {
+    const int64_t first = std::min<int64_t>(num_rows, max_rows<S>());
+    body(0, int(first));
+    each_tile<S>(num_rows - first, [&](int64_t at, int num) { body(first + at, num); });
+}
+
 }  // namespace agentflow
