@@ -1,13 +1,79 @@
-"""Advises the system about memory pages (``madvise``)."""
+"""Advises the system about memory pages (``madvise``), and allocates memory on large ones."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20  # of x86-64
+BLOCK_BYTES = 64 << 20  # of which only the pages that are written to count as used memory
+LINE_BYTES = 64  # of a processor's cache
+
+
+@contextmanager
+def blocks_of_large_pages(nodes: Path = Path("/sys/devices/system/node")) -> Iterator[None]:
+    """Within the context, ``empty_memory`` takes memory from blocks that it maps, one piece behind the other,
+    so that the pieces lie on large pages whatever their sizes. A block is freed with its last piece: the
+    pieces should have about the same lifetime.
+
+    Memory from torch seldom has them: a piece contains only some whole large pages, or none, and often lies
+    where freed memory was, whose small pages stay.
+
+    Not on a machine with several NUMA nodes, whose threads place small pages (``zero_panels``). ``nodes``:
+    where the system lists them.
+    """
+    has_blocks = len(list(nodes.glob("node[0-9]*"))) <= 1
+    token = _blocks.set(_Blocks() if has_blocks else None)
+    try:
+        yield
+    finally:
+        _blocks.reset(token)
+
+
+def empty_memory(size: int, dtype: torch.dtype) -> Tensor:
+    """Returns uninitialised memory on the CPU for ``size`` values, which requests large pages."""
+    blocks = _blocks.get()
+    if blocks is not None:
+        with suppress(OSError):  # torch says by how much memory is short
+            return blocks.empty(size * dtype.itemsize).view(dtype)
+    memory = torch.empty(size, dtype=dtype)
+    advise_huge_pages(memory)
+    return memory
+
+
+class _Blocks:
+    """Memory from mapped blocks, of which only the last one is divided further."""
+
+    def __init__(self) -> None:
+        self._rest: Tensor = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, nbytes: int) -> Tensor:
+        padded = -(-nbytes // LINE_BYTES) * LINE_BYTES
+        if padded > BLOCK_BYTES:
+            return _mapped(padded)[:nbytes]
+        if padded > len(self._rest):
+            self._rest = _mapped(BLOCK_BYTES)
+        piece, self._rest = self._rest[:nbytes], self._rest[padded:]
+        return piece
+
+
+_blocks: ContextVar[_Blocks | None] = ContextVar("blocks", default=None)
+
+
+def _mapped(nbytes: int) -> Tensor:
+    """Maps memory that begins with a large page. ``OSError``."""
+    mapped = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)  # holds the mapping
+    memory = memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:nbytes]
+    advise_huge_pages(memory)
+    return memory
 
 
 def advise_huge_pages(memory: Tensor) -> None:

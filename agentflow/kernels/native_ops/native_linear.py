@@ -25,7 +25,7 @@ from agentflow.kernels.native_ops.structures import (
     pointer,
 )
 from agentflow.kernels.native_ops.team import is_bf16, team
-from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
+from agentflow.kernels.page_advice import empty_memory, release_file_pages
 
 
 class NativeLinear(LinearMethod):
@@ -40,7 +40,7 @@ class NativeLinear(LinearMethod):
         loaded, weight = team(), weight.contiguous()
         size = loaded.af_panel_size(is_bf16(weight), num_out, num_in, gated)
         num_panels = -(-num_out // 2 // LANES) if gated else -(-num_out // PANEL)
-        panels = _zeroed_panels(torch.empty(size, dtype=weight.dtype), 0, num_panels, num_panels)
+        panels = _zeroed_panels(empty_memory(size, weight.dtype), 0, num_panels, num_panels)
         loaded.af_pack(is_bf16(weight), weight.data_ptr(), num_out, num_in, gated, panels.data_ptr())
         return LinearWeight(None, panels, bias, (num_out, num_in), is_gated=gated)
 
@@ -134,16 +134,14 @@ def _product(
 
 
 def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> Tensor:
-    """Zeroes memory for panels and returns it. It is on large pages where the system has them, since each
-    decode step reads all of it.
+    """Zeroes memory for panels and returns it.
 
     Args:
-        memory: the uninitialised memory.
+        memory: from ``empty_memory``, since each decode step reads all of it.
         first: the number in the weight of the memory's first panel.
         num: the panels in the memory.
         num_in_weight: the panels of the whole weight.
     """
-    advise_huge_pages(memory)
     team().af_zero_panels(memory.data_ptr(), first, num, num_in_weight, memory.nbytes // num)
     return memory
 
@@ -159,7 +157,7 @@ def _are_packable(parts: Sequence[BlockMatrix], gated: bool) -> bool:
 
 def _empty_panels(block_type: str, num_in: int, first: int, num: int, num_in_weight: int) -> QuantisedPanels:
     loaded, number = team(), BLOCK_TYPES.index(block_type)
-    memory = torch.empty(num * loaded.af_block_panel_bytes(number, num_in), dtype=torch.uint8)
+    memory = empty_memory(num * loaded.af_block_panel_bytes(number, num_in), torch.uint8)
     panels = _zeroed_panels(memory, first, num, num_in_weight)
     return QuantisedPanels(PANEL_FORMATS[loaded.af_block_format(number)], panels, num)
 

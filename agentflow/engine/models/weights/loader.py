@@ -34,6 +34,7 @@ from agentflow.kernels.decoder_weights import (
     Routing,
 )
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
+from agentflow.kernels.page_advice import blocks_of_large_pages
 from agentflow.kernels.platforms import Kernels
 from agentflow.kernels.ranks import Ranks
 
@@ -88,7 +89,11 @@ def load_model(
             divided.
         BadArgument: ``weights`` are to be quantised, and no matrix can be; or the model cannot be divided.
     """
-    with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
+    with (
+        torch.inference_mode(),
+        blocks_of_large_pages(),
+        open_checkpoint(path, weights.dtype, device) as checkpoint,
+    ):
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
         if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, as embedding models
             names = names.without_head()

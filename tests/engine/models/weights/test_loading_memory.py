@@ -14,6 +14,14 @@ import torch
 from safetensors.torch import save_file
 from support.engine.gguf_models import write_gguf
 
+from agentflow.engine.models.families.registry import read_config
+from agentflow.engine.models.forward.decoder import Decoder
+from agentflow.engine.models.weights.loader import WeightFormat, load_model
+from agentflow.kernels.decoder_weights import Mlp
+from agentflow.kernels.inputs import LinearWeight
+from agentflow.kernels.page_advice import BLOCK_BYTES
+from agentflow.kernels.platforms import kernels_for
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's to say")
 
 VOCAB, HIDDEN, INNER, HEADS, HEAD_DIM, LAYERS = 16_000, 512, 1536, 8, 64, 8
@@ -111,3 +119,23 @@ def test_loading_quantised_weights_releases_the_file_that_they_come_from(
     assert weights < 1.1 * (tmp_path / "model.gguf").stat().st_size
     assert end <= weights + SLACK_BYTES
     assert peak <= weights + 2 * SLACK_BYTES < 1.6 * weights
+
+
+@pytest.mark.skipif(Path("/sys/devices/system/node/node1").exists(), reason="there are several NUMA nodes")
+def test_weights_share_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
+    write_model(tmp_path, torch.bfloat16, is_tied=True)
+    config, kernels, device = read_config(tmp_path), kernels_for(torch.device("cpu")), torch.device("cpu")
+    weights = WeightFormat(torch.bfloat16)
+    model = load_model(tmp_path, config, weights=weights, device=device, kernels=kernels).model
+    assert isinstance(model, Decoder)
+    packed: list[torch.Tensor] = []
+    for layer in model.weights.layers:
+        assert isinstance(layer.qkv, LinearWeight)
+        assert isinstance(layer.mlp, Mlp)
+        for weight in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
+            assert weight.packed is not None
+            packed.append(weight.packed)
+    num_bytes = sum(panels.nbytes for panels in packed)
+    blocks = {panels.untyped_storage().data_ptr() for panels in packed}
+    assert len(blocks) <= num_bytes // BLOCK_BYTES + 2
