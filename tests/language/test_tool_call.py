@@ -214,3 +214,33 @@ def test_f45a_a_validator_that_ends_oddly_is_a_fault() -> None:
     assert call.fault
     with pytest.raises(af.InvalidValue):
         call()
+
+
+STRICT = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "pattern": "^[A-Z]"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ('{"city": "Oslo"}', True),
+        ('{"city": "oslo"}', False),
+        ("{}", False),
+        ('{"city": "Oslo", "a": 1}', False),
+    ],
+)
+def test_arguments_are_checked_against_a_strict_schema(text: str, is_right: bool) -> None:
+    for strict in (True, False):
+        tool = described_tool({"name": "weather", "strict": strict, "parameters": STRICT})
+        call = tool.call(text)
+        assert call.arguments == json.loads(text)
+        assert bool(call.fault) == (strict and not is_right)
+
+
+def test_a_strict_schema_that_cannot_be_checked_accepts_all_arguments() -> None:
+    tool = described_tool({"name": "weather", "strict": True, "parameters": {"$ref": "#"}})
+    assert not tool.call('{"city": 1}').fault

@@ -22,6 +22,7 @@ from agentflow.language.typed.json_types import (
     parameters_type,
     partial_value,
 )
+from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.chat import CalledTool, ToolSpec
 from agentflow.protocol.sampling import is_number, is_whole
 from agentflow.runtime.task_group import first_of
@@ -230,8 +231,8 @@ class Toolbox:
 class DescribedTool:
     """A tool. ``parameters``: the schema of its arguments; ``read`` reads them from JSON. ``function``: None
     for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``. ``is_strict``: the
-    schema is enforced exactly, like OpenAI's ``"strict": true``. ``given``: the object that it was made of,
-    as which it is pickled."""
+    given schema is enforced exactly, like OpenAI's ``"strict": true``, and arguments are checked against it.
+    ``given``: the object that it was made of, as which it is pickled."""
 
     name: str
     description: str
@@ -261,7 +262,10 @@ class DescribedTool:
         if not fault:
             try:
                 with UserCode(f"the validation of the arguments of {self.name!r}"):
-                    return ToolCall(self.name, self.read(text), call_id, text, self.function)
+                    arguments = self.read(text)
+                if self.is_strict:
+                    _require_kept(self.parameters, text)
+                return ToolCall(self.name, arguments, call_id, text, self.function)
             except Exception as error:
                 fault = f"the arguments are invalid: {shown_for_model(error)}"
         return ToolCall(self.name, _certain(text), call_id, text, self.function, fault)
@@ -277,6 +281,21 @@ def _incompleteness(text: str) -> str:
     if CalledTool("", "", text).is_whole:
         return ""
     return f"its arguments are no whole JSON object (max_tokens may have cut them): {text[-100:]!r}"
+
+
+def _require_kept(schema: dict[str, Any], text: str) -> None:
+    """``ValueError`` if arguments violate a schema that the backend should enforce: a server may ignore it.
+    What cannot be checked in a bounded time, or without the package for it, is accepted."""
+    try:
+        from agentflow.protocol.bounds.schema_check import SchemaCheck
+    except ImportError:
+        return
+    try:
+        found = SchemaCheck(schema).violations(text)
+    except CannotCheck:
+        return
+    if found.paths:
+        raise ValueError(found.message)
 
 
 def _certain(text: str) -> dict[str, Any]:
