@@ -243,6 +243,8 @@ class InvalidValue(RunFailed, ValueError):
     code = "invalid_value"
     text: str = ""
     """The whole text."""
+    usage: Any = None
+    """The ``af.Usage`` of an answer that the backend found invalid, which is in no variable's; else None."""
     errors: tuple[Mapping[str, Any], ...] = ()
     """The faults of the text, as pydantic lists them: ``loc`` (the keys that lead to the place), ``msg`` and
     more. Empty for a truncated text."""

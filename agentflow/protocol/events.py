@@ -303,7 +303,10 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     op: int | None = None  # its number in the state, from 1, among the ops that ``op_table`` numbers
     retry_after_s: float | None = None  # of an ``Overloaded``: when another attempt may succeed
     param: str | None = None  # the argument that is wrong
-    text: str | None = None  # of an ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT``
+    # Of an ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT`` characters, and the usage
+    # of the answer, if the backend found it invalid.
+    text: str | None = None
+    usage: Usage | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -319,8 +322,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
             retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
             param = link.param if isinstance(link, AgentflowError) else None
-            text = link.text if isinstance(link, InvalidValue) and len(link.text) <= MAX_ERROR_TEXT else ""
-            info = cls(code, message, info, state, op, retry_after_s, param, text or None)
+            text, usage = (link.text, link.usage) if isinstance(link, InvalidValue) else ("", None)
+            text = text if len(text) <= MAX_ERROR_TEXT else ""
+            info = cls(code, message, info, state, op, retry_after_s, param, text or None, usage)
         assert info is not None
         return info
 
@@ -365,7 +369,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             if isinstance(error, Overloaded):
                 error.retry_after_s = info.retry_after_s
             if isinstance(error, InvalidValue):
-                error.text = info.text or ""
+                error.text, error.usage = info.text or "", info.usage
         assert error is not None
         return error
 

@@ -84,10 +84,11 @@ def one_info(causes: st.SearchStrategy[ErrorInfo | None]) -> st.SearchStrategy[E
     waits = st.none() | st.floats(0, 1e9)
     texts = st.text(max_size=20)
     params = st.none() | st.text(min_size=1, max_size=20)
+    usages = st.none() | st.builds(af.Usage, st.integers(0, 9))
     return st.one_of(
         st.builds(ErrorInfo, codes, texts, causes, param=params),
         st.builds(ErrorInfo, limits, texts, causes, retry_after_s=waits),
-        st.builds(ErrorInfo, st.just(af.InvalidValue.code), texts, causes, text=params),
+        st.builds(ErrorInfo, st.just(af.InvalidValue.code), texts, causes, text=params, usage=usages),
     )
 
 

@@ -115,7 +115,7 @@ class Attempts:
                 # Not raised: that would count as raised in the program.
                 elif attempt.error.code == InvalidValue.code:
                     variable.invalid = self._refused(attempt.error)
-                    usage += Usage(rejected_answers=1)
+                    usage += attempt.error.usage or Usage(rejected_answers=1)
                 else:
                     return ops.Provide(variable.id, error=attempt.error)
                 if index < num_attempts:

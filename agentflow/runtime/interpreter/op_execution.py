@@ -15,7 +15,7 @@ from typing import Generic
 
 import msgspec
 
-from agentflow.errors import ProtocolError, StateClosed
+from agentflow.errors import InvalidValue, ProtocolError, StateClosed
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
 from agentflow.protocol.decisions import answers_text
@@ -291,7 +291,12 @@ class OpExecution(Generic[ContextT]):
         expect = getattr(generator, "expect", None)
         if expect is not None and not op.reply:
             expect(context, _upcoming(state))
-        end = await generate(context, params, variable.extend, op.constraint, *streamed)
+        try:
+            end = await generate(context, params, variable.extend, op.constraint, *streamed)
+        except InvalidValue as error:
+            if state.budgets and error.usage is not None:
+                spend(error.usage.output_tokens, state.budgets, was_truncated=False)
+            raise
         if state.budgets:
             was_truncated = end.finish_reason == "length" and params is not op.params
             spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)

@@ -462,7 +462,7 @@ class TenantGenerator:
                 text = _ADDRESS.sub("", _FIRST_ADDRESS.sub("the API", str(error)))
                 shown = type(error)(text, param=error.param)
                 if isinstance(error, InvalidValue) and isinstance(shown, InvalidValue):
-                    shown.text = error.text
+                    shown.text, shown.usage = error.text, error.usage
             case BadArgument() if error.param == "url":  # the API is elsewhere
                 shown = EngineFailed(f"the API of {name} failed: the server's log says why")
             case ServerError() | EngineFailed():

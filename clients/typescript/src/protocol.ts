@@ -660,6 +660,39 @@ export interface ErrorInfo {
   param?: string | null;
   /** Of `invalid_value`: the whole text of the answer, if it has at most 20,000 characters. */
   text?: string | null;
+  /** Of `invalid_value`: the usage of an answer that the backend found invalid. */
+  usage?: Usage | null;
+}
+
+/** Tokens of one generation. */
+export interface Usage {
+  prompt_tokens: number;
+  /** Of the prompt, those found in the cache. */
+  cached_tokens: number;
+  output_tokens: number;
+  /** Of the output, those that a constraint forced and that were not sampled. */
+  forced_tokens: number;
+  /** Of the output, the tokens of reasoning. */
+  reasoning_tokens: number;
+  /** Of the prompt, those written to a provider's cache. */
+  written_tokens: number;
+  /** In US dollars, of models behind an API whose price is known. */
+  cost: number;
+  /**
+   * Generations that took their text from an earlier call to an API: by speculation, or because an input
+   * of a map in batches ran again.
+   */
+  saved_calls: number;
+  /** The prompt tokens that these calls would have had, estimated. */
+  saved_tokens: number;
+  /**
+   * Why 256 or more tokens of the prompt were not cached: `first_seen`, `evicted`, `salt`, `adapter`,
+   * `tools_changed`, `system_changed` or `rerendered`; `several` in a sum; empty for fewer tokens, and for
+   * models behind an API.
+   */
+  miss_reason: string;
+  /** Answers that violated a constraint and were generated again. */
+  rejected_answers: number;
 }
 
 /**
@@ -881,37 +914,6 @@ export interface ValueEvent {
   model?: string;
   /** The models before it, which did not answer; by default `[]`. */
   passed_over?: PassedOver[];
-}
-
-/** Tokens of one generation. */
-export interface Usage {
-  prompt_tokens: number;
-  /** Of the prompt, those found in the cache. */
-  cached_tokens: number;
-  output_tokens: number;
-  /** Of the output, those that a constraint forced and that were not sampled. */
-  forced_tokens: number;
-  /** Of the output, the tokens of reasoning. */
-  reasoning_tokens: number;
-  /** Of the prompt, those written to a provider's cache. */
-  written_tokens: number;
-  /** In US dollars, of models behind an API whose price is known. */
-  cost: number;
-  /**
-   * Generations that took their text from an earlier call to an API: by speculation, or because an input
-   * of a map in batches ran again.
-   */
-  saved_calls: number;
-  /** The prompt tokens that these calls would have had, estimated. */
-  saved_tokens: number;
-  /**
-   * Why 256 or more tokens of the prompt were not cached: `first_seen`, `evicted`, `salt`, `adapter`,
-   * `tools_changed`, `system_changed` or `rerendered`; `several` in a sum; empty for fewer tokens, and for
-   * models behind an API.
-   */
-  miss_reason: string;
-  /** Answers that violated a constraint and were generated again. */
-  rejected_answers: number;
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */

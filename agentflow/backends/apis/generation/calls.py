@@ -247,7 +247,7 @@ class ApiCalls:
             f"{MAX_ANSWERS} answers of {self._model} violate the {constraint.kind} constraint; "
             f"the last one: {text!r:.200} ({fault})"
         )
-        invalid.text = text
+        invalid.text, invalid.usage = text, usage
         raise invalid
 
     async def require_kept(
@@ -270,7 +270,7 @@ class ApiCalls:
             'differently; write it more simply, have values generated again (on_invalid="retry"), or use '
             "another server"
         )
-        invalid.text = answer.text
+        invalid.text, invalid.usage = answer.text, answer.usage + Usage(rejected_answers=1)
         raise invalid
 
     def _warn_unchecked(self, constraint: Constraint, why: Exception) -> None:

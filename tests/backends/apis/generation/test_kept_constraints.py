@@ -276,7 +276,8 @@ async def test_a_broken_promise_is_an_invalid_attempt(way: Any) -> None:
     async with compatible(script) as (flow, server), flow.state() as s:
         s += af.user("How many?") + af.assistant(af.gen("x", **DIGITS, temperature=0.0, on_invalid=way))
         assert [text async for text in s["x"]] == ["12"]
-        assert s["x"].usage.rejected_answers == 2
+        usage = s["x"].usage
+        assert (usage.rejected_answers, usage.prompt_tokens, usage.output_tokens) == (2, 27, 9)
         s += af.user("And?") + af.assistant(af.gen("y"))
         assert await s["y"] == "Bye"
     sent = [
@@ -303,6 +304,17 @@ async def test_attempts_end_with_the_last_text() -> None:
                 await s["x"]
         assert caught.value.text == "three"
         assert len(server.received) == 3
+
+
+@anyio_test
+async def test_rejected_answers_count_for_the_budget() -> None:
+    async with compatible([streamed("one")] * 3) as (flow, server), flow.state() as s:
+        s.limit(output_tokens=4)  # an answer has 3
+        s += af.user("How many?") + af.assistant(af.gen("x", **DIGITS, on_invalid="retry"))
+        with pytest.raises(af.AgentflowError) as caught:
+            await s["x"]
+        assert isinstance(caught.value, af.errors.BudgetExceeded)
+        assert len(server.received) == 2
 
 
 @anyio_test
