@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from agentflow.engine.batch import Batch
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
@@ -138,11 +139,8 @@ def run(report: Report, console: Console, only: str) -> None:
 
 def measure(name: str, report: Report) -> None:
     """Measures decode steps in turn: in one call, and kernel by kernel."""
-    architecture, raw = MODELS[name]
-    family, kernels = FAMILIES[architecture], kernels_for(CPU)
-    config = replace(family.read(raw | {"architectures": [architecture]}), architecture=architecture)
-    weights = WeightFormat(torch.bfloat16, keeps_blocks=True)
-    model = decoder_of(RandomTensors(), config, family.names, weights=weights, device=CPU, kernels=kernels)
+    config, model = random_model(name)
+    kernels = kernels_for(CPU)
     pool = KvPool(
         num_layers=config.num_layers,
         num_slots=NUM_SLOTS,
@@ -193,6 +191,18 @@ def measure(name: str, report: Report) -> None:
     report.results.append(median_of(f"models.decode_{name}_gain", gains, "ratio", note=note))
 
 
+def random_model(name: str) -> tuple[DecoderConfig, Decoder]:
+    """Returns one of ``MODELS``."""
+    architecture, raw = MODELS[name]
+    family = FAMILIES[architecture]
+    config = replace(family.read(raw | {"architectures": [architecture]}), architecture=architecture)
+    weights = WeightFormat(torch.bfloat16, keeps_blocks=True)
+    kernels = kernels_for(CPU)
+    return config, decoder_of(
+        RandomTensors(), config, family.names, weights=weights, device=CPU, kernels=kernels
+    )
+
+
 def read_bytes(model: Decoder) -> int:
     """Returns the bytes of the weights that one token reads."""
     weights, unread = model.weights, 0
@@ -201,6 +211,8 @@ def read_bytes(model: Decoder) -> int:
             experts = layer.mlp.experts
             of_all = sum(expert.gate_up.nbytes + expert.down.nbytes for expert in experts)
             unread += of_all * (len(experts) - layer.mlp.routing.num_used) // len(experts)
+    if weights.positions is not None:  # a token reads its own
+        unread += weights.positions[1:].nbytes
     is_tied = weights.embedding is model._head
     if model.whole_forward is not None:
         unread += model.whole_forward.nbytes  # it reads these instead of the decoder's

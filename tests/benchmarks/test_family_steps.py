@@ -28,3 +28,14 @@ def test_steps_are_compared_with_the_bytes_that_they_read(
         "models.decode_small_gain",
     ]
     assert all(result.value > 0 for result in report.results)
+
+
+@pytest.mark.timeout(120)
+def test_a_token_reads_one_learned_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = []
+    for num_positions in (256, 1_024):
+        raw = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": num_positions, "vocab_size": 512}
+        monkeypatch.setitem(families.MODELS, "small", ("GPT2LMHeadModel", raw))
+        _, model = families.random_model("small")
+        num_bytes.append(families.read_bytes(model))
+    assert num_bytes[0] == num_bytes[1]

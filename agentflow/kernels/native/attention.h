@@ -158,11 +158,12 @@ inline Sums sums_in(float* parts, int64_t part, int64_t head, const HeadShape& s
 template <class S>
 class TaskRun {
   public:
-    // `next`: the task that this thread will probably run next, or null; its first keys are prefetched.
-    TaskRun(const Plan& plan, const Task& task, const Task* next, const HeadShape& shape, const Queries<S>& queries,
+    // `next`: the task that this thread will probably run next, or null; its first keys are prefetched. `is_first`: of a thread,
+    // so that no task before it has prefetched its keys.
+    TaskRun(const Plan& plan, const Task& task, const Task* next, bool is_first, const HeadShape& shape, const Queries<S>& queries,
             const KvLayer<S>& kv, float* parts, Scratch<S>& scratch)
-        : plan_(plan), task_(task), next_(next), shape_(shape), q_(queries), kv_(kv), ahead_(kv), parts_(parts), s_(scratch),
-          group_(int(shape.group())), per_head_(task.num_rows * group_) {
+        : plan_(plan), task_(task), next_(next), is_first_(is_first), shape_(shape), q_(queries), kv_(kv), ahead_(kv), parts_(parts),
+          s_(scratch), group_(int(shape.group())), per_head_(task.num_rows * group_) {
         const int num_blocks = (task.num_keys + KEY_BLOCK - 1) / KEY_BLOCK;
         s_.fit(per_head_ * (task.end_head - task.first_head), 2 * std::bit_width(unsigned(num_blocks)) + 1, shape.head_dim);
     }
@@ -177,6 +178,10 @@ class TaskRun {
 
   private:
     void take_blocks() {
+        if (is_first_) {  // in the order of memory, which is faster than in the order of use
+            ahead_.begin(&task_, 0, 1);
+            ahead_.step();
+        }
         for (int first = 0; first < task_.num_keys; first += KEY_BLOCK) {
             const int num = std::min(KEY_BLOCK, task_.num_keys - first);
             const bool is_last = first + KEY_BLOCK >= task_.num_keys;
@@ -384,6 +389,7 @@ class TaskRun {
     const Plan& plan_;
     const Task& task_;
     const Task* const next_;
+    const bool is_first_;
     const HeadShape& shape_;
     const Queries<S>& q_;
     const KvLayer<S>& kv_;
@@ -433,7 +439,8 @@ void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries,
         for (int64_t i = first; i < end; i++) {
             const size_t likely = i + team().num_threads();
             const Task* next = likely < plan.tasks.size() ? &plan.tasks[likely] : nullptr;
-            TaskRun<S>(plan, plan.tasks[i], next, shape, queries, kv, parts, scratch_of<S>(thread)).run();
+            const bool is_first = i < team().num_threads();
+            TaskRun<S>(plan, plan.tasks[i], next, is_first, shape, queries, kv, parts, scratch_of<S>(thread)).run();
         }
     });
     team().loop(int64_t(plan.merged_rows.size()), 4, [&](int64_t first, int64_t end, int) {

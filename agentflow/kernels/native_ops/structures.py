@@ -321,8 +321,11 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 def address(array: NDArray[Any]) -> int:
     """Returns the address of an array, which must live until the call returns."""
     assert array.flags.c_contiguous
-    place: int = array.__array_interface__["data"][0]
-    return place
+    try:  # a fifth of the time of the other way; each step asks for 14 addresses
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    except (TypeError, ValueError):  # it is read-only or empty
+        place: int = array.__array_interface__["data"][0]
+        return place
 
 
 def native_weight(weight: LinearWeight) -> NativeWeight:

@@ -32,6 +32,7 @@ from agentflow.kernels.decoder_weights import (
     Routing,
 )
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput, GivenRows, LinearWeight
+from agentflow.kernels.native_ops.structures import address
 from agentflow.kernels.platforms import NATIVE, REFERENCE, Kernels
 
 CPU = torch.device("cpu")
@@ -509,6 +510,14 @@ def test_any_number_of_threads_gives_the_same(sizes: Sizes, monkeypatch: pytest.
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
         results.append(step.run(model, NATIVE)[0])
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (0,)])
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_the_address_of_an_array(shape: tuple[int, ...], is_writable: bool) -> None:
+    array = np.zeros(shape, dtype=np.int64)
+    array.flags.writeable = is_writable
+    assert address(array) == array.ctypes.data
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
