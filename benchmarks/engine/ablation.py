@@ -28,7 +28,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
 from agentflow.engine.runner import ModelRunner
-from agentflow.engine.scheduling.kv_memory import Liveness
+from agentflow.engine.scheduling.liveness import Liveness
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate

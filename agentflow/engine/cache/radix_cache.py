@@ -175,7 +175,7 @@ class RadixCache:
         node = found.node
         # Locked only by the caller, without children, states or a mark: nothing else refers to its end.
         ends_here = node.keeps or node.marked_until
-        before = last_hash(node) if next_end(existing) <= end else None
+        before = last_hash(node) if existing // BLOCK_TOKENS < end // BLOCK_TOKENS else None
         can_grow = node is match.node and node.locks == 1 and not node.children and not ends_here
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)

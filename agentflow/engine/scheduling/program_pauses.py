@@ -20,7 +20,7 @@ wait aside.
 requests, as soon as the first of them has room, and GROWTH_PART of the pool is left for the others to grow.
 It does not wait for programs that do not come back: if no request of the other programs waits or runs, and
 all of their states are late, it is resumed. A state is late after LATE_AFTER times the mean time between its
-requests (``kv_memory``). A program is resumed in any case after PAUSED_POOLS times the pool was charged to
+requests (``liveness``). A program is resumed in any case after PAUSED_POOLS times the pool was charged to
 its tenant, or after PAUSED_S. Its requests are then first in the tenant's queue, as preempted ones are.
 
 **Bound.** Let r be a request whose program is paused, and c the token budget. While r waits aside, at most
@@ -41,7 +41,8 @@ from dataclasses import dataclass, field
 
 from agentflow.engine.cache.nodes import Node
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.kv_memory import KVMemory, LiveProgram, ProgramKey, program_key
+from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.scheduling.liveness import LiveProgram, ProgramKey, program_key
 from agentflow.engine.scheduling.policies import Policy
 from agentflow.engine.scheduling.step_limits import StepCost
 

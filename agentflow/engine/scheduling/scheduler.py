@@ -33,7 +33,8 @@ from agentflow.engine.scheduling.batch_builder import build_batch
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes
-from agentflow.engine.scheduling.kv_memory import KVMemory, NewLiveness
+from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.scheduling.liveness import NewLiveness
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies import Clock, FirstCome, LongestPrefix, Peek, Policy, RandomOrder

@@ -9,7 +9,7 @@ import pytest
 from support.fake_engine import FakeEngine
 
 import agentflow as af
-from agentflow.engine.scheduling.kv_memory import Liveness
+from agentflow.engine.scheduling.liveness import Liveness
 from agentflow.engine.submit import PATIENT_GROUPS, Origin
 
 pytestmark = pytest.mark.anyio

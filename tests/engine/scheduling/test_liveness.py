@@ -16,8 +16,8 @@ from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import kv_memory
-from agentflow.engine.scheduling.kv_memory import Liveness
+from agentflow.engine.scheduling import liveness
+from agentflow.engine.scheduling.liveness import Liveness
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
@@ -46,9 +46,9 @@ def test_a_state_that_did_nothing_for_long_is_forgotten():
     live = Liveness(cache, num_slots=100)
     live.refresh("old", insert(cache, [1], [0]), num_computed=0, step=1)
     live.refresh("new", insert(cache, [2], [1]), num_computed=300, step=2)
-    live.expire(100 * kv_memory.EXPIRES_AFTER_POOLS)
+    live.expire(100 * liveness.EXPIRES_AFTER_POOLS)
     assert len(live) == 2
-    live.expire(100 * kv_memory.EXPIRES_AFTER_POOLS + 1)
+    live.expire(100 * liveness.EXPIRES_AFTER_POOLS + 1)
     assert len(live) == 1
     assert cache.evict(1).tolist() == [0]
 
@@ -255,7 +255,7 @@ def test_tokens_that_will_be_needed_are_counted_once_each(plan):
         cache.evict(evicted)
         needed = set()
         for at, run in recent.values():
-            if step - at < kv_memory.EXPECTED_STEPS:
+            if step - at < liveness.EXPECTED_STEPS:
                 still = cache.peek(None, token_run(np.array(run, dtype=np.int32)))
                 needed |= {run[:length] for length in range(1, still + 1)}
         # A state whose end was evicted needs what is left of it, as far as that is known: no more.
@@ -302,7 +302,7 @@ def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_
     step()
     assert of_state.status is Status.FINISHED
     new = request(9, [9] * 28, 1)
-    for _ in range(kv_memory.EXPECTED_STEPS):
+    for _ in range(liveness.EXPECTED_STEPS):
         assert new.status is Status.WAITING or num_running == 1
         step()
     step()
