@@ -12,29 +12,24 @@ from agentflow.engine.media_run import PreparedMedium
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """The properties of a model that the engine needs. ``num_slots``: size of the KV pool in tokens.
-    ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``weights``: for people, how
-    they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
-    dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
-    ``batch_size``: as of ``Capabilities``. ``identity``: equal for runners that compute the same keys and
-    values, on any machine. ``launches_ahead``: a batch may be launched while the one before it runs.
-    ``reads_media``: the model reads images (``MediaRunner``). ``kernels``: the name of its kernels."""
+    """The properties of a model that the engine needs."""
 
     model: str
     vocab_size: int
-    max_context: int
-    num_slots: int
+    max_context: int  # the longest sequence
+    num_slots: int  # the size of the KV pool in tokens
     end_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
     weight_bytes: int
-    weights: str
+    weights: str  # how they are held, for people
+    # the dimensions of its vectors, if it makes embeddings and generates nothing; 0: it generates
     embedding_size: int = 0
-    architecture: str = ""
-    batch_size: int | None = None
-    identity: str = ""
-    launches_ahead: bool = False
-    reads_media: bool = False
-    kernels: str = field(default="none", compare=False)
+    architecture: str = ""  # of a native model, its class in transformers
+    batch_size: int | None = None  # as of ``Capabilities``
+    identity: str = ""  # equal for runners that compute the same keys and values, on any machine
+    launches_ahead: bool = False  # a batch may be launched while the one before it runs
+    reads_media: bool = False  # it reads images (``MediaRunner``)
+    kernels: str = field(default="none", compare=False)  # the name of its kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``name`` separates the caches, queues and constraints of tenants; a server without keys has one tenant,
-    with an empty name. ``weight``: of its work against other tenants' while both wait.
-    ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are rejected until there is
-    room again. ``max_cost_per_day``: the same for the US dollars that calls to models behind an API cost.
-    ``max_unfinished``: running and waiting requests. ``models``: those it may use; None: all.
-    ``sees_metrics``: may read ``/metrics`` and watch the engine; both
-    cover all tenants. ``manages_adapters``: may load and unload adapters."""
+    """The owner of requests. Caches, queues and constraints of tenants are separate."""
 
-    name: str = ""
-    weight: float = 1.0
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_unfinished: int | None = None
-    models: tuple[str, ...] | None = None
-    sees_metrics: bool = False
-    manages_adapters: bool = False
-    max_cost_per_day: float | None = None
+    name: str = ""  # empty: the one tenant of a server without keys
+    weight: float = 1.0  # of its work against other tenants' while both wait
+    requests_per_minute: int | None = None  # more are rejected until there is room again
+    tokens_per_minute: int | None = None  # of prompts and outputs
+    max_unfinished: int | None = None  # running and waiting requests
+    models: tuple[str, ...] | None = None  # the models that it may use; None: all
+    sees_metrics: bool = False  # may read ``/metrics`` and watch the engine; both cover all tenants
+    manages_adapters: bool = False  # may load and unload adapters
+    max_cost_per_day: float | None = None  # US dollars for calls to models behind an API
 
     def may_use(self, model: str) -> bool:
         """Whether the model exists for this tenant."""

@@ -19,20 +19,13 @@ from agentflow.engine.cache.blocks import BlockFeed, BlocksRemoved, BlocksReport
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Blocks that entered and left a cache, in order.
-
-    - ``replica``: whose.
-    - ``epoch``: of its engine process.
-    - ``number``: counts the updates of the epoch from 1.
-    - ``changes``: the blocks.
-    - ``is_snapshot``: ``changes`` are all blocks that are cached after the update of this number.
-    """
+    """Blocks that entered and left a cache, in order."""
 
     replica: Replica
-    epoch: int
-    number: int
-    changes: Sequence[BlocksStored | BlocksRemoved]
-    is_snapshot: bool = False
+    epoch: int  # of its engine process
+    number: int  # counts the updates of the epoch from 1
+    changes: Sequence[BlocksStored | BlocksRemoved]  # the blocks
+    is_snapshot: bool = False  # ``changes`` are all blocks that are cached after the update of this number
 
 
 class Feed:

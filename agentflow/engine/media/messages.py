@@ -19,21 +19,16 @@ MAX_SAMPLED_FRAMES: Final = 256
 
 
 class MediaLimits(Declared, frozen=True, kw_only=True):
-    """The limits of reading one image or video.
+    """The limits of reading images and videos."""
 
-    ``image_cpu_s``, ``video_cpu_s``: processor time. ``memory_bytes``: memory while it is decoded.
-    ``prepared_bytes``: the model's input. ``wall_s``: after this time on the clock per second of processor
-    time, the request fails with ``Overloaded``. For all media: ``num_processes`` read at the same time, and
-    ``cache_bytes`` of prepared media are kept.
-    """
-
-    image_cpu_s: Seconds = 10.0
-    video_cpu_s: Seconds = 60.0
-    memory_bytes: Count = 1_000_000_000
-    prepared_bytes: Count = 500_000_000
+    image_cpu_s: Seconds = 10.0  # processor time of one
+    video_cpu_s: Seconds = 60.0  # processor time of one
+    memory_bytes: Count = 1_000_000_000  # memory while one is decoded
+    prepared_bytes: Count = 500_000_000  # the model's input for one
+    # time on the clock per second of processor time, after which the request fails with ``Overloaded``
     wall_s: Seconds = 6.0
-    num_processes: Count = 3
-    cache_bytes: Count = 256_000_000
+    num_processes: Count = 3  # read at the same time
+    cache_bytes: Count = 256_000_000  # of prepared media that are kept
 
 
 class StartReading(msgspec.Struct, frozen=True):

@@ -66,19 +66,16 @@ slow run must not stall the others too soon, and a slow reader must not fill the
 
 @dataclass
 class Tally:
-    """The progress of a map, or of another call with this ``name``. ``total``: the number of inputs, if
-    known. ``usage``: the sum over ended runs. ``num_retries``: the attempts after the first ones.
-    ``num_resumed``: how many of the ended inputs an earlier map had completed. ``batches``: of a map in
-    batches."""
+    """The progress of a map, or of another call."""
 
-    total: int | None = None
+    total: int | None = None  # the number of inputs, if it is known
     num_done: int = 0
     num_failed: int = 0
-    usage: Usage = field(default_factory=Usage)
-    num_retries: int = 0
-    num_resumed: int = 0
-    name: str = "map"
-    batches: BatchCounts | None = None
+    usage: Usage = field(default_factory=Usage)  # the sum over ended runs
+    num_retries: int = 0  # attempts after the first ones
+    num_resumed: int = 0  # ended inputs that an earlier map had completed
+    name: str = "map"  # of the call
+    batches: BatchCounts | None = None  # of a map in batches
 
 
 Show: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]

@@ -229,20 +229,19 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class DescribedTool:
-    """A tool. ``parameters``: the schema of its arguments; ``read`` reads them from JSON. ``function``: None
-    for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``. ``is_strict``: the
-    given schema is enforced exactly, like OpenAI's ``"strict": true``, and arguments are checked against it.
-    ``given``: the object that it was made of, as which it is pickled."""
+    """A tool with its schema and its function."""
 
     name: str
     description: str
-    parameters: dict[str, Any]
-    read: Callable[[str | bytes], dict[str, Any]]
-    function: Callable[..., Any] | None = None
-    timeout_s: float | None = None
-    max_calls: int | None = None
+    parameters: dict[str, Any]  # the schema of its arguments
+    read: Callable[[str | bytes], dict[str, Any]]  # reads the arguments from JSON
+    function: Callable[..., Any] | None = None  # None for a tool that was given as a schema
+    timeout_s: float | None = None  # as in ``tool``
+    max_calls: int | None = None  # as in ``tool``
     is_typed: bool = False
+    # the given schema is enforced exactly, like OpenAI's ``"strict": true``, and arguments are checked against it
     is_strict: bool = False
+    # the object that it was made of, as which it is pickled
     given: Tool | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -23,16 +23,14 @@ from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """``shown``: its name in messages. ``constraint``: the constraint on the text, if any. ``read``: makes
-    the value from a text; raises ``ValueError`` for an invalid one. ``comes_in_parts``: the text is JSON, and
-    iterating over a variable yields partial values instead of text. ``is_reply``: it is an assistant's whole
-    reply, tool calls included."""
+    """How the text of a variable becomes a value."""
 
-    shown: str
-    constraint: Constraint | None
-    read: Callable[[str], Any]
+    shown: str  # its name in messages
+    constraint: Constraint | None  # on the text
+    read: Callable[[str], Any]  # makes the value of a text; ``ValueError`` for an invalid one
+    # the text is JSON, and iterating over a variable yields partial values instead of text
     comes_in_parts: bool = False
-    is_reply: bool = False
+    is_reply: bool = False  # it is an assistant's whole reply, with tool calls
 
     @property
     def may_be_truncated(self) -> bool:

@@ -46,17 +46,14 @@ _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """``values``: the number of values of any kind. ``parts``: the number of objects, lists and strings,
-    names of members included; each becomes a Python object. ``depth``: levels of nesting. ``escapes``:
-    backslash escapes in strings. ``wide_bytes``: bytes of characters beyond ASCII. ``bytes``: the length of
-    the text. ``None``: unlimited."""
+    """Limits of a JSON text. None: unlimited."""
 
-    values: int
-    parts: int
-    depth: int | None = None
-    escapes: int | None = None
-    wide_bytes: int | None = None
-    bytes: int | None = None
+    values: int  # of any kind
+    parts: int  # objects, lists and strings, with names of members; each becomes a Python object
+    depth: int | None = None  # levels of nesting
+    escapes: int | None = None  # backslash escapes in strings
+    wide_bytes: int | None = None  # of characters beyond ASCII
+    bytes: int | None = None  # the length of the text
 
 
 BODY_BOUNDS: Final = JsonBounds(values=500_000, parts=100_000, escapes=4_000_000, wide_bytes=8_000_000)

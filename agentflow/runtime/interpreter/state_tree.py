@@ -55,17 +55,15 @@ from agentflow.runtime.limits import (
 
 @dataclass(slots=True)
 class PendingOp(Generic[ContextT]):
-    """An op in its state's stream. ``number``: its number among the state's ops, None if it has none.
-    ``sources``: the variables that its text refers to, in order; they outlive their states here.
-    ``children``: the states that it forks. ``images``: that it refers to. ``reservation``: its own memory;
-    None: nothing counts it."""
+    """An op in its state's stream."""
 
     op: ops.Op | ops.Rejected
-    reservation: Reservation | None
-    number: int | None = None
+    reservation: Reservation | None  # its own memory; None: nothing counts it
+    number: int | None = None  # among the state's ops; None: it has none
+    # the variables that its text refers to, in order; they outlive their states here
     sources: tuple[VariableRecord, ...] = ()
-    children: tuple[StateRecord[ContextT], ...] = ()
-    images: tuple[Image, ...] = ()
+    children: tuple[StateRecord[ContextT], ...] = ()  # the states that it forks
+    images: tuple[Image, ...] = ()  # that it refers to
 
 
 class StateRecord(Generic[ContextT]):

@@ -38,23 +38,16 @@ _STATELESS = ("completions", "embeddings", "messages", "chat", "generate", "embe
 
 @dataclass(slots=True)
 class RequestFacts:
-    """One request.
+    """One request."""
 
-    - ``model``: empty if it has none, or could not be read.
-    - ``run``: its prompt; None: it has none.
-    - ``key``: prompts of other keys share no cache.
-    - ``names``: ids of stored things that it refers to.
-    - ``stores``: whether its answer may have the id of a new one.
-    """
-
-    model: str = ""
-    run: TokenRun | None = None
-    key: tuple[str, str] = ("", "")
+    model: str = ""  # empty if it has none, or could not be read
+    run: TokenRun | None = None  # its prompt; None: it has none
+    key: tuple[str, str] = ("", "")  # prompts of other keys share no cache
     caller: Caller = ANYONE
     program: str = ""
     objective: Objective = "latency"
-    names: tuple[str, ...] = ()
-    stores: bool = False
+    names: tuple[str, ...] = ()  # ids of stored objects that it refers to
+    stores: bool = False  # its answer may have the id of a new one
 
 
 def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) -> RequestFacts:

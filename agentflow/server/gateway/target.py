@@ -32,26 +32,18 @@ class NotCompatible(Exception):
 
 @dataclass(eq=False)
 class Target:
-    """A server.
+    """A server."""
 
-    - ``number``: its place in the list.
-    - ``base``: its address, without ``/v1`` and a slash at the end.
-    - ``models``: their names; None: unknown, because the server does not show them.
-    - ``cache_tokens``: the size of its cache, about.
-    - ``is_draining``: requests end, and no new ones come.
-    - ``is_gone``: nothing listens at its address, so its sessions have ended. Otherwise, one that does not
-      answer may be out of reach for a moment, and still have them.
-    - ``busy_until_s``: it asked for no requests until then, on the clock ``time.monotonic``.
-    """
-
-    number: int
-    base: str
+    number: int  # its place in the list
+    base: str  # its address, without ``/v1`` and a slash at the end
     circuit: Circuit = field(default_factory=Circuit)
-    models: frozenset[str] | None = None
-    cache_tokens: int = CACHE_TOKENS
-    is_draining: bool = False
+    models: frozenset[str] | None = None  # their names; None: unknown, because the server does not show them
+    cache_tokens: int = CACHE_TOKENS  # the size of its cache, about
+    is_draining: bool = False  # requests end, and no new ones come
+    # nothing listens at its address, so its sessions have ended; otherwise, a server that does not answer may
+    # still have them
     is_gone: bool = False
-    busy_until_s: float = 0.0
+    busy_until_s: float = 0.0  # it asked for no requests until then, on the clock ``time.monotonic``
     num_running: int = 0
     num_websockets: int = 0
     why_down: str = ""

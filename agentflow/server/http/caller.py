@@ -96,19 +96,18 @@ def _read(value: msgspec.Raw, kind: type[ValueT]) -> ValueT | None:
 
 
 class Caller(NamedTuple):
-    """``trace``: the client's ``traceparent``. ``program`` and ``group``: names that the client chose; a
-    group has the requests of one stage, for which one consumer waits. ``session``: the name of a program
-    whose requests follow one another, as those of an agent that calls tools; ``is_last``: this is its last
-    request. ``prefills_next``: the beginning of the next turn is computed after the answer."""
+    """The place of a request in a program of the client."""
 
-    trace: str = ""
-    program: str = ""
+    trace: str = ""  # the client's ``traceparent``
+    program: str = ""  # a name that the client chose
+    # a name that the client chose for the requests of one stage, for which one consumer waits
     group: str = ""
     objective: Objective | None = None
     output_tokens: int | None = None
+    # the name of a program whose requests follow one another, like those of an agent that calls tools
     session: str = ""
-    is_last: bool = False
-    prefills_next: bool = False
+    is_last: bool = False  # it is the last request of its session
+    prefills_next: bool = False  # the beginning of the next turn is computed after the answer
 
     @classmethod
     def of(cls, headers: Mapping[str, str], trace: str) -> Caller:
