@@ -222,7 +222,7 @@ def _load(
 
         keep_order()
     if embedding is not None and not (embedding.takes_last and is_native(folder)):
-        from agentflow.engine.models.embedding.encoder_runner import EncoderRunner
+        from agentflow.engine.models.encoder_runner import EncoderRunner
 
         if options.deterministic:
             raise _has_no_order(folder)

@@ -5,7 +5,7 @@ The server derives a flag, a variable and a key of its file from each field of `
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -19,7 +19,6 @@ from agentflow.engine.scheduling.defaults import (
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.declared import Count, Declared, Seconds, doc
 
-POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 Quantize = Literal["int8", "int4", "fp8"]
 KvDtype = Literal["auto", "fp8"]
 

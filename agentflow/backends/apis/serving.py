@@ -48,8 +48,8 @@ from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # they import httpx2
     from agentflow.backends.apis.batches.batch_api import BatchApi
-    from agentflow.backends.apis.embeddings import ApiEmbedder
     from agentflow.backends.apis.generation.api_format import ApiFormat
+    from agentflow.backends.apis.generation.embeddings import ApiEmbedder
     from agentflow.backends.apis.http.transport import ApiTransport
 
 # Valid in a header without escaping.
@@ -270,7 +270,7 @@ async def connected(
     async with transport_of(settings, settings.errors(model, params, facts.context)) as transport:
         from agentflow.backends.apis.chat.chat_completions import ChatCompletions
         from agentflow.backends.apis.chat.completions import TextCompletions
-        from agentflow.backends.apis.embeddings import EmbeddingsOnly
+        from agentflow.backends.apis.generation.embeddings import EmbeddingsOnly
 
         if only_embeds:
             embedder = embedder_of(settings, transport, flavour, embed_model or model)
@@ -296,7 +296,7 @@ async def connected(
 
 def embedder_of(settings: ApiSettings, transport: ApiTransport, flavour: Flavour, model: str) -> ApiEmbedder:
     """Makes embeddings with a model on the server of a transport."""
-    from agentflow.backends.apis.embeddings import ApiEmbedder
+    from agentflow.backends.apis.generation.embeddings import ApiEmbedder
 
     facts = embedding_facts(flavour.name, model) or flavour.embeddings
     errors = settings.errors(model, max_context=facts.context)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, FloatArray
 from agentflow.engine.models.config import architectures_of, read_folder
-from agentflow.engine.models.embedding.pooling import EmbeddingHead, pooled
 from agentflow.engine.models.memory_need import ID_BYTES
+from agentflow.engine.models.pooling import EmbeddingHead, pooled
 from agentflow.engine.models.sampler import embedded
 from agentflow.engine.models.torch_runner import (
     device_failure,

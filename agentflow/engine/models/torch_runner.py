@@ -20,11 +20,11 @@ from agentflow.engine.machine.resources import free_cuda_bytes, free_host_bytes,
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of
-from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import AdapterWeights, read_adapter
+from agentflow.engine.models.pooling import EmbeddingHead
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.models.vision.encoding import TowerEncoding

@@ -239,7 +239,7 @@ class DescribedTool:
     timeout_s: float | None = None  # as in ``tool``
     max_calls: int | None = None  # as in ``tool``
     is_typed: bool = False
-    # the given schema is enforced exactly, like OpenAI's ``"strict": true``, and arguments are checked against it
+    # the given schema is enforced exactly, like OpenAI's ``"strict": true``, and arguments are checked
     is_strict: bool = False
     # the object that it was made of, as which it is pickled
     given: Tool | None = field(default=None, repr=False, compare=False)

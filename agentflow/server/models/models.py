@@ -279,12 +279,6 @@ class Models:
         known = listed(model.name for model in seen)
         raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
 
-    def find_embedder(self, name: str | None, tenant: Tenant) -> Model | None:
-        """Like ``find``, but for None the tenant's first model that makes embeddings, or None."""
-        if name is not None:
-            return self.find(name, tenant)
-        return next((model for model in self.seen_by(tenant) if model.makes_embeddings), None)
-
     def of_session(self, name: str | None, tenant: Tenant) -> SessionModels:
         """The models of a session of the tenant, whose default is the model of this name, or the tenant's
         first one for None. ``UnknownModel``."""

@@ -30,7 +30,7 @@ from support.server.http_clients import only_asyncio
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import open_engine, open_generator
-from agentflow.engine.models.embedding.encoder_runner import MAX_PADDING, groups_of_similar_length
+from agentflow.engine.models.encoder_runner import MAX_PADDING, groups_of_similar_length
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.errors import BadArgument, BadModelFolder, PromptTooLong

@@ -214,7 +214,7 @@ def features(case: Case, medium: PreparedMedium, cuts: Sequence[int], slice_flop
     while encoding.num_slices:
         encoding.run(cuts[done % len(cuts)])
         done += 1
-    found = media.features_of(medium.identity)
+    found = media._features[medium.identity]
     case.runner.drop_medium(medium.identity)
     return torch.cat([found.rows, *([] if found.deep is None else found.deep)])
 

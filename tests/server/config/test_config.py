@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from msgspec import inspect, structs
 
 from agentflow.cli.operating.serve import _known_names
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.options import POLICY_NAMES, EngineOptions
+from agentflow.engine.options import EngineOptions
+from agentflow.engine.scheduling.defaults import PolicyName
 from agentflow.engine.scheduling.scheduler import POLICIES
 from agentflow.errors import BadArgument
 from agentflow.server.config.config import Effective, Flags, config_text, load_config
@@ -347,7 +349,7 @@ def test_the_limits_are_the_servers_own():
 
 
 def test_the_schema_agrees_with_the_engine():
-    assert tuple(POLICIES) == POLICY_NAMES
+    assert tuple(POLICIES) == get_args(PolicyName)
     assert {*model_settings()} == {"path", "aliases", *API_SETTINGS, *shared_names()}
     sections = {field.name: field.default for field in structs.fields(ServeConfig) if field.name != "models"}
     assert {name: type(default) for name, default in sections.items()} == {

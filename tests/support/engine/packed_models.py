@@ -1,5 +1,5 @@
 """Quantised safetensors written value by value, after the published layouts of AWQ, GPTQ, compressed-tensors,
-fp8 and MXFP4: the reference for ``agentflow.engine.models.weights.packed``."""
+fp8 and MXFP4: the reference for ``agentflow.engine.models.weights.packed_matrices``."""
 
 from __future__ import annotations
 

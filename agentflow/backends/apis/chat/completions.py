@@ -17,15 +17,12 @@ from agentflow.backends.apis.chat.chat_completions import (
 )
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, Call, Request
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.errors import NotSupported
 from agentflow.protocol.events import TokenLogprob
-
-MAX_TOP_LOGPROBS = 5
-"""The most ``top_logprobs`` that the API reports."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -50,9 +47,9 @@ class TextCompletions:
             raise NotSupported(f"{self._model} replies to turns only, and this state has plain text")
         if not context.open_text:
             raise NotSupported(f"{self._model} cannot begin without a prompt: append text before the gen")
-        if call.params.top_logprobs > MAX_TOP_LOGPROBS:
+        if call.params.top_logprobs > MAX_PLAIN_TOP_LOGPROBS:
             raise NotSupported(
-                f"{self._model} reports at most {MAX_TOP_LOGPROBS} top_logprobs after plain text",
+                f"{self._model} reports at most {MAX_PLAIN_TOP_LOGPROBS} top_logprobs after plain text",
                 param="top_logprobs",
             )
         fields: dict[str, Any] = {

@@ -20,6 +20,9 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
 
+MAX_PLAIN_TOP_LOGPROBS = 5
+"""The most ``top_logprobs`` that APIs report after plain text."""
+
 
 @dataclass(frozen=True)
 class Call:

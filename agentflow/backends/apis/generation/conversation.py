@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -350,3 +350,8 @@ def prefix_key(*parts: bytes) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
+
+
+def call_item(call: CalledTool) -> dict[str, Any]:
+    """A tool call as an item of the responses API and of the decisions API."""
+    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}

@@ -16,7 +16,7 @@ import msgspec
 
 from agentflow.backends.apis.answers.answer import TokenInfo
 from agentflow.backends.apis.answers.reported_usage import usage_in
-from agentflow.backends.apis.responses.responses_stream import call_item
+from agentflow.backends.apis.generation.conversation import call_item
 from agentflow.errors import ProtocolError
 from agentflow.protocol.chat import Message
 from agentflow.protocol.decisions import Option, Question, probabilities_of

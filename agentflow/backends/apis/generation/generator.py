@@ -19,12 +19,11 @@ from anyio.abc import TaskGroup
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
 from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.answers.verification import OnUnsupported, found_fault
-from agentflow.backends.apis.chat.completions import MAX_TOP_LOGPROBS
-from agentflow.backends.apis.embeddings import ApiEmbedder
 from agentflow.backends.apis.generation import decisions
-from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, Call, Request
 from agentflow.backends.apis.generation.calls import ApiCalls
 from agentflow.backends.apis.generation.conversation import ApiContext, num_chars_of, prefix_key
+from agentflow.backends.apis.generation.embeddings import ApiEmbedder
 from agentflow.backends.apis.generation.speculation import (
     Ahead,
     call_params,
@@ -301,7 +300,7 @@ class ApiGenerator:
     ) -> tuple[Usage, tuple[float, ...] | None]:
         """The scores of choices that are single tokens, None if there are none, and the usage."""
         key = hash(choices)
-        most = MAX_TOP_LOGPROBS if context.is_plain else MAX_CHAT_TOP_LOGPROBS
+        most = MAX_PLAIN_TOP_LOGPROBS if context.is_plain else MAX_CHAT_TOP_LOGPROBS
         if (
             not self.capabilities.logprobs
             or key in self._unscored

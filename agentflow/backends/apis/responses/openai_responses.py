@@ -17,10 +17,16 @@ from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingFields
 from agentflow.backends.apis.generation.api_format import Call, Request
-from agentflow.backends.apis.generation.conversation import ApiContext, images_of, prefix_key, shared_gate
+from agentflow.backends.apis.generation.conversation import (
+    ApiContext,
+    call_item,
+    images_of,
+    prefix_key,
+    shared_gate,
+)
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.file_slots import slot_url, without_nonce
-from agentflow.backends.apis.responses.responses_stream import ResponsesReader, call_item
+from agentflow.backends.apis.responses.responses_stream import ResponsesReader
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec

@@ -14,6 +14,7 @@ import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
 from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
+from agentflow.backends.apis.generation.conversation import call_item
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import EngineFailed, ProtocolError
@@ -21,11 +22,6 @@ from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import TokenLogprob, Usage
 
 _encode = msgspec.json.Encoder().encode
-
-
-def call_item(call: CalledTool) -> dict[str, Any]:
-    """A tool call as an item of a request."""
-    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
 
 
 class _Likely(msgspec.Struct):

@@ -18,8 +18,6 @@ from agentflow.kernels.native_ops.shared_ranks import SharedRanks, make_room
 from agentflow.kernels.platforms import Kernels
 from agentflow.kernels.ranks import DistributedRanks, Ranks
 
-COLLECTIVES = ("shared", "gloo", "nccl")
-
 
 def collective_for(device: torch.device, kernels: Kernels, *, is_remote: bool = False) -> str:
     """Returns how the ranks add: on one machine through shared memory with the native kernels, else by gloo

@@ -44,10 +44,6 @@ class MediaFeatures:
         pieces = [piece for piece in medium.pieces if isinstance(piece, MediaPiece)]
         return self._row_bytes * max([piece.first + len(piece.positions[0]) for piece in pieces], default=0)
 
-    def features_of(self, identity: str) -> Features:
-        """Returns the features of a medium that was encoded."""
-        return self._features[identity]
-
     def drop(self, identity: str) -> None:
         self._features.pop(identity, None)
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentflow.engine.models.weights.cuts import WHOLE, Cut, Cuts
-from agentflow.engine.models.weights.packed.matrices import gguf_mxfp4_blocks
+from agentflow.engine.models.weights.packed_matrices import gguf_mxfp4_blocks
 from agentflow.engine.store.gguf.file import open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
 from agentflow.engine.store.model_folder import weight_files

@@ -17,7 +17,7 @@ from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.weights.checkpoint import Checkpoint, GgufCheckpoint, TensorSource
 from agentflow.engine.models.weights.cuts import check_divides, rank_config, rank_cuts, token_counts
-from agentflow.engine.models.weights.packed.source import PackedCheckpoint
+from agentflow.engine.models.weights.packed_checkpoint import PackedCheckpoint
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.weight_scheme import read_scheme

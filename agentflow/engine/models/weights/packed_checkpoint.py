@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.models.weights.checkpoint import Checkpoint
-from agentflow.engine.models.weights.packed.matrices import (
+from agentflow.engine.models.weights.packed_matrices import (
     GroupedMatrix,
     awq_matrix,
     gptq_matrix,

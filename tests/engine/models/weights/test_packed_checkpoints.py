@@ -28,7 +28,7 @@ from support.faults import has_param
 
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
-from agentflow.engine.models.weights.packed.matrices import (
+from agentflow.engine.models.weights.packed_matrices import (
     GroupedMatrix,
     awq_matrix,
     gptq_matrix,
