@@ -185,7 +185,7 @@ class _ReplayConnection:
             run = next(iter(self._runs.unused.values()))
             raise ReplayDiffers(
                 f"the recording has {len(self._recorded.runs)} runs, and the program ended after "
-                f"{len(self._runs)}: run {run.index}{_beginning_of(run)} is missing"
+                f"{len(self._runs)}: run {run.index}{_describe_beginning(run)} is missing"
             )
 
     def _handle(self, op: ops.Op) -> ErrorInfo | None:
@@ -416,7 +416,7 @@ class _ReplayConnection:
         return ReplayDiffers(f"{where}: the recording has {recorded}, and the program has {sent}")
 
 
-def _beginning_of(run: RecordedRun) -> str:
+def _describe_beginning(run: RecordedRun) -> str:
     texts = [describe(op.content) for op in run.root.ops if op.content.kind == "text"]
     return f" (it begins with {texts[0]})" if texts else ""
 

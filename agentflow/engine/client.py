@@ -351,7 +351,7 @@ class EngineClient:
         self.unload_adapter(loaded.name)
         self.adapters[loaded.name] = loaded
 
-    def _identity_of(self, adapter: str) -> str:
+    def _adapter_identity(self, adapter: str) -> str:
         """The identity of the adapter of that name, empty for the model itself. ``UnknownModel``."""
         if not adapter:
             return ""
@@ -419,7 +419,7 @@ class EngineClient:
 
     def _submit(self, message: Submit) -> None:
         if message.origin.adapter and not message.adapter:
-            message = replace(message, adapter=self._identity_of(message.origin.adapter))
+            message = replace(message, adapter=self._adapter_identity(message.origin.adapter))
         if self._media is not None:
             runs, media = self._media.runs_in(message.token_ids)
             if runs:

@@ -296,7 +296,7 @@ def gen(
         max_reasoning_tokens=max_reasoning_tokens,
         stream_reasoning=stream_reasoning,
     )
-    wanted = _type_of({"regex": regex, "schema": schema, "type": type, "grammar": grammar, "tags": tags})
+    wanted = _find_type({"regex": regex, "schema": schema, "type": type, "grammar": grammar, "tags": tags})
     if whitespace != "compact" or jump_forward is not True:
         wanted = wanted.decoded(whitespace, jump_forward)
     if scored:
@@ -320,7 +320,7 @@ def check_name(name: str, what: str) -> None:
         )
 
 
-def _type_of(kinds: Mapping[str, Any]) -> ValueType:
+def _find_type(kinds: Mapping[str, Any]) -> ValueType:
     given = {name: value for name, value in kinds.items() if value is not None}
     if not given:
         return TEXT

@@ -366,7 +366,7 @@ def check_types(value: msgspec.Struct) -> None:
     text is not Unicode: both could not be sent."""
     name = type(value).__struct_config__.tag or type(value).__name__.lower()
     try:
-        _decoder_of(type(value)).decode(_encoder.encode(value))
+        _make_decoder(type(value)).decode(_encoder.encode(value))
     except UnicodeEncodeError as error:
         raise BadArgument(f"{name}: a text holds half a surrogate pair: {error}") from None
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -374,7 +374,7 @@ def check_types(value: msgspec.Struct) -> None:
 
 
 @functools.cache
-def _decoder_of(kind: type) -> msgspec.msgpack.Decoder[Any]:
+def _make_decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 

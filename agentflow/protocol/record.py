@@ -44,11 +44,11 @@ class Record:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
         hints = get_type_hints(cls)
-        members = {name: _schema_of(hints[name]) for name in cls._shown_fields()}
+        members = {name: _make_schema(hints[name]) for name in cls._shown_fields()}
         return {"type": "object", "title": cls.__name__, "properties": members}
 
 
-def _schema_of(kind: Any) -> dict[str, Any]:
+def _make_schema(kind: Any) -> dict[str, Any]:
     """The schema of a field; empty for a type that JSON Schema cannot describe in one place."""
     try:
         schema = msgspec.json.schema(kind)

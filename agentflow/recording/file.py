@@ -120,7 +120,7 @@ class Recorded:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._path = _path_of(path, "record")
+        self._path = _check_path(path, "record")
         self._seed = seed
         self._clock = clock
         self._writer: _Writer | None = None  # while a session is open
@@ -365,7 +365,7 @@ def _without_data(op: Op) -> Op:
     return msgspec.structs.replace(op, data=b"") if isinstance(op, Upload) else op
 
 
-def _path_of(path: str | PathLike[str], where: str) -> Path:
+def _check_path(path: str | PathLike[str], where: str) -> Path:
     """``path`` as a ``Path``. ``BadArgument`` if it is not a path."""
     if not isinstance(path, str | PathLike):
         raise BadArgument(f"{where}: the path must be a string or a Path, not {path!r:.200}")
@@ -384,7 +384,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
     ``BadRecording`` for a file that is missing, not a recording, damaged, or of another version.
     """
-    path = _path_of(path, "Replay")
+    path = _check_path(path, "Replay")
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have

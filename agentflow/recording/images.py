@@ -35,7 +35,7 @@ def read_image(path: str | PathLike[str], source: str) -> Image | None:
     if not FILE.fullmatch(source):
         return None
     try:
-        data = _file_of(images_folder(path), source).read_bytes()
+        data = _file_path(images_folder(path), source).read_bytes()
     except OSError:
         return None
     if digest_of(data) != source:
@@ -79,7 +79,7 @@ class RecordedImages:
             self._thread.shutdown()
 
     def _write(self, op: Upload) -> None:
-        file = _file_of(self._folder, op.source)
+        file = _file_path(self._folder, op.source)
         try:
             with suppress(FileExistsError):
                 self._folder.mkdir(0o700)
@@ -96,5 +96,5 @@ class RecordedImages:
             logger.error("the recording %s lacks an image: %s", self._path, error)
 
 
-def _file_of(folder: Path, source: str) -> Path:
+def _file_path(folder: Path, source: str) -> Path:
     return folder / source.replace(":", "-")

@@ -213,7 +213,7 @@ class RecordedRuns:
             for state in run.states.values():
                 state.finish()
                 if state.failure is not None:
-                    state.cause = self._cause_of(state, state.failure)
+                    state.cause = self._find_cause(state, state.failure)
 
     def _read(self, entry: Entry) -> None:
         if entry.sent is not None:
@@ -308,7 +308,7 @@ class RecordedRuns:
         if error is not None:
             self.origins.setdefault(error.origin, recorded)
 
-    def _cause_of(self, state: RecordedState, failure: RecordedEvent) -> tuple[int, int | None]:
+    def _find_cause(self, state: RecordedState, failure: RecordedEvent) -> tuple[int, int | None]:
         """The conditions for the state to fail as recorded: the number of its ops that were sent, and the
         event that came before, if any."""
         assert isinstance(failure.event, StateFailed)

@@ -393,7 +393,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
         headers |= {"connection": "upgrade", "upgrade": "websocket"}
         failure = ApiError(426, "upgrade_required", f"{shown}: open a websocket")
     elif error.status_code == 405:
-        headers["Allow"] = ", ".join(_methods_of(request))
+        headers["Allow"] = ", ".join(_list_methods(request))
         text = f"{shown}: this path supports {headers['Allow']}"
         failure = ApiError(405, "method_not_allowed", text)
     else:
@@ -404,7 +404,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return error_response(path, request.headers, failure, headers)
 
 
-def _methods_of(request: Request) -> list[str]:
+def _list_methods(request: Request) -> list[str]:
     """The methods of the path. Starlette itself finds only the first route of a path."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]

@@ -132,7 +132,7 @@ def test_ticks_are_round_and_reach_the_top(most: float, expected: list[float]) -
 
 
 @given(st.floats(1e-6, 1e9))
-def test_there_are_a_few_ticks(most: float) -> None:
+def test_an_axis_has_a_few_ticks(most: float) -> None:
     marks = ticks(most)
     assert 4 <= len(marks) <= 10
     assert marks[0] == 0

@@ -224,13 +224,13 @@ def test_a_call_fails_when_the_session_fails_to_open_and_the_next_one_opens_it()
     connection.close()
 
 
-def test_there_is_one_connection_per_place():
+def test_each_place_has_one_connection():
     assert connection_to(model="a") is connection_to(model="a")
     assert connection_to(model="a") is not connection_to(model="b")
     assert connection_to("ws://127.0.0.1:1", None, "key") is not connection_to("ws://127.0.0.1:1")
 
 
-def test_there_is_one_connection_per_model_under_each_of_its_names(monkeypatch):
+def test_each_model_has_one_connection_under_all_its_names(monkeypatch):
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     assert connection_to() is connection_to(model="smollm2-135m") is connection_to(api_key="k")
     assert connection_to() is not connection_to("ws://127.0.0.1:1")

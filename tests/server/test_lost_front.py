@@ -112,7 +112,7 @@ def client_of(url: str) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(base_url=http_url, headers=headers, timeout=30)
 
 
-async def test_what_clients_see_survives_a_killed_server(tmp_path: Path) -> None:
+async def test_stored_objects_survive_a_killed_server(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[tenants.ann]\nkeys = ["{hashed_key(KEY)}"]\nrequests_per_minute = 14\n')
     asked = {"model": "fake", "input": "What do plants make?", "max_output_tokens": 4}

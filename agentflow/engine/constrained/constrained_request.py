@@ -58,7 +58,7 @@ class ConstrainedRequest:
         if message.constraint is None:
             return
         vocabulary = self._vocabulary = grammars.vocabulary
-        self._new_text = _texts_of(message.constraint, message, grammars, tokenizer)
+        self._new_text = _token_texts(message.constraint, message, grammars, tokenizer)
         self._text = self._new_text()
         self._end_words = vocabulary.only(request.end_ids)
         request.next_mask = self.next_mask
@@ -359,20 +359,20 @@ class ChannelRequest(ConstrainedRequest):
     def _mask(self, text: ConstrainedText) -> TokenWords:
         channels = self._channels
         if channels.is_ending:
-            return self._words_of(channels.rest_of_end())
+            return self._mask_words(channels.rest_of_end())
         if channels.is_thinking:
             return self._reasoning_mask(channels.rest_of_end()) & ~self._mark_words | self._end_of_reasoning
         if channels.may_begin:
             words = self._vocabulary.only([])
             for rest in channels.rests_of_heads(thinks=not self._is_spent):
-                words = words | self._words_of(rest)
+                words = words | self._mask_words(rest)
             return words
         words = self._answer_mask(text)
         if channels.has_head and not self._thinking.calls:
             words = words & ~self._mark_words
         return words
 
-    def _words_of(self, rest: bytes) -> TokenWords:
+    def _mask_words(self, rest: bytes) -> TokenWords:
         """The tokens that write ``rest``, or its beginning, and nothing else."""
         words = self._rest_words.get(rest)
         if words is None:
@@ -383,7 +383,7 @@ class ChannelRequest(ConstrainedRequest):
         return words
 
 
-def _texts_of(
+def _token_texts(
     constraint: CompiledConstraint, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
 ) -> Callable[[], ConstrainedText]:
     """Makes new texts under the constraint of a message."""

@@ -397,10 +397,10 @@ def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list
     masks: dict[frozenset[int], int] = {}
     for mask, reached in parts:
         masks[reached] = masks.get(reached, 0) | mask
-    return sorted([(mask, reached) for reached, mask in masks.items()], key=_mask_of)
+    return sorted([(mask, reached) for reached, mask in masks.items()], key=_mask)
 
 
-def _mask_of(pair: tuple[int, frozenset[int]]) -> int:
+def _mask(pair: tuple[int, frozenset[int]]) -> int:
     return pair[0]
 
 

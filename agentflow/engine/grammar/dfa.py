@@ -247,7 +247,7 @@ def _over_bytes(
     """
     shape_of: dict[tuple[int, ...], int] = {}
     shape: Numbers = np.array([shape_of.setdefault(masks, len(shape_of)) for masks in dfa.masks])
-    rows = [_rows_of(masks, classes, limit) if masks else ((),) for masks in shape_of]
+    rows = [_make_rows(masks, classes, limit) if masks else ((),) for masks in shape_of]
     num_rows: Numbers = np.array([len(of_shape) for of_shape in rows], dtype=np.int64)
     num_states = int(num_rows[shape].sum())
     if num_states > max_states:
@@ -289,7 +289,7 @@ def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transit
     return transitions
 
 
-def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[Row, ...]:
+def _make_rows(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[Row, ...]:
     """Returns the byte rows of a state's character sets; the first set has label 1."""
     labelled: list[tuple[int, int, int]] = []
     for label, mask in enumerate(masks, 1):

@@ -154,7 +154,7 @@ class _SchemaReader:
         return regex
 
     def _constrained(self, schema: JsonObject) -> Regex:
-        for key, apply in (("$ref", self._reference), ("anyOf", self._any_of), ("allOf", self._all_of)):
+        for key, apply in (("$ref", self._reference), ("anyOf", self._alternatives), ("allOf", self._all_of)):
             if key in schema:
                 if len(schema) > 1:
                     raise _NotRegular
@@ -207,7 +207,7 @@ class _SchemaReader:
             self._open.pop()
         return self._of_reference[reference]
 
-    def _any_of(self, options: object) -> Regex:
+    def _alternatives(self, options: object) -> Regex:
         if not isinstance(options, list) or not options:
             raise _NotRegular
         return one_of([self.regex(option) for option in options])

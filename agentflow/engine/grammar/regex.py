@@ -214,7 +214,7 @@ def set_without_case(
     ranges = set_ranges(literals, members, escapes, negated, ascii_only)
     beyond = [f"\\U{first:08x}-\\U{last:08x}" for first, last in members if last > LAST_OF_PLANE]
     within = merged([pair for pair in members if pair[1] <= LAST_OF_PLANE])
-    written = "".join([re.escape(char) for char in _cased_chars_of(within) + literals])
+    written = "".join([re.escape(char) for char in _find_cased_chars(within) + literals])
     written += "".join([*beyond, *escapes])
     if not written:
         return ranges
@@ -225,7 +225,7 @@ def set_without_case(
     return merged([*matched, *_without_cased(ranges)])
 
 
-def _cased_chars_of(ranges: Ranges) -> str:
+def _find_cased_chars(ranges: Ranges) -> str:
     """Returns the characters of the ranges that have a case."""
     edges: CodePoints = np.array(ranges, dtype=np.int64).reshape(-1, 2) + np.array([0, 1])
     places: CodePoints = np.searchsorted(_cased_code_points(), edges)
@@ -237,7 +237,7 @@ def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
     left: list[tuple[int, int]] = []
     for first, last in ranges:
         start = first
-        for char in _cased_chars_of(((first, last),)):
+        for char in _find_cased_chars(((first, last),)):
             if start < ord(char):
                 left.append((start, ord(char) - 1))
             start = ord(char) + 1

@@ -182,7 +182,7 @@ def _panel_bytes(
                 for name, one in tensors
             )
         )
-    if (scheme := _scheme_of(config)) is None:
+    if (scheme := _read_scheme(config)) is None:
         return 0
     parts = [folder / name for name in weight_files(folder)]
     return int(sum(part.stat().st_size for part in parts if part.exists()) * scheme.panels_of_stored)
@@ -197,7 +197,7 @@ def _naming(folder: Path) -> Iterator[None]:
         raise BadModelFolder(f"{folder}: {error}", param=error.param) from error.__cause__
 
 
-def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+def _read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     try:
         return read_scheme(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -217,7 +217,7 @@ def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
     if config is None:
         raise BadModelFolder(f"{folder}: config.json is not a JSON object", param="config.json")
     with _naming(folder):
-        scheme = _scheme_of(config)
+        scheme = _read_scheme(config)
     return config, _num_parameters(folder, scheme)
 
 

@@ -172,7 +172,7 @@ def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Tensor:
-    def dimension_of(rotations: float) -> float:
+    def find_dimension(rotations: float) -> float:
         """Returns the dimension with this number of rotations over the original context."""
         return (
             num_rotated
@@ -180,7 +180,7 @@ def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Te
             / (2 * math.log(rope.theta))
         )
 
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    low, high = find_dimension(rope.beta_fast), find_dimension(rope.beta_slow)
     if rope.truncates:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, num_rotated - 1)

@@ -117,9 +117,9 @@ class FakeRunner:
     def _run(self, batch: Batch) -> BatchOutput:
         self._slot_tokens[batch.write_slots] = self._with_features(batch)
         self._slot_positions[batch.write_slots] = batch.positions
-        adapters = self._adapters_of(batch)
+        adapters = self._token_adapters(batch)
         self._slot_adapters[batch.write_slots] = adapters
-        self._slot_ropes[batch.write_slots] = _ropes_of(batch)
+        self._slot_ropes[batch.write_slots] = _rope_numbers(batch)
         slots_of_rows = _SlotsOfRows(batch)
         seen = [
             self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1), int(adapters[row]))
@@ -170,7 +170,7 @@ class FakeRunner:
             tokens[indices] += encoding.features[places]
         return tokens
 
-    def _adapters_of(self, batch: Batch) -> NDArray[np.int64]:
+    def _token_adapters(self, batch: Batch) -> NDArray[np.int64]:
         """A number for each token's adapter, 0 for none."""
         if batch.adapters is None:
             return np.zeros(len(batch.token_ids), dtype=np.int64)
@@ -278,7 +278,7 @@ def num_features(medium: PreparedMedium) -> int:
     return max([piece.first + len(piece.positions[0]) for piece in runs])
 
 
-def _ropes_of(batch: Batch) -> NDArray[np.int64]:
+def _rope_numbers(batch: Batch) -> NDArray[np.int64]:
     """A number for each token's rotary positions: the position if it is the same on all axes."""
     if batch.media is None:
         assert (batch.token_ids >= 0).all()

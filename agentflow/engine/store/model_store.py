@@ -102,7 +102,7 @@ def resolve_model(name: str) -> Path:
     if (source := KNOWN_MODELS.get(name)) is not None:
         if not _is_pulled(source):
             raise UnknownModel(f"{name} is not in the store: run `agentflow pull {name}`", param=name)
-        return _folder_of(source)
+        return _source_folder(source)
     if (path := _local_path(name)) is not None:
         check_model(path)
         return path
@@ -185,7 +185,7 @@ def pulled_folder(name: str) -> Path | None:
     """Returns the folder of a known model; None if it is not pulled. Raises ``KeyError`` for an unknown
     name."""
     source = KNOWN_MODELS[name]
-    return _folder_of(source) if _is_pulled(source) else None
+    return _source_folder(source) if _is_pulled(source) else None
 
 
 def pull_model(name: str, *, progress: bool = True) -> Path:
@@ -215,7 +215,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
             param=name,
         )
     if _is_pulled(source):
-        return _folder_of(source)
+        return _source_folder(source)
     if importlib.util.find_spec("gguf") is None:  # fail before the download, not when the model is loaded
         raise PullFailed("running a model needs the package 'gguf': run `pip install 'agentflow-lm[engine]'`")
     with _shown(name, listener) as shown:
@@ -234,7 +234,7 @@ def _shown(name: str, listener: PullListener | None) -> Iterator[PullListener]:
 def pull_source(source: ModelSource, listener: PullListener) -> Path:
     """``pull_model`` for any source and listener. Safe against concurrent pulls by other processes. An
     exception of the listener ends the pull like an interrupt and leaves nothing behind."""
-    folder = _folder_of(source)
+    folder = _source_folder(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _terminable(), _locked(folder.with_name(f".{source.name}.lock"), listener):
@@ -254,12 +254,12 @@ def store_folder() -> Path:
     return Path(cache).expanduser().resolve() / "models"
 
 
-def _folder_of(source: ModelSource) -> Path:
+def _source_folder(source: ModelSource) -> Path:
     return store_folder() / source.name
 
 
 def _is_pulled(source: ModelSource) -> bool:
-    folder = _folder_of(source)
+    folder = _source_folder(source)
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         num_bytes = _file_in(folder, source).stat().st_size

@@ -113,7 +113,7 @@ def marked_leaves(value: Any, mark: Mark) -> Any:
     return value
 
 
-def members_of(call: CalledTool) -> dict[str, Any]:
+def list_members(call: CalledTool) -> dict[str, Any]:
     """Returns the members of a call's arguments. Empty if they are not a JSON object, as in a truncated call,
     or nest too deeply for a template. A template that writes arguments as JSON writes their text in any
     case."""
@@ -176,7 +176,7 @@ def _message_value(message: Message, dialect: ToolDialect, mark: Mark, *, in_par
 
 
 def _call_value(call: CalledTool, dialect: ToolDialect, mark: Mark) -> dict[str, Any]:
-    members = members_of(call)
+    members = list_members(call)
     text = mark(call.arguments)
     as_object = dialect.arguments == "object"
     arguments: Any = JsonObject(marked_leaves(members, mark), text) if as_object else text

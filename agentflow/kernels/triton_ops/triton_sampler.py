@@ -249,7 +249,7 @@ def _find_highest(
 
 
 @triton.jit
-def _range_of(key):
+def _find_range(key):
     """Returns the number of a key's range; below 1 for range 0."""
     above = key - _FINE_KEY  # shifts of negative numbers round down
     return _FIRST_FINE + tl.where(above >= 0, above >> _FINE_SHIFT, above >> _COARSE_SHIFT)
@@ -273,7 +273,7 @@ def _count(
             weights = _whole_weights(x - most, factor)
             total += weights.to(tl.int64)
             # The rest of the vocabulary is in range 0.
-            place = _range_of(weights.to(tl.int32, bitcast=True))
+            place = _find_range(weights.to(tl.int32, bitcast=True))
             counts += tl.histogram(tl.maximum(place, 0), _NUM_RANGES, mask=place > 0)
         tl.store(sums + row * num_chunks + number, tl.sum(total, 0))
         ranges = tl.arange(0, _NUM_RANGES)
@@ -296,7 +296,7 @@ def _lower_key(number):
 
 
 @triton.jit
-def _weight_of(key):
+def _find_weight(key):
     return key.to(tl.float32, bitcast=True).to(tl.int64)
 
 
@@ -319,7 +319,7 @@ def _ranges_to_list(ints, sums, row, vocab_size, num_chunks, top_k, top_p):
     ranges = tl.arange(0, _NUM_RANGES)
     counts = tl.load(ints + row * _ROW_INTS + ranges).to(tl.int64)
     counts = tl.where(ranges == 0, vocab_size - tl.sum(counts, 0), counts)
-    least, most = _weight_of(_lower_key(ranges)), _weight_of(_lower_key(ranges + 1) - 1)
+    least, most = _find_weight(_lower_key(ranges)), _find_weight(_lower_key(ranges + 1) - 1)
     num_from = tl.cumsum(counts, 0, reverse=True)
     least_from = tl.cumsum(counts * least, 0, reverse=True)
     most_from = tl.cumsum(counts * most, 0, reverse=True)
@@ -407,7 +407,7 @@ def _list_bounds(keys, num, LIST_TILE: tl.constexpr):
         own = tl.load(keys + entries, mask=entries < num, other=0)
         low = tl.where(entries < num, tl.minimum(low, own), low)
         high = tl.maximum(high, own)
-        total += _weight_of(own)
+        total += _find_weight(own)
     return tl.min(low, 0), tl.max(high, 0), tl.sum(total, 0)
 
 
@@ -418,7 +418,7 @@ def _amounts_from(keys, num, pivots, IS_COUNT: tl.constexpr, LIST_TILE: tl.const
     for first in range(0, num, LIST_TILE):
         entries = first + tl.arange(0, LIST_TILE)
         own = tl.load(keys + entries, mask=entries < num, other=0)
-        value = (own > 0).to(tl.int64) if IS_COUNT else _weight_of(own)
+        value = (own > 0).to(tl.int64) if IS_COUNT else _find_weight(own)
         amounts += tl.where(own[:, None] >= pivots[None, :], value[:, None], 0)
     return tl.sum(amounts, 0)
 
@@ -482,7 +482,7 @@ def _sum_before(
         key = tl.load(keys + entries, mask=entries < num, other=0)
         ids = tl.load(keys + vocab_size + entries, mask=entries < num, other=0)
         is_kept = (key >= last) & (key.to(tl.float32, bitcast=True) >= least_weight)
-        value = tl.where(is_kept, _weight_of(key), 0)
+        value = tl.where(is_kept, _find_weight(key), 0)
         amounts += tl.where(ids[:, None] < (pivots * chunk)[None, :], value[:, None], 0)
     return before + tl.sum(amounts, 0)
 

@@ -220,7 +220,7 @@ class McpServer:
         """
         found = await self._asked(lambda client: client.get_prompt(name, arguments))
         return Sequence_(
-            tuple([RoleExpression(one.role, (_part_of(one.content),)) for one in found.messages])
+            tuple([RoleExpression(one.role, (_read_part(one.content),)) for one in found.messages])
         )
 
     def __repr__(self) -> str:
@@ -312,7 +312,7 @@ class McpServer:
         try:
             async with AsyncExitStack() as stack:
                 client = await stack.enter_async_context(await self._made_client(stack))
-                self._tools = await self._tools_of(client)
+                self._tools = await self._read_tools(client)
                 connection = _Connection(client)
                 task_status.started(connection)
                 await connection.closing.wait()
@@ -349,7 +349,7 @@ class McpServer:
         http = httpx2.AsyncClient(headers=dict(self._headers), timeout=timeout)
         return Client(streamable_http_client(self._server, http_client=await stack.enter_async_context(http)))
 
-    async def _tools_of(self, client: Any) -> list[FunctionTool]:
+    async def _read_tools(self, client: Any) -> list[FunctionTool]:
         return [
             tool(
                 partial(self._call, one.name),
@@ -366,7 +366,9 @@ class McpServer:
         async with self._client() as client:
             result = await client.call_tool(name, arguments)
         texts = [_text_of(block) for block in result.content]
-        found = {number: shown for number, block in enumerate(result.content) if (shown := _image_of(block))}
+        found = {
+            number: shown for number, block in enumerate(result.content) if (shown := _read_image(block))
+        }
         value = result.structured_content
         if value is not None and not _says(texts, value):
             texts.append(json_text(value))
@@ -442,12 +444,12 @@ def _is_written(text: str, value: Any) -> bool:
         return False
 
 
-def _part_of(block: Any) -> Appendable:
+def _read_part(block: Any) -> Appendable:
     """A part of a prompt."""
     return image(base64.b64decode(block.data)) if block.type == "image" else _text_of(block)
 
 
-def _image_of(block: Any) -> ImageExpression | None:
+def _read_image(block: Any) -> ImageExpression | None:
     """The image of a part of a result; None for other parts, and for images that models cannot be shown."""
     data = block.data if block.type == "image" else None
     if block.type == "resource" and str(block.resource.mime_type).startswith("image/"):

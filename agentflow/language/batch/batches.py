@@ -62,7 +62,7 @@ def batched_run(
     """
     graph, texts = program, (args, kwargs)
     if not isinstance(graph, Graph):
-        graph, texts = _graph_of(graph, args, kwargs), ((), {})
+        graph, texts = _traced(graph, args, kwargs), ((), {})
     first, *rest = graph.ops
     assert isinstance(first, ops.Open)
     graph = replace(graph, ops=(msgspec.structs.replace(first, label=_state_label(label)), *rest))
@@ -75,7 +75,7 @@ def _state_label(label: Key) -> str:
     return hashlib.blake2b(repr(label).encode(), digest_size=16).hexdigest()
 
 
-def _graph_of(program: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+def _traced(program: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     function: Any = program.function if isinstance(program, Program) else program
     name = name_of(function)
     if not hasattr(function, "__name__"):

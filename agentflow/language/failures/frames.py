@@ -44,7 +44,7 @@ def calling_line() -> ProgramLine | None:
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE):
-            if _kind_of(frame) == "loop":
+            if _find_kind(frame) == "loop":
                 return STARTED_AT.get()
             return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
@@ -64,7 +64,7 @@ def program_frames(frame: FrameType | None) -> list[FrameType]:
     this package runs, or an import or a debugger."""
     found: list[FrameType] = []
     while frame is not None:
-        kind = _kind_of(frame)
+        kind = _find_kind(frame)
         if kind == "ignored":
             return []
         if kind == "package" or (kind == "loop" and found):
@@ -78,7 +78,7 @@ def program_frames(frame: FrameType | None) -> list[FrameType]:
 Kind = Literal["package", "program", "loop", "library", "ignored"]
 
 
-def _kind_of(frame: FrameType) -> Kind:
+def _find_kind(frame: FrameType) -> Kind:
     return kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
 
 
@@ -99,7 +99,7 @@ def raised_at(error: BaseException) -> ProgramLine | None:
     """The innermost line of the program in the traceback of ``error``."""
     found = None
     for frame, line in walk_tb(error.__traceback__):
-        if _kind_of(frame) == "program":
+        if _find_kind(frame) == "program":
             code = frame.f_code
             found = ProgramLine(code.co_filename, line, code.co_name)
     return found
@@ -109,7 +109,7 @@ def without_internals(error: ErrorT) -> ErrorT:
     """The error with a shorter traceback. For errors of this package, it has only the program's frames. For
     other errors, it begins with the program's first frame, and is complete if there is none."""
     steps = list(_steps(error.__traceback__))
-    kept = [step for step in steps if _kind_of(step.tb_frame) == "program"]
+    kept = [step for step in steps if _find_kind(step.tb_frame) == "program"]
     if not isinstance(error, AgentflowError):
         kept = steps[steps.index(kept[0]) :] if kept else steps
     trace: TracebackType | None = None

@@ -182,7 +182,7 @@ def _is_of_signal(error: BaseException) -> bool:
     """Whether a signal handler raised it; such a handler may run at any line of the program."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    handlers = {_find_code(signal.getsignal(number)) for number in signal.valid_signals()}
     trace, is_raised = error.__traceback__, True
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -194,7 +194,7 @@ def _is_of_signal(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and not is_raised
 
 
-def _code_of(handler: Any) -> CodeType | None:
+def _find_code(handler: Any) -> CodeType | None:
     while isinstance(handler, partial):
         handler = handler.func
     return getattr(handler, "__code__", None)  # also of a method

@@ -256,7 +256,7 @@ class State:
         >>> (await s.messages())[0]
         {'role': 'user', 'content': 'What do plants do?'}
         """
-        return [(await _message_of(turn)).as_dict() for turn in self._node.transcript.turns()]
+        return [(await _make_message(turn)).as_dict() for turn in self._node.transcript.turns()]
 
     def hint(
         self,
@@ -752,7 +752,7 @@ def _at(line: ProgramLine | None) -> str:
     return "" if line is None else f" at {line}"
 
 
-async def _message_of(turn: TurnContent) -> Message:
+async def _make_message(turn: TurnContent) -> Message:
     begin = turn.begin
     parts = [
         part.whole() if isinstance(part, MediumExpression) else await _text_of(part) for part in turn.content

@@ -119,7 +119,7 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
         return {_plain_key(key): again(one) for key, one in value.items()}
     if isinstance(value, Record):
         return value.to_dict()
-    adapter = _adapter_of(kind)
+    adapter = _make_adapter(kind)
     if adapter is not None:
         return adapter.dumped(value, is_read_back=is_read_back)
 
@@ -130,7 +130,7 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
         for method in ("isoformat", "tolist"):
             if callable(found := getattr(part, method, None)):
                 return again(found())
-        other = _adapter_of(part.__class__, is_foreign=True)
+        other = _make_adapter(part.__class__, is_foreign=True)
         if other is None:
             raise TypeError(f"a {kind.__name__} has no form in JSON")
         return other.dumped(part, is_read_back=is_read_back)
@@ -159,7 +159,7 @@ def _as_value_error() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _adapter_of(kind: type, *, is_foreign: bool = False) -> _Adapter | None:
+def _make_adapter(kind: type, *, is_foreign: bool = False) -> _Adapter | None:
     """The adapter of a class that pydantic describes. ``is_foreign``: msgspec has no form for it."""
     try:
         if is_foreign or "pydantic" in libraries_of(kind):

@@ -80,10 +80,10 @@ class TypeReader:
         return self._read(data)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _reader_of, (self._kind,)
+        return _make_reader, (self._kind,)
 
 
-def _reader_of(kind: Any) -> Reader:
+def _make_reader(kind: Any) -> Reader:
     return json_type(kind)[1]
 
 

@@ -53,7 +53,7 @@ def sizing(*kept: object) -> Generator[None, None, int]:
         if kind is msgspec.Raw:
             num_bytes += len(memoryview(one))  # type: ignore[arg-type]
         elif kind not in _TEXTS:
-            parts = _parts_of(one)
+            parts = _list_parts(one)
             if len(parts) <= _MANY:
                 pending += parts
                 continue
@@ -79,7 +79,7 @@ _SLICE = 16_384
 """The parts among which numbers are counted in one step."""
 
 
-def _parts_of(one: object) -> Sequence[object]:
+def _list_parts(one: object) -> Sequence[object]:
     if isinstance(one, list | tuple):
         return one
     if isinstance(one, dict):

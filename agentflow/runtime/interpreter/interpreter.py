@@ -146,7 +146,7 @@ class Interpreter(Generic[ContextT]):
         )
         self._variables: dict[int, VariableRecord] = {}
         self._images = ImageStore(self._memory)
-        self._graph = ProgramGraph(program=program, replica_of=self._replica_of)
+        self._graph = ProgramGraph(program=program, replica_of=self._find_replica)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
         self._tenant_graphs.add(self._graph)
         # Generators without a scheduler have no use for places.
@@ -164,9 +164,9 @@ class Interpreter(Generic[ContextT]):
         """The capabilities of each model by name, the default first. All can use the embedding models."""
         default = self._generator.capabilities.model
         names = [default, *[name for name in self._generators if name != default]]
-        return {name: self._capabilities_of(self._generators[name]) for name in names}
+        return {name: self._find_capabilities(self._generators[name]) for name in names}
 
-    def _capabilities_of(self, generator: Generator[ContextT]) -> Capabilities:
+    def _find_capabilities(self, generator: Generator[ContextT]) -> Capabilities:
         own, names = generator.capabilities, tuple(self._embedders)
         return own if own.embedding_models == names else replace(own, embedding_models=names)
 
@@ -433,7 +433,7 @@ class Interpreter(Generic[ContextT]):
             with suppress(AgentflowError):  # advice: the ops of the state report a fault themselves
                 state.generator.hint(state.context, StateHint(place=place, begins=begins))
 
-    def _replica_of(self, number: int) -> int | None:
+    def _find_replica(self, number: int) -> int | None:
         state = self._states.get(number)
         if state is None or state.context is None:
             return None
@@ -536,7 +536,7 @@ class Interpreter(Generic[ContextT]):
                 if self._checks_ops:
                     OPS[type(op)].check(op)
                     if state.generator is not None:
-                        require(op, self._capabilities_of(state.generator))
+                        require(op, self._find_capabilities(state.generator))
                 await self._ops.execute(state, pending)
 
     def _start_child(

@@ -265,7 +265,7 @@ class Deduction:
         if has_changed:
             self._leave(node)
             self._join(node, stage)
-        objective = self._objective_of(node)
+        objective = self._deduce_objective(node)
         if objective != node.objective:
             node.objective = objective
             has_changed = True
@@ -298,7 +298,7 @@ class Deduction:
         node.vote = vote
         return 1 + len(node.preds)
 
-    def _objective_of(self, node: Node) -> Objective:
+    def _deduce_objective(self, node: Node) -> Objective:
         if node.explicit is not None:
             return node.explicit
         if node.want is not None or not node.succs:

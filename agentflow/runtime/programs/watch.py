@@ -56,10 +56,10 @@ class _Sent:
     ) -> GraphDelta | None:
         """Brings the parts up to date. Returns the difference, or None if there is none. ``states`` and
         ``nodes``: by their ids, with None for those that are not shown."""
-        self.num_edges -= self._num_edges_of(nodes)
+        self.num_edges -= self._count_edges(nodes)
         new_states, states_gone = _difference(self.states, states)
         new_nodes, nodes_gone = _difference(self.nodes, nodes)
-        self.num_edges += self._num_edges_of(nodes)
+        self.num_edges += self._count_edges(nodes)
         for node_id in nodes_gone:
             self.running.pop(node_id, None)
         for node in new_nodes:
@@ -83,7 +83,7 @@ class _Sent:
             if (replica := graph.replica_of(node.state)) != node.replica
         }
 
-    def _num_edges_of(self, node_ids: Iterable[int]) -> int:
+    def _count_edges(self, node_ids: Iterable[int]) -> int:
         return sum([len(self.nodes[one].needs) for one in node_ids if one in self.nodes])
 
 
@@ -196,7 +196,7 @@ class GraphsWatch:
             if shown and room.num_states <= 0:
                 break
             shown[graph] = None
-            sent = self._sent_of(graph)
+            sent = self._find_sent(graph)
             live = live_graph(graph, room, sent.numbers)
             num_left_out = live.num_states_left_out, live.num_nodes_left_out
             is_whole = is_whole and not any(num_left_out)
@@ -229,7 +229,7 @@ class GraphsWatch:
         return deltas
 
     def _updated_graph(self, graph: ProgramGraph, parts: Iterable[_Part]) -> GraphDelta | None:
-        sent = self._sent_of(graph)
+        sent = self._find_sent(graph)
         states: dict[int, LiveState | None] = {}
         nodes = sent.moved(graph)
         for part in parts:
@@ -244,7 +244,7 @@ class GraphsWatch:
         self._take_room(sent, 1)
         return delta
 
-    def _sent_of(self, graph: ProgramGraph) -> _Sent:
+    def _find_sent(self, graph: ProgramGraph) -> _Sent:
         sent = self._sent.get(graph)
         if sent is None:
             sent = self._sent[graph] = _Sent(next(self._ids))

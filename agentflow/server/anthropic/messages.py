@@ -126,7 +126,7 @@ def _thinks(thinking: Thinking | None) -> bool | None:
     return False
 
 
-def completion_of(call: ApiCall, body: MessagesRequest, model: Capabilities) -> CompletionRequest:
+def make_completion(call: ApiCall, body: MessagesRequest, model: Capabilities) -> CompletionRequest:
     """The whole request, as the engine takes it. ``model``: its features."""
     request = prompt_of(body, model)
     params = SamplingParams(
@@ -165,7 +165,7 @@ def _form_of(body: CountRequest, request: CompletionRequest) -> Constraint | Non
     return schema_constraint(form.schema, "output_config.format.schema")
 
 
-def _count_request_of(body: CountRequest, model: Capabilities) -> CompletionRequest:
+def _make_count_request(body: CountRequest, model: Capabilities) -> CompletionRequest:
     """The request with its prompt only, after a check of all other fields."""
     request = prompt_of(body, model)
     _form_of(body, request)
@@ -199,7 +199,7 @@ async def create_message(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.process(read_request, call, MessagesRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    request = await call.process(completion_of, call, body, generator.capabilities)
+    request = await call.process(make_completion, call, body, generator.capabilities)
     if body.thinking is None and isinstance(generator, TenantGenerator):
         request = replace(request, thinks=None)  # some models of vendors always reason
     capabilities = generator.capabilities
@@ -220,7 +220,7 @@ async def count_tokens(call: ApiCall) -> None:
     """Counts the tokens of the prompt without running the model."""
     body = await call.process(read_request, call, CountRequest)
     generator = call.generator(body.model, to_generate=False)
-    request = await call.process(_count_request_of, body, generator.capabilities)
+    request = await call.process(_make_count_request, body, generator.capabilities)
     async with generator.metered():
         with _naming_field():
             token_ids = await prompt_ids(generator, request)

@@ -53,7 +53,7 @@ _OF_CONSTRAINTS = ("schema", "regex", "choices", "grammar", "tags")
 _NEUTRAL = SamplingParams()
 
 
-def params_of(request: CompletionRequest) -> GenParams:
+def find_params(request: CompletionRequest) -> GenParams:
     """The parameters that the client gave: an API has other defaults, and refuses many parameters."""
     found: dict[str, Any] = {}
     for name in GenParams.__struct_fields__:
@@ -86,7 +86,7 @@ def checked_params(generator: TenantGenerator, request: CompletionRequest) -> Ge
         raise refuse("prompt", "its prompts cannot be returned")
     if not request.generates:
         raise refuse("max_tokens", "it generates at least one token")
-    params = params_of(request)
+    params = find_params(request)
     can_limit = features.accepts("max_reasoning_tokens")
     if request.effort is not None and not (request.thinks is False and can_limit):
         raise refuse(EFFORT, "its effort of reasoning cannot be set")

@@ -241,10 +241,10 @@ def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answ
     by_index: list[list[CompletionDelta]] = [[] for _ in range(num_answers)]
     for delta in deltas:
         by_index[delta.index].append(delta)
-    return [_answer_of(own) for own in by_index]
+    return [_join_answer(own) for own in by_index]
 
 
-def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
+def _join_answer(deltas: Sequence[CompletionDelta]) -> Answer:
     texts: list[str] = []
     reasoning: list[str] = []
     tokens: list[TokenLogprob] = []

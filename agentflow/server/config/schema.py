@@ -333,7 +333,7 @@ class Setting:
             raise BadArgument(message) from None
 
 
-def _settings_of(section: str, table: str, struct: type[Struct], prefix: str = "") -> Iterator[Setting]:
+def _list_settings(section: str, table: str, struct: type[Struct], prefix: str = "") -> Iterator[Setting]:
     hints = get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         help_of = [meta for meta in getattr(hints[field.name], "__metadata__", ()) if meta.description]
@@ -380,17 +380,17 @@ def all_settings() -> dict[str, Setting]:
     return _by_name(
         setting
         for name, section in SECTIONS.items()
-        for setting in _settings_of(name, section.table, section.struct, section.prefix)
+        for setting in _list_settings(name, section.table, section.struct, section.prefix)
     )
 
 
 @cache
 def model_settings() -> dict[str, Setting]:
     """The keys of a model's own table, by name."""
-    return _by_name(_settings_of("models", "models", ModelConfig))
+    return _by_name(_list_settings("models", "models", ModelConfig))
 
 
 @cache
 def shared_names() -> tuple[str, ...]:
     """The keys that ``[engine]`` and a model's own table have in common."""
-    return tuple(setting.name for setting in _settings_of("engine", "engine", EngineSettings))
+    return tuple(setting.name for setting in _list_settings("engine", "engine", EngineSettings))

@@ -62,7 +62,7 @@ class _Advice(NamedTuple):
     prefills_next: bool = False
 
 
-def _advice_of(extension: msgspec.Raw | None) -> _Advice:
+def _read_advice(extension: msgspec.Raw | None) -> _Advice:
     if extension is None:
         return _Advice()
     try:
@@ -147,7 +147,7 @@ ANYONE: Final = Caller()
 
 def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key: str | None = None) -> Caller:
     """The caller with the advice in a request's ``nvext`` and ``prompt_cache_key``."""
-    advice = _advice_of(extension)
+    advice = _read_advice(extension)
     caller = caller._replace(output_tokens=advice.output_tokens, prefills_next=advice.prefills_next)
     if cache_key and not caller.program:
         caller = caller._replace(program=cache_key[:MAX_NAME_CHARS])
@@ -171,4 +171,4 @@ def salt_of(salt: str | None, extension: msgspec.Raw | None) -> str:
 
 def priority_of(priority: int | None, extension: msgspec.Raw | None) -> int:
     """The priority of a request: its own, or that of its ``nvext``."""
-    return (_advice_of(extension).priority or 0) if priority is None else priority
+    return (_read_advice(extension).priority or 0) if priority is None else priority

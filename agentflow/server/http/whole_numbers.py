@@ -49,7 +49,7 @@ def with_whole_numbers(data: bytes, kind: Any) -> bytes:
     >>> with_whole_numbers(b'{"a": [1.0, 2.5, 3]}', dict[str, list[int]])
     b'{"a":[1, 2.5, 3]}'
     """
-    places = _places_of(kind)
+    places = _find_places(kind)
     return data if places is None else _rewritten(data.strip(), places)
 
 
@@ -66,7 +66,7 @@ class _Places:
 
 
 @cache
-def _places_of(kind: Any) -> _Places | None:
+def _find_places(kind: Any) -> _Places | None:
     return _places(options(type_info(kind)))
 
 

@@ -460,7 +460,7 @@ class ModelMetrics:
             return
         try:
             with anyio.move_on_after(SCRAPE_TIMEOUT_S):
-                self.totals.update(await _stats_of(generator))
+                self.totals.update(await _find_stats(generator))
                 self.is_engine_up = True
         except AgentflowError as error:
             logger.debug("the engine returned no stats: %s", error)
@@ -535,7 +535,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
-async def _stats_of(generator: Generator[Any]) -> Stats | EngineStats:
+async def _find_stats(generator: Generator[Any]) -> Stats | EngineStats:
     if isinstance(generator, MeasuredGenerator):
         return await generator.engine_stats()
     return await generator.stats()

@@ -36,7 +36,7 @@ async def chat(call: ApiCall) -> None:
     began_ns = time.perf_counter_ns()
     body = await call.process(call.read, OllamaChatRequest)
     generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.messages))
-    request = await call.process(_chat_of, call, body, generator)
+    request = await call.process(_make_chat, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
 
@@ -45,11 +45,11 @@ async def generate(call: ApiCall) -> None:
     began_ns = time.perf_counter_ns()
     body = await call.process(call.read, OllamaGenerateRequest)
     generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.prompt))
-    request = await call.process(_generation_of, call, body, generator)
+    request = await call.process(_make_generation, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
 
-def _chat_of(call: ApiCall, body: OllamaChatRequest, generator: TextGenerator) -> CompletionRequest:
+def _make_chat(call: ApiCall, body: OllamaChatRequest, generator: TextGenerator) -> CompletionRequest:
     check_generation(body, generator)
     return CompletionRequest(
         conversation_of(body.messages or (), generator),
@@ -63,7 +63,9 @@ def _chat_of(call: ApiCall, body: OllamaChatRequest, generator: TextGenerator) -
     )
 
 
-def _generation_of(call: ApiCall, body: OllamaGenerateRequest, generator: TextGenerator) -> CompletionRequest:
+def _make_generation(
+    call: ApiCall, body: OllamaGenerateRequest, generator: TextGenerator
+) -> CompletionRequest:
     check_generation(body, generator)
     return CompletionRequest(
         prompt_of(body, generator),

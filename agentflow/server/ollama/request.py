@@ -142,7 +142,7 @@ def prompt_of(
     for name in ("suffix", "template"):
         if getattr(body, name):
             raise unsupported(name, "the models continue a text, in the form of their template")
-    images = _images_of(body.images, "images", generator)
+    images = _read_images(body.images, "images", generator)
     prompt, context = body.prompt or "", body.context or []
     is_text = body.raw or not generator.capabilities.conversations
     for name, value in (("system", body.system), ("context", context), ("images", images)):
@@ -169,7 +169,7 @@ def conversation_of(messages: Sequence[OllamaMessage], generator: TextGenerator)
     turns = _Turns()
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
-        turns.add(message, place, _images_of(message.images, f"{place}.images", generator))
+        turns.add(message, place, _read_images(message.images, f"{place}.images", generator))
     return tuple(turns.made)
 
 
@@ -223,7 +223,7 @@ class _Turns:
         raise invalid_field(f"{place}.tool_name", "no earlier message has an open call of this tool")
 
 
-def _images_of(images: Unread, place: str, generator: TextGenerator) -> tuple[PlacedImage, ...]:
+def _read_images(images: Unread, place: str, generator: TextGenerator) -> tuple[PlacedImage, ...]:
     """The images before a text."""
     if images is None or not is_given(images):
         return ()

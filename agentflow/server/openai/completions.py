@@ -253,15 +253,15 @@ class _TextChunks(ChunkWriter):
             if isinstance(delta, PromptDelta) and self._echo:
                 parts += (front, encode_json(delta.text))
                 self._logprobs[delta.index] = _OffsetLogprobs(self._num_top or 0, delta)
-                parts.append(self._rest_of(delta.index, ()) if delta.tokens else self.rest)
+                parts.append(self._encode_rest(delta.index, ()) if delta.tokens else self.rest)
             elif isinstance(delta, TextDelta):
                 parts += (front, encode_json(delta.text))
-                parts.append(self._rest_of(delta.index, delta.tokens) if delta.tokens else self.rest)
+                parts.append(self._encode_rest(delta.index, delta.tokens) if delta.tokens else self.rest)
             elif isinstance(delta, AnswerEnded):
                 reason = encode_json(delta.finish_reason)
                 parts += (front, b'"","logprobs":null,"finish_reason":', reason, self.tail)
         return b"".join(parts)
 
-    def _rest_of(self, index: int, tokens: Sequence[TokenLogprob]) -> bytes:
+    def _encode_rest(self, index: int, tokens: Sequence[TokenLogprob]) -> bytes:
         logprobs = encode_json(self._logprobs[index].push(tokens))
         return b',"logprobs":' + logprobs + b',"finish_reason":null' + self.tail

@@ -159,8 +159,8 @@ async def create_decision(call: ApiCall) -> None:
     """Answers questions about one input."""
     body = await call.process(call.read, DecisionRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    messages = await call.process(_messages_of, body, generator.capabilities.model)
-    questions = await call.process(_questions_of, body)
+    messages = await call.process(_make_messages, body, generator.capabilities.model)
+    questions = await call.process(_make_questions, body)
     if isinstance(generator, TenantGenerator):
         decided = await _decided_by_api(generator, body, messages, questions)
     else:
@@ -224,7 +224,7 @@ async def _decided_by_api(
         generator.free(context)
 
 
-def _messages_of(body: DecisionRequest, model: str) -> tuple[Message, ...]:
+def _make_messages(body: DecisionRequest, model: str) -> tuple[Message, ...]:
     items = items_of(body.input)
     if not items:
         raise invalid_field("input", "it is empty: give a text or at least one item")
@@ -236,7 +236,7 @@ def _messages_of(body: DecisionRequest, model: str) -> tuple[Message, ...]:
     return tuple(turns.messages)
 
 
-def _questions_of(body: DecisionRequest) -> list[Question]:
+def _make_questions(body: DecisionRequest) -> list[Question]:
     questions = [_question(number, asked) for number, asked in enumerate(body.questions)]
     with naming_param("questions"):
         check_questions(questions)

@@ -74,7 +74,7 @@ async def create_embeddings(call: ApiCall) -> None:
     """Makes the embeddings of one input or several."""
     body = await call.process(call.read, EmbeddingsRequest)
     generator = call.embedder(body.model, priority=body.priority)
-    inputs = _inputs_of(body.input, call.service.http_limits.max_embedding_inputs)
+    inputs = _read_inputs(body.input, call.service.http_limits.max_embedding_inputs)
     options = EmbeddingOptions(body.prompt, body.prompt_name, body.dimensions)
     vectors, usage = await embedded(call, generator, inputs, options, priority=body.priority or 0)
 
@@ -92,7 +92,7 @@ async def create_embeddings(call: ApiCall) -> None:
     await reply_written(call, vectors, answer)
 
 
-def _inputs_of(given: Input, most: int) -> Sequence[EmbeddingInput]:
+def _read_inputs(given: Input, most: int) -> Sequence[EmbeddingInput]:
     inputs = prompts_of(given, "input")
     if len(inputs) > most:
         raise invalid_field("input", f"{len(inputs):,} inputs exceed the limit of {most:,} for a request")

@@ -231,14 +231,14 @@ def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) 
     )
     content = message.content if message.content is not None else message.refusal
     given = message.reasoning_content if is_given(message.reasoning_content) else message.reasoning
-    reasoning = _reasoning_of(given, place)
+    reasoning = _read_reasoning(given, place)
     if content is None and not calls and reasoning is None:
         raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
     text = "" if content is None else _text_of(content, place, model)
     return Message("assistant", text, tool_calls=calls, reasoning=reasoning)
 
 
-def _reasoning_of(given: Unread, place: str) -> str | None:
+def _read_reasoning(given: Unread, place: str) -> str | None:
     """Reasoning that is a text; clients of other servers also send objects, which are not read."""
     if given is None or bytes(memoryview(given)[:1]) != b'"':
         return None

@@ -86,7 +86,7 @@ def _requests_of(
     """The field of their form, and a request for each prompt."""
     limits, fields = call.service.http_limits, body.sampling_params or SamplingFields()
     _check_fields(body, fields)
-    prompts, n = _prompts_of(body), fields.n or 1
+    prompts, n = _list_prompts(body), fields.n or 1
     if n * len(prompts) > limits.max_n:
         asked = f"{len(prompts)} prompts with {n} answers each"
         param = f"{_SAMPLING}.n" if len(prompts) == 1 else "input_ids" if body.text is None else "text"
@@ -94,7 +94,7 @@ def _requests_of(
     max_new_tokens = MAX_NEW_TOKENS if fields.max_new_tokens is None else fields.max_new_tokens
     params = _sampling_of(body, fields, generator, max_new_tokens)
     check_num_logprobs(params, generator, n * len(prompts), "top_logprobs_num")
-    constraint_field, constraint = _constraint_of(fields)
+    constraint_field, constraint = _read_constraint(fields)
     scores_prompt = _logprob_start(body) >= 0
     return constraint_field, [
         CompletionRequest(
@@ -124,7 +124,7 @@ def _check_fields(body: SglangRequest, fields: SamplingFields) -> None:
                 raise unsupported(f"{prefix}{name}", why)
 
 
-def _prompts_of(body: SglangRequest) -> list[str | TokenIds]:
+def _list_prompts(body: SglangRequest) -> list[str | TokenIds]:
     if (body.text is None) == (body.input_ids is None):
         raise invalid_field("text", "give either 'text' or 'input_ids'")
     if body.text is not None:
@@ -173,7 +173,7 @@ def _sampling_of(
     return params
 
 
-def _constraint_of(fields: SamplingFields) -> tuple[str, Constraint | None]:
+def _read_constraint(fields: SamplingFields) -> tuple[str, Constraint | None]:
     """The field that asks for a form, and its constraint."""
     prefix = f"{_SAMPLING}."
     with naming_param():

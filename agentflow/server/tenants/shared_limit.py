@@ -177,11 +177,11 @@ class SharedGate(TenantGate):
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
         """See ``RequestGate``. ``Overloaded`` if a lease is needed and the store does not answer."""
-        return self._lease_of(tenant, {"requests": 1, "tokens": 1})
+        return self._take_lease(tenant, {"requests": 1, "tokens": 1})
 
     def ready_to_pay(self, tenant: Tenant, highest: float) -> Awaitable[None] | None:
         """See ``TenantGate``. ``Overloaded`` as for ``ready``."""
-        return self._lease_of(tenant, {"cost": math.ceil(highest * NANODOLLARS)})
+        return self._take_lease(tenant, {"cost": math.ceil(highest * NANODOLLARS)})
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
         try:
@@ -191,7 +191,7 @@ class SharedGate(TenantGate):
                 account.must_read = True
             raise
 
-    def _lease_of(self, tenant: Tenant, wanted: dict[str, int]) -> Awaitable[None] | None:
+    def _take_lease(self, tenant: Tenant, wanted: dict[str, int]) -> Awaitable[None] | None:
         try:
             now = tenant if self._current is None else self._current(tenant)
         except NotAuthorized:  # the request itself raises it

@@ -156,8 +156,8 @@ export class ServerUnreachable extends ServerError {
 }
 
 /**
- * The connection was lost and could not be resumed. The session connects again, and what begins later
- * runs there.
+ * The connection was lost and could not be resumed. The session connects again, and later runs use the
+ * new connection.
  */
 export class ServerLost extends ServerError {
   static override readonly code: string = "server_lost";

@@ -732,7 +732,7 @@ def test_a_fallback_of_a_fallback_is_one() -> None:
         lambda: af.session(models={"a": "openai:gpt-4o"}, fallback=["openai:gpt-4o"]),
     ],
 )
-def test_what_cannot_answer_for_another_is_refused(
+def test_models_that_cannot_replace_another_are_refused(
     make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")

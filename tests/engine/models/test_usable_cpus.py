@@ -110,7 +110,7 @@ def test_the_tightest_quota_around_the_process_counts(
         assert usable_cpus(root) == min(allowed)
 
 
-def test_there_is_at_least_one_usable_cpu() -> None:
+def test_at_least_one_cpu_is_usable() -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 

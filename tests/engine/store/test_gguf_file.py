@@ -120,7 +120,7 @@ def test_a_file_cut_anywhere_is_rejected(tmp_path: Path) -> None:
             open_gguf(file)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_the_error_contains_the_unreadable_part(tmp_path: Path) -> None:
     def rejects(path: Path, param: str) -> None:
         with pytest.raises(BadModelFolder, check=has_param(param)):
             open_gguf(path)

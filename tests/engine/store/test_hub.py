@@ -57,7 +57,7 @@ def test_the_library_finds_what_was_pulled(tiny: HubServer) -> None:
     assert Path(found).resolve() == snapshot.resolve()
 
 
-def test_what_the_library_pulled_is_found_without_a_request(tiny: HubServer) -> None:
+def test_files_pulled_by_the_library_are_found_without_a_request(tiny: HubServer) -> None:
     from huggingface_hub import snapshot_download
 
     found = snapshot_download(NAME)
@@ -276,7 +276,9 @@ def test_a_name_or_a_revision_that_the_hub_does_not_have_is_named(tiny: HubServe
 
 
 @pytest.mark.parametrize("content", [b"<html>log in</html>", b"{}", b"[]", b'{"id": "x", "sha": "../../x"}'])
-def test_what_is_no_hub_is_rejected(tiny: HubServer, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_servers_that_are_no_hub_are_rejected(
+    tiny: HubServer, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
     def answer(self: object, value: object) -> None:
         self._answer(200, content)  # type: ignore[attr-defined]
 
@@ -399,7 +401,7 @@ def test_an_update_that_fails_leaves_the_model_that_was_there(tiny: HubServer) -
     assert resolve_model(NAME) == before
 
 
-def test_what_a_killed_pull_left_is_removed_once_it_is_old(tiny: HubServer) -> None:
+def test_leftovers_of_a_killed_pull_are_removed_once_they_are_old(tiny: HubServer) -> None:
     blobs = repository_folder(HubName(NAME)) / "blobs"
     blobs.mkdir(parents=True)
     for age_s, name in ((0, "fresh"), (100_000, "old")):
@@ -503,7 +505,7 @@ def test_an_adapter_is_not_a_model(with_adapter: HubServer) -> None:
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "adapter_model.safetensors"),
     ],
 )
-def test_what_is_no_whole_adapter_is_rejected(hub: HubServer, files: dict[str, bytes], param: str) -> None:
+def test_incomplete_adapters_are_rejected(hub: HubServer, files: dict[str, bytes], param: str) -> None:
     hub.add(ADAPTER, files)
     pull_fails(param, ADAPTER)
     assert missing_adapters([f"polite={ADAPTER}"]) == [ADAPTER]

@@ -57,7 +57,7 @@ def used(uses: list[tuple[str, int, list[int]] | int]) -> Used:
 
 
 @given(USES, st.integers(1, 12), st.sampled_from([None, *OWNERS, "carl"]))
-def test_it_is_the_most_recently_used_part_of_what_the_owner_has(
+def test_recent_nodes_are_the_last_used_part_of_the_owners_cache(
     uses: list[tuple[str, int, list[int]] | int], most: int, owner: str | None
 ) -> None:
     made = used(uses)

@@ -224,7 +224,7 @@ UNSUPPORTED: list[tuple[Api, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("api", "extra", "param"), UNSUPPORTED, ids=[f"{api.name} {param}" for api, _, param in UNSUPPORTED]
 )
-async def test_what_the_model_cannot_do_is_refused_by_name(
+async def test_unsupported_parameters_are_refused_by_name(
     api: Api, extra: dict[str, Any], param: str
 ) -> None:
     async with served_apis([], MODELS) as served:

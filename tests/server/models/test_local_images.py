@@ -130,7 +130,7 @@ def _encoded(name: str) -> str:
     return base64.b64encode(picture(name).data).decode()
 
 
-async def test_what_the_reader_rejects_is_an_error_of_the_request() -> None:
+async def test_unreadable_images_are_errors_of_the_request() -> None:
     body = {"model": "fake"} | CHAT
     body["messages"] = [
         {

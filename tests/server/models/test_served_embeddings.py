@@ -71,7 +71,7 @@ async def test_token_ids_need_an_engine() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
 
 
-async def test_it_generates_nothing() -> None:
+async def test_an_embedding_model_generates_nothing() -> None:
     async with serving() as server:
         messages = [{"role": "user", "content": "Hi"}]
         response = await post(server, "/v1/chat/completions", messages=messages)

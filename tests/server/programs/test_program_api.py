@@ -577,7 +577,7 @@ async def test_the_reader_of_a_stream_is_in_the_place() -> None:
             at.generator.released.set()
 
 
-async def test_what_is_wrong_is_named_and_changes_nothing() -> None:
+async def test_a_wrong_request_is_refused_by_field_and_changes_nothing() -> None:
     def place(in_out: str = "out", **fields: Any) -> dict[str, Any]:
         return {"name": "v", "in_out": in_out, **fields}
 

@@ -141,7 +141,7 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_what_is_counted_is_what_is_there(redis: RedisServer, seed: int) -> None:
+async def test_counters_equal_the_stored_entries(redis: RedisServer, seed: int) -> None:
     chance = random.Random(seed)
     async with shared_store(redis) as store:
         responses = SharedResponses(SharedEntries(store, "r", MOST_BYTES, 60))
@@ -188,7 +188,7 @@ async def test_the_oldest_of_the_tenant_with_the_most_goes_first(redis: RedisSer
             await responses.change("bob", "c", lambda found: grown)
 
 
-async def test_what_has_expired_is_neither_found_nor_kept(redis: RedisServer) -> None:
+async def test_expired_entries_are_neither_found_nor_kept(redis: RedisServer) -> None:
     async with shared_store(redis) as store:
         brief = SharedResponses(SharedEntries(store, "r", 10**6, 0.001))
         assert await brief.add("ann", response("r", "x", None, (item("i"),)))

@@ -128,7 +128,7 @@ def _compiled(constraint: Constraint) -> CompiledConstraint:
         try:
             return CompiledConstraint(_key(constraint), "dfa", build_dfa(compiled).to_bytes())
         except TooLargeForDfa:
-            compiled = _grammar_of(constraint, compiled)
+            compiled = _make_grammar(constraint, compiled)
     count = _num_alternatives(constraint)
     payload = _checked(compiled, constraint.kind, count).encode()
     return CompiledConstraint(_key(constraint), "llguidance", payload, num_alternatives=count)
@@ -303,7 +303,7 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
         raise BadArgument(f"tags: {tag.begin!r}: {why}") from None
 
 
-def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
+def _make_grammar(constraint: Constraint, compiled: Regex) -> str:
     """Returns the grammar of a constraint whose DFA would be too large."""
     if constraint.instead is None:
         return _as_grammar(constraint, compiled)

@@ -380,7 +380,7 @@ def unique_lists(schema: Schema, root: Schema) -> list[Any] | None:
     """
     if set(schema) - _KEYS_OF_UNIQUE or schema.get("type") != "array":
         return None
-    values = _values_of(schema.get("items"), root)
+    values = _find_values(schema.get("items"), root)
     least, most = schema.get("minItems", 0), schema.get("maxItems", _MOST_UNIQUE_VALUES)
     if values is None or not isinstance(least, int) or not isinstance(most, int):
         return None
@@ -391,7 +391,7 @@ def unique_lists(schema: Schema, root: Schema) -> list[Any] | None:
     return [[*some] for length in lengths for some in itertools.permutations(values, length)] or None
 
 
-def _values_of(schema: Any, root: Schema) -> list[Any] | None:
+def _find_values(schema: Any, root: Schema) -> list[Any] | None:
     """Returns the different values of a schema; None if there are many."""
     found = resolved(schema, root)
     keywords = set(found) - ANNOTATIONS

@@ -62,7 +62,7 @@ def read_config(folder: Path) -> DecoderConfig:
     model is not supported."""
     raw, generation = read_folder(folder)
     try:
-        family = _family_of(raw)
+        family = _find_family(raw)
         read_scheme(raw)  # rejects unsupported formats
         shape = family.read(raw)
         _check(shape)
@@ -128,7 +128,7 @@ def _with_head(architecture: object) -> str:
     return name.removesuffix("Model") + "ForCausalLM" if name in DECODERS else name
 
 
-def _family_of(raw: RawConfig) -> Family:
+def _find_family(raw: RawConfig) -> Family:
     names = [_with_head(name) for name in architectures_of(raw)]
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]

@@ -42,7 +42,7 @@ class _Batch:
         )
         self.products = Products(kernels.linear, given.adapters, self.rows.device, given.grouped)
 
-    def positions_of(self, rope: Rope) -> Tensor:
+    def make_positions(self, rope: Rope) -> Tensor:
         """Returns the positions of the rows, [T], or [T, frequencies] if the rope has axes that differ."""
         given, positions = self.given.given, self.positions
         if given is not None and given.axis_positions is not None and rope.axes is not None:
@@ -187,7 +187,7 @@ class Decoder:
         given = batch.given.given
         residual = self._embedded(batch)
         for place, rope in enumerate(weights.ropes):
-            positions = batch.positions_of(rope)
+            positions = batch.make_positions(rope)
             batch.angles[place] = rope_angles(positions, rope.frequencies, residual.dtype, rope.amplitude)
         normed, last = self._normed(residual, layers[0].input_norm), len(layers) - 1
         for i, layer in enumerate(layers):

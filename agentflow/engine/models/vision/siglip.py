@@ -107,7 +107,7 @@ class TileEncoder:
         for first, end in even_parts(len(tiles) * shape.grid, count):
             for some, top, bottom in _blocks(first, end, shape.grid):
                 pixels = scaled(tiles[some, :, top * shape.patch : bottom * shape.patch])
-                patches = _patches_of(pixels, shape.patch)
+                patches = _cut_patches(pixels, shape.patch)
                 hidden = self.kernels.linear.multiply(patches.flatten(0, 1), self.patches)
                 places = slice(num_before + top * shape.grid, num_before + bottom * shape.grid)
                 rows[some, places] += hidden.view(*patches.shape[:2], -1)
@@ -209,7 +209,7 @@ def _blocks(first: int, end: int, grid: int) -> Iterator[tuple[slice, int, int]]
         first += num_tiles * (bottom - top)
 
 
-def _patches_of(tiles: Tensor, side: int) -> Tensor:
+def _cut_patches(tiles: Tensor, side: int) -> Tensor:
     """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row. A rest
     at the right is left out."""
     n, channels, height, width = tiles.shape

@@ -137,7 +137,7 @@ class GgufFile:
             names = _Names(self._architecture, self._metadata)
             for stored in self._stored.values():
                 if stored.name not in ROPE_TENSORS:
-                    found.update(names.tensors_of(stored))
+                    found.update(names.convert_tensors(stored))
             if self._architecture.splits_latents:
                 return _with_latents(found)
             if self._architecture.has_stacks:
@@ -175,7 +175,7 @@ class _Names:
         head_dim = data.whole(".attention.key_length", data.whole(".embedding_length") // self._num_heads)
         self._sizes = self._num_heads * head_dim, self._num_kv_heads * head_dim
 
-    def tensors_of(self, stored: StoredTensor) -> Iterator[tuple[str, ModelTensor]]:
+    def convert_tensors(self, stored: StoredTensor) -> Iterator[tuple[str, ModelTensor]]:
         kind = self._architecture
         match stored.name.split("."):
             case [part, "weight" | "bias" as leaf] if part in kind.top:

@@ -496,7 +496,7 @@ class TokenState:
                 self._markup[kind] = self.template.medium_markup(kind, self._tokenizer.closed_places, token)
         return {kind: markup for kind, markup in self._markup.items() if markup is not None}
 
-    def _span_of(self, medium: Medium) -> Span:
+    def _make_span(self, medium: Medium) -> Span:
         known = self._media.get(medium)
         mark = medium_mark(medium)
         if known is None:
@@ -505,7 +505,7 @@ class TokenState:
 
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
-        show = ShowMedium(self._span_of, self._markup_now())
+        show = ShowMedium(self._make_span, self._markup_now())
         spans = spans_of(parts, layout, self._tokenizer, self.template, self._now, show)
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer

@@ -168,7 +168,7 @@ async def _before(call: ApiCall, body: ResponseRequest) -> _Before:
     if body.previous_response_id is not None:
         if conversation is not None:
             raise invalid_field("conversation", "it excludes 'previous_response_id'")
-        history = await _history_of(call, body.previous_response_id)
+        history = await _find_history(call, body.previous_response_id)
     references = await call.process(references_in, body.input)
     items = await call.service.responses.find_items(call.tenant.name, references) if references else {}
     return _Before(conversation, history, items)
@@ -276,7 +276,7 @@ class _Turn:
         return Item.made(item.id, item, read.step)
 
 
-async def _history_of(call: ApiCall, response_id: str) -> History:
+async def _find_history(call: ApiCall, response_id: str) -> History:
     """The conversation up to the end of an earlier response."""
     param = "previous_response_id"
     found = None

@@ -43,7 +43,7 @@ async def test_all_inputs_are_one_batch(vendor: FakeVendor) -> None:
 
 
 @pytest.mark.parametrize(("program", "depth"), [(ask_twice, 2), (compare, 2)], ids=["turns", "fork"])
-async def test_there_is_one_batch_for_each_stage(vendor: FakeVendor, program: Any, depth: int) -> None:
+async def test_each_stage_is_one_batch(vendor: FakeVendor, program: Any, depth: int) -> None:
     questions = [f"Question {number}?" for number in range(5)]
     async with session_on(vendor) as place:
         plain = await place.flow.map(program, questions)

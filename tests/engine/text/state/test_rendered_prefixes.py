@@ -140,7 +140,7 @@ def test_memory_is_bounded():
     assert served.prompt(after).ids()[: len(known)] == known
 
 
-def test_what_is_in_use_stays():
+def test_prefixes_in_use_stay():
     served = chatml(max_tokens=3000)
     known = served.answer(ASKED, "the answer")
     for number in range(40):
