@@ -13,7 +13,7 @@ from support.apis import openai_answers as answers
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Received, fake_server
 
 import agentflow as af
-from agentflow.errors import NotSupported
+from agentflow.errors import InvalidValue, NotSupported
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
@@ -214,6 +214,22 @@ async def test_a_later_value_may_be_empty() -> None:
         assert (await s["name"], await s["note"]) == ("Ada", "")
         assert len(server.received) == 1
         assert (await flow.stats()).failed_speculations == 0
+
+
+@pytest.mark.parametrize(("job", "num_calls"), [("12", 1), ("none", 2)])
+async def test_a_later_value_may_have_a_grammar(job: str, num_calls: int) -> None:
+    turn = f"Name: 7\nJob: {job}\nAge: 36"
+    async with session(turn, continues=True, speculate=True) as (flow, server), flow.state() as s:
+        grammar = af.gen("job", grammar="start: /[0-9]+/", stop="\n")
+        s += af.user("Who?") + af.assistant(
+            "Name: ", af.gen("name", stop="\n"), "\nJob: ", grammar, "\nAge: "
+        )
+        if num_calls == 1:
+            assert await s["job"] == job
+        else:  # a call for this value, whose server does not keep the grammar
+            with pytest.raises(InvalidValue):
+                await s["job"]
+        assert len(server.received) == num_calls
 
 
 async def test_the_end_of_a_constrained_value_may_begin_like_the_text_after_it() -> None:
