@@ -1,13 +1,14 @@
 """Checks of finished answers against their constraints: of those that the API does not enforce, and of those
 that it claims to enforce, since servers ignore constraints or read them differently.
 
-Clients choose constraints and models write texts, so a check has limits. It begins on the event loop with a
-small one, and goes on in a thread with a larger one. Beyond that it is given up (``CannotCheck``).
+Clients choose constraints and models write texts, so a check has limits. A short one begins on the event loop
+with a small limit, and goes on in a thread with a larger one. Beyond that it is given up (``CannotCheck``).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -38,6 +39,7 @@ MAX_REMEMBERED_CHARS: Final = 20_000
 """The longest source whose compiled check is kept."""
 _SMALL_CHARS: Final = 2_000
 """The longest source and text whose check begins on the event loop."""
+_SCHEMA_CHECK: Final = "agentflow.protocol.bounds.schema_check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,11 @@ async def found_fault(constraint: Constraint, text: str, cut_by: Sequence[str] =
         CannotCheck: The check takes too long, or the constraint cannot be checked.
         BadArgument: The constraint is invalid.
     """
-    is_small = len(constraint.source) + len(text) <= _SMALL_CHARS
     if constraint.kind == "choices" and constraint.instead is None:
         return fault_of(constraint, text, cut_by)
-    if is_small and constraint.kind != "tags":
+    # Small grammars may be large automata, and the first schema imports a package of 60 ms.
+    begins_here = constraint.kind == "regex" or (constraint.kind == "schema" and _SCHEMA_CHECK in sys.modules)
+    if begins_here and len(constraint.source) + len(text) <= _SMALL_CHARS:
         try:
             return fault_of(constraint, text, cut_by, INLINE)
         except CannotCheck:
