@@ -1,6 +1,5 @@
 """The answer of a model behind an API.
 
 ``answer`` collects it while it is streamed, ``visible_text`` applies the stops, ``verification`` checks it
-against a constraint, for which ``recognition`` reads the texts of grammars, ``selection`` scores choices, and
-``reported_usage`` reads the numbers of tokens.
+against a constraint, ``selection`` scores choices, and ``reported_usage`` reads the numbers of tokens.
 """

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import anyio.to_thread
 import msgspec
 
-from agentflow.backends.apis.answers.recognition import START, Recognizer
-from agentflow.backends.apis.chat.gbnf import read_pattern
-from agentflow.backends.apis.chat.lark_grammar import read_grammar
+from agentflow.backends.apis.grammars.gbnf import read_pattern
+from agentflow.backends.apis.grammars.lark_grammar import read_grammar
+from agentflow.backends.apis.grammars.recognition import START, Recognizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.language.typed.tags import InTag, split_at_tags
 from agentflow.protocol.bounds.client_pattern import CannotCheck, InvalidPattern, compiled

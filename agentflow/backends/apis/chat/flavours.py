@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import msgspec
 
 from agentflow.backends.apis.capability_table import EmbeddingFacts, ModelFacts
-from agentflow.backends.apis.chat.gbnf import gbnf_of_pattern
-from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
-from agentflow.backends.apis.chat.xgrammar_pattern import xgrammar_pattern
+from agentflow.backends.apis.grammars.gbnf import gbnf_of_pattern
+from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
+from agentflow.backends.apis.grammars.xgrammar_pattern import xgrammar_pattern
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind

@@ -16,10 +16,10 @@ from support.engine.schema_strategies import LITERALS, schemas, valid_value, wri
 from support.examples import examples
 
 from agentflow.backends.apis.answers import verification
-from agentflow.backends.apis.answers.recognition import START, Recognizer
 from agentflow.backends.apis.answers.verification import fault_of, found_fault, going_on
-from agentflow.backends.apis.chat.gbnf import read_pattern
-from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar, read_grammar
+from agentflow.backends.apis.grammars.gbnf import read_pattern
+from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar, read_grammar
+from agentflow.backends.apis.grammars.recognition import START, Recognizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.bounds import schema_check
 from agentflow.protocol.bounds.client_pattern import CannotCheck

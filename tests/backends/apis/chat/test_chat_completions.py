@@ -14,9 +14,9 @@ from support.apis import openai_answers as answers
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, Script, fake_server
 
 import agentflow as af
-from agentflow.backends.apis.chat import gbnf
 from agentflow.backends.apis.chat.flavours import FLAVOURS
 from agentflow.backends.apis.compatible import OpenAICompatible
+from agentflow.backends.apis.grammars import gbnf
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import (
     AgentflowError,

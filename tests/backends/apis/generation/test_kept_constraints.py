@@ -24,7 +24,7 @@ from support.engine.schema_strategies import LITERALS, schemas, valid_value
 from support.examples import examples
 
 import agentflow as af
-from agentflow.backends.apis.chat.lark_grammar import gbnf_of_grammar
+from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
 from agentflow.errors import BadArgument, InvalidValue, NotSupported, RunFailed
 
 DIGITS: Any = {"regex": "[0-9]+"}

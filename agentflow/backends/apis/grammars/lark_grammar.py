@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from agentflow.backends.apis.chat.gbnf import (
+from agentflow.backends.apis.grammars.gbnf import (
     EMPTY,
     MAX_CHARS,
     MAX_DEPTH,

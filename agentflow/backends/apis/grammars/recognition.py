@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from agentflow.backends.apis.chat.gbnf import Chars, Either, GrammarPart, Named, Repeated, Row
+from agentflow.backends.apis.grammars.gbnf import Chars, Either, GrammarPart, Named, Repeated, Row
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 
 START: Final = "start"
@@ -70,7 +70,7 @@ class Recognizer:
     Raises:
         CannotCheck: The grammar is too large.
 
-    >>> from agentflow.backends.apis.chat.gbnf import read_pattern
+    >>> from agentflow.backends.apis.grammars.gbnf import read_pattern
     >>> numbers = Recognizer({"start": read_pattern("[0-9]+(,[0-9]+)*")})
     >>> [numbers.recognize(text, most_steps=100) for text in ("1,2", "1,", "1;")]
     ['whole', 'beginning', 'none']

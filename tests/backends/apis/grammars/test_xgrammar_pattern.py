@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from agentflow.backends.apis.chat.xgrammar_pattern import xgrammar_pattern
+from agentflow.backends.apis.grammars.xgrammar_pattern import xgrammar_pattern
 
 TEXTS = ["".join(part) for count in range(4) for part in itertools.product("^a]-.\n\\", repeat=count)]
 
