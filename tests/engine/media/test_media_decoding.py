@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 
 import numpy as np
@@ -149,11 +150,16 @@ def test_damaged_files_are_read_or_rejected(
     assert (mode, param) == ("RGB", "image")
 
 
-def _all_frames(data: bytes) -> list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+@functools.cache
+def _video_and_frames(
+    kind: str, max_b_frames: int
+) -> tuple[bytes, list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
+    """A video of 45 frames, and all frames as they are read one after the other."""
     import av
 
+    data = video(45, kind, max_b_frames=max_b_frames)
     with av.open(io.BytesIO(data)) as container:
-        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return data, [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +169,7 @@ def _all_frames(data: bytes) -> list[np.ndarray[tuple[int, ...], np.dtype[np.uin
 def test_frames_of_a_video_are_sampled_at_equal_distances(
     kind: str, max_b_frames: int, num_frames: int
 ) -> None:
-    data = video(45, kind, max_b_frames=max_b_frames)
-    everything = _all_frames(data)
+    data, everything = _video_and_frames(kind, max_b_frames)
     clip = decode_video(data, FrameSampling(num_frames, num_frames))
     count = min(num_frames, len(everything))
     wanted = [index * len(everything) // count for index in range(count)]

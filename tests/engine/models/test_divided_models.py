@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
     return [made.integers(10, 320, n).tolist() for n in (3, 40, 17)]
 
 
-def greedy(runner: ModelRunner, num_tokens: int = 200) -> list[list[int]]:
+def greedy(runner: ModelRunner, num_tokens: int = 80) -> list[list[int]]:
     """Continuations of prompts that are computed in random chunks, in one batch with those that decode."""
     driver = Driver(runner)
     batch = [driver.add(prompt) for prompt in prompts()]

@@ -84,6 +84,10 @@ def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) 
     else:
         assert name in OTHERS or not NATIVE
         del runners[1]
+    if name not in OTHERS:
+        need = memory_need("", tmp_path, "float32", None)
+        info = runners[0].info
+        assert (info.end_token_ids, info.kv_bytes_per_token) == ((7, 9), need.kv_bytes_per_token)
     with torch.inference_mode():
         found = [logprobs_by(runner, texts) for runner in runners]
     texts[2] = texts[0][:60] + texts[2]
@@ -109,6 +113,8 @@ def logprobs_by(runner: TorchRunner, texts: list[list[int]]) -> list[list[float]
     found: list[list[float]] = [[], [], []]
     while left := [w for w in walkers if w.num_computed < len(w.tokens) - 1]:
         work = [(w, min(len(w.tokens) - 1 - w.num_computed, int(driver.rng.integers(1, 30)))) for w in left]
+        if driver.rng.random() < 0.2:
+            work = [(w, 1) for w in left]  # as they decode
         work.sort(key=lambda pair: pair[1] > 1)
         ends = [(w, w.num_computed, w.num_computed + n) for w, n in work]
         targets = np.concatenate([w.tokens[begin + 1 : end + 1] for w, begin, end in ends])
@@ -185,8 +191,11 @@ def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:
     ("name", "kernels"),
     [
         *((name, kernels) for kernels in (*NATIVE, "torch", "reference") for name in MODELS),
-        *((name, kernels) for kernels in NATIVE for name in COMPOSED),
-        *(pytest.param(name, "torch", marks=pytest.mark.full) for name in COMPOSED),
+        *(
+            pytest.param(name, kernels, marks=pytest.mark.full)
+            for kernels in (*NATIVE, "torch")
+            for name in COMPOSED
+        ),
     ],
 )
 def test_greedy_tokens_equal_transformers(

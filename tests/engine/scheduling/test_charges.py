@@ -63,7 +63,7 @@ def test_a_tenant_with_two_engines_has_its_weight_once(weight: float) -> None:
     """One tenant has requests on both engines, the other one on the second only. Together they get tokens by
     their weights, as far as the second engine can balance what the first does."""
     first, second = Engine(0, one=weight), Engine(1, one=weight, two=1.0)
-    for _ in range(1500):
+    for _ in range(900):
         charges = first.step(), second.step()
         for engine, (tenants, _) in zip((second, first), charges, strict=True):
             for tenant, used in tenants:
