@@ -17,7 +17,14 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # the kernels may be
 TEXTS = ["The quick brown fox", "a dog", "An answer is the answer to a question."]
 
 
-@pytest.mark.parametrize(("kind", "pooling"), [("qwen3", "lasttoken"), ("bert", "mean_tokens")])
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [
+        ("qwen3", "lasttoken"),
+        # Kinds and poolings: tests/engine/models/test_embeddings.py.
+        pytest.param("bert", "mean_tokens", marks=pytest.mark.full),
+    ],
+)
 async def test_one_session_generates_and_embeds(tmp_path: Path, kind: str, pooling: str) -> None:
     generating = write_random_model(tmp_path / "generating")
     folder = write_embedding_model(tmp_path / "embedding", kind, pooling=pooling)

@@ -221,8 +221,7 @@ async def test_a_lone_error_is_raised_unchanged() -> None:
             assert (raised.value.retry_after_s, raised.value.__cause__) == (90.0, None)
 
 
-async def test_the_last_endpoint_has_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
+async def test_the_last_endpoint_has_its_retries() -> None:
     script = [CURABLE["500"], CURABLE["closed"], said("Hello")]
     async with opened([CURABLE["500"]], script) as (flow, first, second):
         assert await asked(flow) == "Hello"

@@ -147,7 +147,6 @@ class ApiTransport:
         max_retries: The most further attempts of one request.
         timeout_s: The time limit until the first event, in seconds.
         stall_timeout_s: The time limit between two events, in seconds.
-        first_pause_s: The pause before the second attempt, in seconds. It doubles, with jitter.
         max_event_bytes: The largest event.
         circuit: Learns from the failures. It stops only requests that another endpoint can answer.
     """
@@ -160,7 +159,6 @@ class ApiTransport:
         max_retries: int = 2,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 60.0,
-        first_pause_s: float = FIRST_PAUSE_S,
         max_event_bytes: int = MAX_EVENT_BYTES,
         circuit: Circuit | None = None,
     ) -> None:
@@ -169,7 +167,6 @@ class ApiTransport:
         self._max_retries = max_retries
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._first_pause_s = first_pause_s
         self._max_event_bytes = max_event_bytes
         self.pace = Pace()
         self._starts = Starts()
@@ -188,7 +185,6 @@ class ApiTransport:
             max_retries=self._max_retries,
             timeout_s=self._timeout_s,
             stall_timeout_s=self._stall_timeout_s,
-            first_pause_s=self._first_pause_s,
             max_event_bytes=self._max_event_bytes,
         )
 
@@ -370,7 +366,7 @@ class ApiTransport:
         return num_failed <= self._max_retries and is_transient(error) and is_soon
 
     def _pause_s(self, error: AgentflowError, num_failed: int) -> float:
-        pause_s = doubled_s(self._first_pause_s, MAX_PAUSE_S, num_failed) * spread(0.5, 1.0)
+        pause_s = doubled_s(FIRST_PAUSE_S, MAX_PAUSE_S, num_failed) * spread(0.5, 1.0)
         asked_s = error.retry_after_s if isinstance(error, Overloaded) else None
         # Spreads the clients that received the same time. After no time at all, the next refusal would follow
         # immediately.

@@ -92,8 +92,15 @@ async def interrupted(vendor: FakeVendor, program: Any, path: str, number: int, 
     return not has_ended
 
 
-@pytest.mark.parametrize("acts", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("program", [ask_twice, compare], ids=["turns", "fork"])
+@pytest.mark.parametrize(
+    ("program", "acts"),
+    [
+        pytest.param(ask_twice, False, id="turns before"),
+        pytest.param(ask_twice, True, id="turns after", marks=pytest.mark.full),
+        pytest.param(compare, False, id="fork before", marks=pytest.mark.full),
+        pytest.param(compare, True, id="fork after"),
+    ],
+)
 async def test_a_map_that_ends_at_any_request_sends_no_request_twice(
     tmp_path: Path, request: pytest.FixtureRequest, program: Any, acts: bool
 ) -> None:

@@ -69,8 +69,7 @@ def good(*events: str) -> Answer:
 @asynccontextmanager
 async def opened(script: Script, **options: Any) -> AsyncIterator[tuple[ApiTransport, FakeServer]]:
     async with fake_server(script) as server, open_http(server.url, {"x-key": "k"}) as http:
-        chosen = {"first_pause_s": 0.001, **options}
-        yield ApiTransport(http, ErrorMapping(server.url, "m"), **chosen), server
+        yield ApiTransport(http, ErrorMapping(server.url, "m"), **options), server
 
 
 async def stream(transport: ApiTransport) -> list[str]:
