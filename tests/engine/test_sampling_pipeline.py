@@ -22,7 +22,7 @@ from agentflow.engine.batch import SampledRows
 from agentflow.engine.messages import Finished
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.sampling_table import SamplingTable
+from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument

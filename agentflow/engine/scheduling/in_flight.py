@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import SAMPLED_ONCE, CacheIdentity, Request, Row, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
-from agentflow.engine.scheduling.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
+from agentflow.engine.scheduling.rows.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE

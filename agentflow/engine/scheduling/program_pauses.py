@@ -43,7 +43,7 @@ from agentflow.engine.cache.nodes import Node
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.liveness import LiveProgram, ProgramKey, program_key
-from agentflow.engine.scheduling.policies import Policy
+from agentflow.engine.scheduling.policies.policy import Policy
 from agentflow.engine.scheduling.step_limits import StepCost
 
 DEAR_GAPS = 8

@@ -29,18 +29,25 @@ from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.media_run import MediaRun
 from agentflow.engine.request import Request, Row, Status, check_size, make_rows
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
-from agentflow.engine.scheduling.batch_builder import build_batch
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
-from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.liveness import NewLiveness
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.pace import Pace, is_urgent
-from agentflow.engine.scheduling.policies import Clock, FirstCome, LongestPrefix, Peek, Policy, RandomOrder
+from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.policies.policy import (
+    Clock,
+    FirstCome,
+    LongestPrefix,
+    Peek,
+    Policy,
+    RandomOrder,
+)
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.retries import Retries
-from agentflow.engine.scheduling.sampling_table import SamplingTable
+from agentflow.engine.scheduling.rows.batch_builder import build_batch
+from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_limits import (
     CHUNKS_PER_STEP,
     LONE_PROMPT_STEP_S,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.policies import Clock, LongestPrefix, Peek
+from agentflow.engine.scheduling.policies.policy import Clock, LongestPrefix, Peek
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingNode
 from agentflow.engine.scheduling.scheduler import POLICIES, NewPolicy
-from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingNode
 
 
 class DepthFirst(LongestPrefix):

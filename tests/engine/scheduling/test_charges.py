@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.engine.requests import request_of
 
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling.charges import AWAY_S, Absent, Charged
+from agentflow.engine.scheduling.policies.charges import AWAY_S, Absent, Charged
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams

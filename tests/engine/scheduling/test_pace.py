@@ -13,7 +13,8 @@ from support.examples import examples
 
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import pace, tenant_queue
+from agentflow.engine.scheduling import pace
+from agentflow.engine.scheduling.policies import tenant_queue
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import StepCost
 from agentflow.engine.simulator.cost_model import CostModel

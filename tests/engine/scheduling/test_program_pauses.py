@@ -15,7 +15,7 @@ from support.examples import examples
 from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import program_pauses
-from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.fake_runner import FakeRunner

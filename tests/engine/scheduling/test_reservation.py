@@ -13,7 +13,7 @@ from support.examples import examples
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request, Status
-from agentflow.engine.scheduling import tenant_queue
+from agentflow.engine.scheduling.policies import tenant_queue
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.protocol.sampling import SamplingParams

@@ -8,7 +8,7 @@ from support.engine.requests import request_of
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.waiting_tree import WaitingTree
+from agentflow.engine.scheduling.policies.waiting_tree import WaitingTree
 from agentflow.protocol.sampling import SamplingParams
 
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)

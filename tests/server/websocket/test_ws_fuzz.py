@@ -15,7 +15,7 @@ import psutil
 import pytest
 from support.server.fuzz_driver import Fuzzer, engine_target
 
-from agentflow.engine.scheduling import fair_policy
+from agentflow.engine.scheduling.policies import fair_policy
 from agentflow.engine.watching import snapshot
 
 pytestmark = pytest.mark.anyio

@@ -13,9 +13,9 @@ from support.engine.requests import request_of
 from agentflow.engine.batch import Batch
 from agentflow.engine.models.table_copy import TableCopy
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.media_work import MediaWork
-from agentflow.engine.scheduling.policies import LongestPrefix
+from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.policies.policy import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.fake_runner import FakeRunner

@@ -22,8 +22,8 @@ from agentflow.engine.batch import (
 from agentflow.engine.cache.prefix_readers import SharedPrefix
 from agentflow.engine.request import SAMPLED_ONCE, Row
 from agentflow.engine.scheduling.kv_memory import SlotTable
-from agentflow.engine.scheduling.sampling_table import SamplingTable
-from agentflow.engine.scheduling.select import add_nodes, scored_nodes, scored_tokens
+from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
+from agentflow.engine.scheduling.rows.select import add_nodes, scored_nodes, scored_tokens
 
 
 def build_batch(

@@ -35,10 +35,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
-from agentflow.engine.scheduling.charges import Absent
-from agentflow.engine.scheduling.policies import Clock, Peek, Policy
-from agentflow.engine.scheduling.tenant_queue import Program, TenantQueue
-from agentflow.engine.scheduling.waiting_tree import IsBlocked
+from agentflow.engine.scheduling.policies.charges import Absent
+from agentflow.engine.scheduling.policies.policy import Clock, Peek, Policy
+from agentflow.engine.scheduling.policies.tenant_queue import Program, TenantQueue
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
 from agentflow.engine.submit import Origin
 
 MAX_PROGRAMS = 16_384

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
-from agentflow.engine.scheduling.charges import Charged
-from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
+from agentflow.engine.scheduling.policies.charges import Charged
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import Origin
 
 Peek = Callable[[CacheIdentity, TokenRun], int]

@@ -84,8 +84,8 @@ from typing import NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
-from agentflow.engine.scheduling.policies import Clock, Preempted
-from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
+from agentflow.engine.scheduling.policies.policy import Clock, Preempted
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import PATIENT_GROUPS
 
 OVERTAKEN_BATCHES = 32
