@@ -31,7 +31,7 @@ from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.errors import AgentflowError, BadArgument
-from agentflow.language.batch.inputs import Parameters, Row, function_of
+from agentflow.language.batch.inputs import Parameters, TableRow, function_of
 from agentflow.language.batch.map import ProgramMap
 from agentflow.language.program import Program
 from agentflow.language.typed.json_form import json_text
@@ -127,9 +127,9 @@ class InputFile:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise BadArgument(f"{self.name}, line {number}: not JSON: {error}") from None
-                yield self._checked(Row(value) if isinstance(value, dict) else value, number)
+                yield self._checked(TableRow(value) if isinstance(value, dict) else value, number)
 
-    def _of_csv(self, file: TextIO) -> Iterator[Row]:
+    def _of_csv(self, file: TextIO) -> Iterator[TableRow]:
         kinds = _scalar_types(self.program)
         reader = csv.DictReader(file, strict=True)
         try:
@@ -139,7 +139,7 @@ class InputFile:
                         f"{self.name}, line {reader.line_num}: it has not the fields of the header"
                     )
                 cells = {name: self._cell(reader, name, text, kinds) for name, text in row.items()}
-                yield self._checked(Row(cells), reader.line_num)
+                yield self._checked(TableRow(cells), reader.line_num)
         except csv.Error as error:
             raise BadArgument(f"{self.name}, line {reader.line_num}: not CSV: {error}") from None
 

@@ -1,8 +1,8 @@
 """The log of a state's ops: their progress, their lines in the program, and their content.
 
-``InFlight`` counts the ops that the backend has not finished. ``SingleWriter`` rejects concurrent appends.
-``LineTable`` finds the line of the program that appended an op, so that a failure can name it. ``Transcript``
-holds the content of the state as the client knows it, for ``messages()`` and ``join``.
+``UnfinishedOps`` counts the ops that the backend has not finished. ``SingleWriter`` rejects concurrent
+appends. ``LineTable`` finds the line of the program that appended an op, so that a failure can name it.
+``Transcript`` holds the content of the state as the client knows it, for ``messages()`` and ``join``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentflow.protocol.ops import Role
 MAX_IN_FLIGHT = 10_000
 
 
-class InFlight:
+class UnfinishedOps:
     """The unfinished ops of one state. Two things show that ops are done: the end of a variable that was
     declared among them, and a ticket that the backend has reached."""
 

@@ -2,7 +2,7 @@
 
 ``Budget`` bounds the tokens and the time of a state and its forks. ``MemoryBudget`` bounds bytes. Byte counts
 estimate the allocations of CPython (a test compares them) for objects that grow with the client's input. A
-``Reservation`` counts bytes for as long as the object that owns it lives.
+``MemoryReservation`` counts bytes for as long as the object that owns it lives.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class MemoryBudget:
         self._is_closed = True
 
 
-class Reservation:
+class MemoryReservation:
     """Bytes in a memory budget that are released when the reservation is garbage collected, so with the
     object that owns it. ``Overloaded`` if there is no room.
 

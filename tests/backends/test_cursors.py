@@ -24,7 +24,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.runtime.interpreter.state_tree import StateRecord
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
-from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 FAILURE = ErrorInfo("run_failed", "why")
 steps = st.lists(
@@ -46,9 +46,10 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
         assert cursors.submit(op)
     memory = MemoryBudget()
     variables = {
-        var: VariableRecord(var, "v", events, Reservation(memory, 1), lambda call: call()) for var in (2, 3)
+        var: VariableRecord(var, "v", events, MemoryReservation(memory, 1), lambda call: call())
+        for var in (2, 3)
     }
-    state: StateRecord[None] = StateRecord(1, None, events, Reservation(memory, 1))
+    state: StateRecord[None] = StateRecord(1, None, events, MemoryReservation(memory, 1))
 
     def resume() -> None:
         resumed = cursors.resume("session", "secret")

@@ -40,7 +40,7 @@ KeyOf: TypeAlias = str | Callable[[Any], Key]
 END: Final = object()
 
 
-class Row(dict[str, Any]):
+class TableRow(dict[str, Any]):
     """A row of a table. Columns that are not among the program's parameters are not passed to it."""
 
 
@@ -110,27 +110,27 @@ def is_table(inputs: Any) -> bool:
     return is_frame and not (hasattr(inputs, "dtype") or hasattr(inputs, "type"))
 
 
-def rows_of(table: Any) -> Iterator[Row]:
+def rows_of(table: Any) -> Iterator[TableRow]:
     """The rows of a dataframe, with None for missing values. A dataframe's own iteration over rows gives the
     exact values; others are read through Arrow, by nanoarrow."""
     if callable(getattr(table, "iter_rows", None)):  # polars
         for row in table.iter_rows(named=True):
-            yield Row(row)
+            yield TableRow(row)
     elif callable(getattr(table, "itertuples", None)):  # pandas
         names = [str(name) for name in table.columns]
         rows = table.itertuples(index=False, name=None)
         missing = table.isna().itertuples(index=False, name=None)
         for values, gaps in zip(rows, missing, strict=True):
             pairs = zip(names, values, gaps, strict=True)
-            yield Row({name: None if is_missing else value for name, value, is_missing in pairs})
+            yield TableRow({name: None if is_missing else value for name, value, is_missing in pairs})
     elif callable(getattr(table, "to_batches", None)):  # pyarrow
         for batch in table.to_batches():
-            yield from map(Row, batch.to_pylist())
+            yield from map(TableRow, batch.to_pylist())
     else:
         yield from _arrow_rows(table)
 
 
-def _arrow_rows(table: Any) -> Iterator[Row]:
+def _arrow_rows(table: Any) -> Iterator[TableRow]:
     try:
         nanoarrow = importlib.import_module("nanoarrow")
     except ImportError:
@@ -138,7 +138,7 @@ def _arrow_rows(table: Any) -> Iterator[Row]:
             f"map: to read a {type(table).__name__}, install nanoarrow, or give its rows as dicts"
         ) from None
     for chunk in nanoarrow.ArrayStream(table):
-        yield from map(Row, chunk.to_pylist())
+        yield from map(TableRow, chunk.to_pylist())
 
 
 class Parameters:
@@ -181,7 +181,7 @@ class Parameters:
             return item, {}
         if type(item) is dict:
             return (), item
-        if not isinstance(item, Row):
+        if not isinstance(item, TableRow):
             return (item,), {}
         if self._takes_row:
             return (dict(item),), {}

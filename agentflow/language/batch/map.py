@@ -24,7 +24,7 @@ from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from agentflow.errors import BadArgument, Cancelled, DataDependent, add_note, short_repr
-from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
+from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, TableRow
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.failures.mistakes import AsyncOnly, needs_async_for, unfit_arguments
 from agentflow.language.failures.user_code import UserCode
@@ -643,7 +643,7 @@ def _result_only(item: Any, result: Any) -> Any:
 
 
 def _pair(item: Any, result: Any) -> tuple[Any, Any]:
-    return dict(item) if isinstance(item, Row) else item, result
+    return dict(item) if isinstance(item, TableRow) else item, result
 
 
 def _fields(result: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _STYLES: Final = {
 _VISIBLE: Final = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
 
 
-class Segment(NamedTuple):
+class StyledText(NamedTuple):
     """A piece of a line. ``style``: a key of ``_STYLES``."""
 
     text: str
@@ -67,7 +67,7 @@ class _Writer:
     def __init__(self) -> None:
         self._num_chars_left = MAX_CHARS
 
-    def state(self, outline: StateOutline, margin: str = "") -> Iterator[Segment]:
+    def state(self, outline: StateOutline, margin: str = "") -> Iterator[StyledText]:
         """The lines of a state. ``margin``: the beginning of each line."""
         for part in outline.parts:
             match part:
@@ -77,59 +77,59 @@ class _Writer:
                     for branch in part.branches:
                         if isinstance(branch, LeftOut):
                             more = _count(branch.count, "more branch", "es")
-                            yield Segment(f"{margin}├╴… {more} …\n", "frame")
+                            yield StyledText(f"{margin}├╴… {more} …\n", "frame")
                         else:
-                            yield Segment(f"{margin}├╴branch {branch.path[-1]}\n", "frame")
+                            yield StyledText(f"{margin}├╴branch {branch.path[-1]}\n", "frame")
                             yield from self.state(branch, f"{margin}│ ")
                 case LeftOut():
-                    yield Segment(f"{margin}… {_count(part.count, 'more part')} …\n", "note")
+                    yield StyledText(f"{margin}… {_count(part.count, 'more part')} …\n", "note")
         if outline.error:
-            yield from _with_margin(iter([Segment(f"failed: {outline.error}", "error")]), margin)
+            yield from _with_margin(iter([StyledText(f"failed: {outline.error}", "error")]), margin)
 
-    def _turn(self, turn: TurnOutline) -> Iterator[Segment]:
+    def _turn(self, turn: TurnOutline) -> Iterator[StyledText]:
         if turn.role:
-            yield Segment(f"[{turn.role}]\n", "role")
+            yield StyledText(f"[{turn.role}]\n", "role")
         for piece in turn.pieces:
             if isinstance(piece, LeftOut):
-                yield Segment(f"… {_count(piece.count, 'more piece')} …", "note")
+                yield StyledText(f"… {_count(piece.count, 'more piece')} …", "note")
             else:
                 yield from self._piece(piece)
         for call in turn.calls:
-            yield Segment(f"\n→ {call.name}({short(call.text)})", "note")
+            yield StyledText(f"\n→ {call.name}({short(call.text)})", "note")
 
-    def _piece(self, piece: OutlinePiece) -> Iterator[Segment]:
+    def _piece(self, piece: OutlinePiece) -> Iterator[StyledText]:
         before, omitted, after = elided(piece.text, min(MAX_PIECE_CHARS, self._num_chars_left))
         self._num_chars_left -= len(before) + len(after)
         if piece.kind == "generated":
-            yield Segment(before, "generated")
+            yield StyledText(before, "generated")
         else:
-            yield Segment(before[: piece.cached_chars], "cached")
-            yield Segment(before[piece.cached_chars :])
+            yield StyledText(before[: piece.cached_chars], "cached")
+            yield StyledText(before[piece.cached_chars :])
         if omitted:
-            yield Segment(f" … {omitted:,} characters … ", "note")
-            yield Segment(after, "generated" if piece.kind == "generated" else "")
+            yield StyledText(f" … {omitted:,} characters … ", "note")
+            yield StyledText(after, "generated" if piece.kind == "generated" else "")
         if piece.error:
-            yield Segment(f"‹{piece.name} failed: {piece.error}›", "error")
+            yield StyledText(f"‹{piece.name} failed: {piece.error}›", "error")
         elif piece.is_running:
-            yield Segment(f"‹{piece.name}…›", "note")
+            yield StyledText(f"‹{piece.name}…›", "note")
 
 
-def _with_margin(segments: Iterator[Segment], margin: str) -> Iterator[Segment]:
+def _with_margin(segments: Iterator[StyledText], margin: str) -> Iterator[StyledText]:
     """The segments with the margin at the beginning of each line, and a line break at the end."""
     is_at_start = True
     for text, style in segments:
         for number, line in enumerate(text.split("\n")):
             if number:
-                yield Segment("\n")
+                yield StyledText("\n")
                 is_at_start = True
             line = line.translate(_VISIBLE)
             if line:
                 if is_at_start and margin:
-                    yield Segment(margin, "frame")
+                    yield StyledText(margin, "frame")
                 is_at_start = False
-                yield Segment(line, style)
+                yield StyledText(line, style)
     if not is_at_start:
-        yield Segment("\n")
+        yield StyledText("\n")
 
 
 def _count(count: int, what: str, plural: str = "s") -> str:

@@ -18,7 +18,7 @@ from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.link import Link
 from agentflow.language.observing.runs import RunRecord
 from agentflow.language.observing.spans import GenSpan, StateSpan
-from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
+from agentflow.language.op_log import LineTable, SingleWriter, Transcript, UnfinishedOps
 from agentflow.language.states.event_stream import EventStream, StateStream
 from agentflow.language.states.reported import CauseFirst, cancelled, located
 from agentflow.language.typed.replies import calls_of
@@ -218,7 +218,7 @@ class StateNode:
         self.parent = parent
         self.children: list[StateNode] = []
         self._forked_after = parent.in_flight.num_submitted if parent is not None else 0
-        self.in_flight: InFlight = InFlight()
+        self.in_flight: UnfinishedOps = UnfinishedOps()
         self._lines = LineTable()
         self._writer = SingleWriter()
         self.span: StateSpan | None = None  # the parent of its gens' spans

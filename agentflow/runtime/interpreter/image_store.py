@@ -16,7 +16,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.images import DIGEST, Image, MediumKind, Video, media_type_of, video_type_of
 from agentflow.protocol.op_table import OPS
-from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 _MAX_ERRORS = 256
 """The failed uploads whose errors are kept."""
@@ -34,7 +34,7 @@ class _Upload:
         # Its value is the buffer, which grows in place: a copy of a video would hold the event loop.
         self.data = io.BytesIO()
         self.digest = hashlib.sha256()
-        self.reservation = Reservation(memory, op.size)
+        self.reservation = MemoryReservation(memory, op.size)
 
 
 class ImageStore:
@@ -137,5 +137,5 @@ class ImageStore:
         self._partial.clear()
 
 
-def _forget(reservation: Reservation) -> None:
+def _forget(reservation: MemoryReservation) -> None:
     """The image is gone, and with this call its reservation."""

@@ -74,7 +74,7 @@ from agentflow.runtime.interpreter.wired_text import MAX_OP_CHARS
 from agentflow.runtime.limits import (
     Budget,
     MemoryBudget,
-    Reservation,
+    MemoryReservation,
     deadline_exceeded,
     deadline_of,
     variable_bytes,
@@ -211,7 +211,7 @@ class Interpreter(Generic[ContextT]):
                 generator = self._find(op.model)
                 root = self._states.add_root(op.state)
                 root.opened = op
-                reservation = Reservation(self._memory, 0) if self._counts_memory else None
+                reservation = MemoryReservation(self._memory, 0) if self._counts_memory else None
                 root.begin(generator, opened_context(generator, op), reservation)
                 self._graph.submit(op)  # its place is reported with that of its first op
             case ops.SubmitGraph():
@@ -306,17 +306,17 @@ class Interpreter(Generic[ContextT]):
             self._memory_of_rejected.close()
 
     def _enqueue(self, state: StateRecord[ContextT], op: ops.Op) -> Iterator[None]:
-        reservation: Reservation | None = None
+        reservation: MemoryReservation | None = None
         if isinstance(op, ops.Close):  # always accepted, because it makes room
             if self._counts_memory:
-                reservation = Reservation(self._memory, 0)
+                reservation = MemoryReservation(self._memory, 0)
                 reservation.count(OP_BYTES + sized(op))
         elif len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(
                 f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
             )
         elif self._counts_memory:
-            reservation = Reservation(self._memory, OP_BYTES + (yield from sizing(op)))
+            reservation = MemoryReservation(self._memory, OP_BYTES + (yield from sizing(op)))
         try:
             has_parts = isinstance(op, ops.Text | ops.Set)
             sources = tuple([self._variables[var_id] for var_id in references(op)]) if has_parts else ()
@@ -329,7 +329,9 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.var)
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
-                own = Reservation(self._memory, variable_bytes(op.name)) if self._counts_memory else None
+                own = (
+                    MemoryReservation(self._memory, variable_bytes(op.name)) if self._counts_memory else None
+                )
                 variable = VariableRecord(
                     op.var,
                     op.name,
@@ -388,7 +390,7 @@ class Interpreter(Generic[ContextT]):
                 self._states.add_failed(child, state, error, self._memory_of_rejected)
         for number, name in op.names.items():
             if number not in self._variables and ops.may_be_number(number):
-                reservation = Reservation(self._memory_of_rejected, variable_bytes(name))
+                reservation = MemoryReservation(self._memory_of_rejected, variable_bytes(name))
                 variable = VariableRecord(number, name, self.events, reservation, self._later)
                 self._variables[number] = variable
                 state.variables.append(variable)
@@ -401,7 +403,9 @@ class Interpreter(Generic[ContextT]):
             # Immediately, because waiting ops take room.
             self._states.end(state, with_place(op.error, state, number_here))
         else:
-            state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
+            state.pending.append(
+                PendingOp(op, MemoryReservation(self._memory_of_rejected, OP_BYTES), number_here)
+            )
             self._kick(state)
 
     def _report_places_later(self) -> None:
@@ -544,7 +548,7 @@ class Interpreter(Generic[ContextT]):
         child: StateRecord[ContextT],
         generator: Generator[ContextT],
         context: ContextT,
-        reservation: Reservation | None,
+        reservation: MemoryReservation | None,
         num_chars: int,
     ) -> None:
         if self._states.waits_for_fork(child):

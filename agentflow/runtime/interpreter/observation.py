@@ -33,7 +33,7 @@ from agentflow.protocol.events import (
 from agentflow.protocol.op_table import spec_of
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
 from agentflow.runtime.interpreter.variables import EventCursor
-from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 from agentflow.runtime.programs.graph import ProgramGraph
 from agentflow.runtime.programs.live import Room, TenantGraphs, live_graph
 from agentflow.runtime.programs.watch import GraphsWatch
@@ -200,7 +200,7 @@ class _Watch:
     reads. ``pending``: the newest snapshot for it; no other one is taken meanwhile. ``graphs``: its changes
     of the graphs, if it has them."""
 
-    def __init__(self, op: ops.Watch, reservation: Reservation, graphs: GraphsWatch | None) -> None:
+    def __init__(self, op: ops.Watch, reservation: MemoryReservation, graphs: GraphsWatch | None) -> None:
         self.op = op
         self.scope = anyio.CancelScope()
         self.view: View | None = None
@@ -330,7 +330,7 @@ class WatchAnswers(Generic[ContextT]):
                 raise Overloaded("too many sessions of this tenant watch its programs: end another watch")
             num_nodes = op.max_nodes if op.tree else 0
             num_bytes = WATCH_BYTES + NODE_BYTES * num_nodes + (GRAPHS_BYTES if op.graphs else 0)
-            reservation = Reservation(self._memory, num_bytes)
+            reservation = MemoryReservation(self._memory, num_bytes)
         except AgentflowError as error:
             self._reply(Watched(op.ticket, error=ErrorInfo.of(error)))
             return

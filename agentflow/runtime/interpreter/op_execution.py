@@ -37,7 +37,7 @@ from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
     MemoryBudget,
-    Reservation,
+    MemoryReservation,
     clipped,
     spend,
     text_bytes,
@@ -75,7 +75,7 @@ class OpExecution(Generic[ContextT]):
         variables: Mapping[int, VariableRecord],
         memory: MemoryBudget,
         start_child: Callable[
-            [StateRecord[ContextT], Generator[ContextT], ContextT, Reservation | None, int], None
+            [StateRecord[ContextT], Generator[ContextT], ContextT, MemoryReservation | None, int], None
         ],
     ) -> None:
         self._find = find
@@ -92,7 +92,7 @@ class OpExecution(Generic[ContextT]):
             case ops.Set():  # needs no context: the state may be sealed
                 variable = self._variables[op.var]
                 texts: list[str] = []
-                held = Reservation(self._memory, 0)
+                held = MemoryReservation(self._memory, 0)
 
                 def hold(text: str) -> None:
                     held.add(sys.getsizeof(text))
@@ -224,10 +224,10 @@ class OpExecution(Generic[ContextT]):
         wanted, turn = self._find(model) if model else generator, Turn()
         begins_empty = wanted is not generator
         num_chars = 0 if begins_empty else state.num_chars
-        reservations: list[Reservation | None] = [None] * len(children)
+        reservations: list[MemoryReservation | None] = [None] * len(children)
         if not self._memory.is_unlimited:  # first, because there may be many copies
             for index in range(len(children)):
-                reservations[index] = Reservation(self._memory, FORKED_CHAR_BYTES * num_chars)
+                reservations[index] = MemoryReservation(self._memory, FORKED_CHAR_BYTES * num_chars)
                 await turn.pause()
         if begins_empty:
             assert state.opened is not None
@@ -269,7 +269,9 @@ class OpExecution(Generic[ContextT]):
         variable = self._variables[op.var]  # before the wait, in which its state may be closed
         embedder = self._embedders[op.model or next(iter(self._embedders))]
         options = EmbeddingOptions(op.prompt, op.prompt_name, op.dimensions)
-        tokens = Reservation(self._memory, sum(text_bytes(text, len(op.prompt or "")) for text in op.texts))
+        tokens = MemoryReservation(
+            self._memory, sum(text_bytes(text, len(op.prompt or "")) for text in op.texts)
+        )
         made = await embedder.embed(op.texts, options)
         del tokens
         text = json.dumps([base64.b64encode(vector).decode("ascii") for vector in made.vectors])

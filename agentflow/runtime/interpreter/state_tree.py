@@ -46,7 +46,7 @@ from agentflow.runtime.limits import (
     STATE_BYTES,
     Budget,
     MemoryBudget,
-    Reservation,
+    MemoryReservation,
     error_bytes,
     exceeded_with,
     text_bytes,
@@ -58,7 +58,7 @@ class PendingOp(Generic[ContextT]):
     """An op in its state's stream."""
 
     op: ops.Op | ops.Rejected
-    reservation: Reservation | None  # its own memory; None: nothing counts it
+    reservation: MemoryReservation | None  # its own memory; None: nothing counts it
     number: int | None = None  # among the state's ops; None: it has none
     # the variables that its text refers to, in order; they outlive their states here
     sources: tuple[VariableRecord, ...] = ()
@@ -76,7 +76,7 @@ class StateRecord(Generic[ContextT]):
         state_id: int,
         parent: StateRecord[ContextT] | None,
         events: EventCursor,
-        reservation: Reservation,
+        reservation: MemoryReservation,
     ) -> None:
         self.id = state_id
         self.parent = parent
@@ -101,7 +101,7 @@ class StateRecord(Generic[ContextT]):
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.num_limits = 0
         self.reservation = reservation
-        self.context_reservation: Reservation | None = None
+        self.context_reservation: MemoryReservation | None = None
         self.num_chars = 0  # of its context, including its parents'
         self._num_inherited = 0  # of these, its parents'
         self.error: AgentflowError | None = None
@@ -124,7 +124,7 @@ class StateRecord(Generic[ContextT]):
         self,
         generator: Generator[ContextT],
         context: ContextT,
-        reservation: Reservation | None,
+        reservation: MemoryReservation | None,
         num_chars: int = 0,
     ) -> None:
         """Gives the state its context of ``num_chars`` characters, so that its ops can run."""
@@ -264,7 +264,7 @@ class StateTree(Generic[ContextT]):
     def add_root(self, state_id: int) -> StateRecord[ContextT]:
         """Adds a root state."""
         self._check_new((state_id,))
-        return self._add(state_id, None, Reservation(self._memory, STATE_BYTES))
+        return self._add(state_id, None, MemoryReservation(self._memory, STATE_BYTES))
 
     def adding_children(
         self, parent: StateRecord[ContextT], children: tuple[int, ...]
@@ -275,9 +275,9 @@ class StateTree(Generic[ContextT]):
         if len(children) > MAX_BRANCHES:
             raise BadArgument(f"a fork has at most {MAX_BRANCHES:,} branches, not {len(children):,}")
         self._check_new(children)
-        reservations: list[Reservation] = []  # all of them, or none
+        reservations: list[MemoryReservation] = []  # all of them, or none
         for number in range(len(children)):
-            reservations.append(Reservation(self._memory, STATE_BYTES))
+            reservations.append(MemoryReservation(self._memory, STATE_BYTES))
             if number % _STEP == 0:
                 yield
         added: list[StateRecord[ContextT]] = []
@@ -292,7 +292,7 @@ class StateTree(Generic[ContextT]):
     ) -> StateRecord[ContextT]:
         """Adds a state that has failed already, because its op was rejected. It accepts ops, which fail.
         ``Overloaded`` if ``memory``, which counts these states, has no room."""
-        state = self._add(state_id, parent, Reservation(memory, STATE_BYTES))
+        state = self._add(state_id, parent, MemoryReservation(memory, STATE_BYTES))
         self.stop(state, error)
         return state
 
@@ -432,7 +432,7 @@ class StateTree(Generic[ContextT]):
         return True
 
     def _add(
-        self, state_id: int, parent: StateRecord[ContextT] | None, reservation: Reservation
+        self, state_id: int, parent: StateRecord[ContextT] | None, reservation: MemoryReservation
     ) -> StateRecord[ContextT]:
         state: StateRecord[ContextT] = StateRecord(state_id, parent, self._events, reservation)
         self._states[state_id] = state

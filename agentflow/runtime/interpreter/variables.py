@@ -28,7 +28,7 @@ from agentflow.protocol.events import Delta, ErrorInfo, Event, Usage, Value, Var
 from agentflow.runtime.limits import (
     GROWING_CHAR_BYTES,
     READER_BYTES,
-    Reservation,
+    MemoryReservation,
     error_bytes,
     value_bytes,
 )
@@ -167,7 +167,7 @@ class VariableRecord:
         var_id: int,
         name: str,
         events: EventCursor,
-        reservation: Reservation | None,
+        reservation: MemoryReservation | None,
         later: Callable[[Callable[[], object]], None],
         *,
         is_expected: bool = False,

@@ -15,7 +15,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.text.transform import apply_in_turn
 from agentflow.runtime.interpreter.state_tree import StateRecord, drop_tracebacks, root_cause
 from agentflow.runtime.interpreter.variables import VariableRecord
-from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 from agentflow.runtime.turns import Turn
 
 # A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
@@ -64,7 +64,7 @@ class WiredTexts:
         pieces: list[str] = []
         piece, num_chars = "", 0
         variables = iter(sources)
-        reservation = Reservation(self._memory, 0)  # pieces are kept while a search waits for a thread
+        reservation = MemoryReservation(self._memory, 0)  # pieces are kept while a search waits for a thread
         turn = Turn()
         try:
             for part in parts:
@@ -82,7 +82,7 @@ class WiredTexts:
                             check_length(num_chars)
                             pieces.append(piece)
                         if pieces:
-                            reservation, piece = Reservation(self._memory, 0), ""
+                            reservation, piece = MemoryReservation(self._memory, 0), ""
                             append(_taken(pieces))
                         if ahead is not None:
                             await ahead.fill()

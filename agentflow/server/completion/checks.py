@@ -13,7 +13,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import Finished
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.bounds.schema_check import Path, SchemaCheck
-from agentflow.server.completion.request import Check, CompletionRequest
+from agentflow.server.completion.request import CheckedOutput, CompletionRequest
 
 _MOST_HEADER_CHARS: Final = 900
 
@@ -37,7 +37,7 @@ async def check_answer(
     end: Finished,
     outputs: Sequence[tuple[str, str]],
     unkept: Collection[str],
-) -> tuple[Check, ...]:
+) -> tuple[CheckedOutput, ...]:
     """Checks an answer in a thread of the tenant.
 
     Args:
@@ -51,13 +51,13 @@ async def check_answer(
     if request.constraint is not None and "" in unkept:
         source = request.constraint.source
         schemas[""] = await generator.requests.encode_beside(len(source), json.loads, source)
-    checks: list[Check] = []
+    checks: list[CheckedOutput] = []
     # The last one of a truncated answer is not complete.
     for name, text in outputs[:-1] if end.finish_reason == "length" else outputs:
         if name in unkept:
             limiter = generator.requests.threads
             found = await anyio.to_thread.run_sync(violations, schemas[name], text, limiter=limiter)
-            checks.append(Check(name, None if found is None else tuple(found)))
+            checks.append(CheckedOutput(name, None if found is None else tuple(found)))
     return tuple(checks)
 
 

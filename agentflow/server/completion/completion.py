@@ -32,7 +32,7 @@ from agentflow.server.completion.request import (
     MAX_LOGPROB_TOKENS,
     Answer,
     AnswerEnded,
-    Check,
+    CheckedOutput,
     CompletionDelta,
     CompletionRequest,
     Times,
@@ -103,7 +103,7 @@ class Completion:
         self._num_running = len(requests)
         self._failure: Exception | None = None
         self._deltas: list[CompletionDelta] = []
-        self._checks: list[Check] = []
+        self._checks: list[CheckedOutput] = []
         self._usages: dict[int, Usage] = {}  # of each answer that has ended
         self._changed = anyio.Event()
 
@@ -123,7 +123,7 @@ class Completion:
         return tuple(dict.fromkeys([one for run in self.runs for one in run.relaxed]))
 
     @property
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[CheckedOutput]:
         """The checks of calls and answers under relaxed schemas, at the end."""
         return self._checks
 

@@ -45,7 +45,7 @@ from agentflow.server.completion.checks import check_answer
 from agentflow.server.completion.logprobs import LogprobReader, prompt_delta
 from agentflow.server.completion.request import (
     AnswerEnded,
-    Check,
+    CheckedOutput,
     CompletionDelta,
     CompletionRequest,
     Continuation,
@@ -402,7 +402,7 @@ class _AnswerReader:
                 finish_output(self._output, rest, end.answer_at, is_truncated=is_truncated), tokens
             )
 
-    def end(self, end: Finished, checks: tuple[Check, ...]) -> None:
+    def end(self, end: Finished, checks: tuple[CheckedOutput, ...]) -> None:
         usage = Usage(
             end.prompt_tokens,
             end.cached_tokens,

@@ -155,7 +155,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckedOutput:
     """The check of a call of the tool ``name``, or of an answer (an empty name), whose schema was relaxed.
     ``violated``: the places of the keywords in the schema; None if it could not be checked."""
 
@@ -174,7 +174,7 @@ class AnswerEnded:
     usage: Usage
     stop: str | int | None = None
     token_ids: tuple[int, ...] = ()
-    checks: tuple[Check, ...] = ()
+    checks: tuple[CheckedOutput, ...] = ()
 
 
 CompletionDelta: TypeAlias = (

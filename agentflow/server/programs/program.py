@@ -25,7 +25,7 @@ from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.variables import EventCursor, Reports, VariableRecord
-from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, Reservation, text_bytes, variable_bytes
+from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, MemoryReservation, text_bytes, variable_bytes
 from agentflow.runtime.programs.deduction import How
 from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.turns import Turn
@@ -78,7 +78,7 @@ class Variable:
     record: VariableRecord
     gen: int
     request: Request | None
-    reservation: Reservation
+    reservation: MemoryReservation
 
 
 class ServedProgram:
@@ -255,7 +255,7 @@ class ServedProgram:
         return self._add(variable_id, number, number, None)
 
     def _add(self, variable_id: str, number: int, gen: int, request: Request | None) -> Variable:
-        reservation = Reservation(self._memory, 0)
+        reservation = MemoryReservation(self._memory, 0)
         reservation.count(_ENTRY_BYTES + sys.getsizeof(variable_id))
         record = self._running.variable(number)
         variable = Variable(variable_id, record, gen, request, reservation)

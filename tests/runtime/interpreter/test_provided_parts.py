@@ -24,7 +24,7 @@ from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter import variables, wired_text
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
-from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 pytestmark = pytest.mark.anyio
 
@@ -239,7 +239,7 @@ async def test_readers_get_the_whole_text_or_the_cause(
 )
 async def test_waits_end_with_the_characters_that_they_are_for(waits: list[float], grown: list[int]) -> None:
     variable = VariableRecord(
-        1, "x", EventCursor(), Reservation(MemoryBudget(), 0), lambda call: call(), is_expected=True
+        1, "x", EventCursor(), MemoryReservation(MemoryBudget(), 0), lambda call: call(), is_expected=True
     )
     ended: list[float] = []
 
@@ -265,7 +265,7 @@ async def test_many_states_go_on_in_turns(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(variables, "MAX_WOKEN", 2)
     later: list[object] = []
     variable = VariableRecord(
-        1, "x", EventCursor(), Reservation(MemoryBudget(), 0), later.append, is_expected=True
+        1, "x", EventCursor(), MemoryReservation(MemoryBudget(), 0), later.append, is_expected=True
     )
     woken: list[int] = []
 

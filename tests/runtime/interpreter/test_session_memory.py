@@ -23,7 +23,7 @@ from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.interpreter.interpreter import Interpreter
-from agentflow.runtime.limits import MemoryBudget, Reservation, TenantMemory
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation, TenantMemory
 
 GREEDY = GenParams(max_tokens=4)
 Ops = Iterator[ops.Op]
@@ -289,7 +289,7 @@ def test_free_bytes_do_not_count_in_the_total():
         sessions[2].reserve(11)
     sessions[2].reserve(10)
     assert (sessions[2].num_bytes, everyone.num_bytes) == (10, 100)
-    reservation = Reservation(sessions[3], 5)
+    reservation = MemoryReservation(sessions[3], 5)
     reservation.count(10)
     assert everyone.num_bytes == 105
     del reservation

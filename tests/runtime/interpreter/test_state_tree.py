@@ -25,7 +25,7 @@ from agentflow.runtime.limits import (
     OWN_CHAR_BYTES,
     Budget,
     MemoryBudget,
-    Reservation,
+    MemoryReservation,
     text_bytes,
 )
 
@@ -57,7 +57,7 @@ class Contexts:
 
     def begin(self, state: StateRecord[str], context: str, num_chars: int = 0) -> None:
         """Gives the state a context of a generator that notes which ones are freed."""
-        state.begin(self.generator, context, Reservation(self.memory, 0), num_chars)
+        state.begin(self.generator, context, MemoryReservation(self.memory, 0), num_chars)
 
     def fork(self, parent: StateRecord[str], *numbers: int) -> list[StateRecord[str]]:
         """States that have not begun."""

@@ -18,7 +18,7 @@ from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
-from agentflow.runtime.limits import READER_BYTES, MemoryBudget, Reservation
+from agentflow.runtime.limits import READER_BYTES, MemoryBudget, MemoryReservation
 
 pytestmark = pytest.mark.anyio
 MOST_READERS = 3
@@ -26,7 +26,7 @@ MOST_READERS = 3
 
 def make_variable(memory: MemoryBudget | None = None) -> tuple[VariableRecord, EventCursor]:
     cursor = EventCursor()
-    reservation = Reservation(memory or MemoryBudget(), 0)
+    reservation = MemoryReservation(memory or MemoryBudget(), 0)
     return VariableRecord(1, "x", cursor, reservation, lambda call: call()), cursor
 
 

@@ -12,7 +12,7 @@ from agentflow.errors import EngineFailed
 from agentflow.protocol.events import Delta, Usage, Value, VarFailed
 from agentflow.runtime.interpreter import variables
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
-from agentflow.runtime.limits import MemoryBudget, Reservation, error_bytes, value_bytes
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation, error_bytes, value_bytes
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ class Variables:
         self.later: list[Callable[[], object]] = []
 
     def make(self, **options: bool) -> VariableRecord:
-        reservation = Reservation(self.memory, 0)
+        reservation = MemoryReservation(self.memory, 0)
         return VariableRecord(1, "x", self.cursor, reservation, self.later.append, **options)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from agentflow.engine.media.processors.pixels import (
     Bytes,
-    Options,
+    ProcessorOptions,
     Size,
     channels_first,
     cut,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def read_resolutions(options: Options, default: Sequence[Size], side: int) -> list[Size]:
+def read_resolutions(options: ProcessorOptions, default: Sequence[Size], side: int) -> list[Size]:
     """The resolutions that an image can have, all multiples of the tile's ``side``."""
     found = options.settings.get("image_grid_pinpoints") or default
     try:

@@ -14,8 +14,8 @@ from agentflow.engine.media.processors.pixels import (
     BILINEAR,
     NO_FRAMES,
     Clip,
-    Options,
     Prepared,
+    ProcessorOptions,
     channels_first,
     in_line,
     resize,
@@ -40,11 +40,11 @@ class Gemma3Processor:
     sampling = NO_FRAMES
 
     def __init__(self, settings: MediaSettings) -> None:
-        options = Options(settings.image)
+        options = ProcessorOptions(settings.image)
         options.require("do_resize")
         self._size = options.size("size", {"height": 224, "width": 224})
         self._resample = options.integer("resample", BILINEAR)
-        self._num_tokens = Options(settings.model, "config.json").integer("mm_tokens_per_image", 256)
+        self._num_tokens = ProcessorOptions(settings.model, "config.json").integer("mm_tokens_per_image", 256)
         self._pans = options.switch("do_pan_and_scan", False)
         self._min_crop = options.integer("pan_and_scan_min_crop_size", 256)
         self._max_crops = options.integer("pan_and_scan_max_num_crops", 4)

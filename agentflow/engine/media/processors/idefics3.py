@@ -18,8 +18,8 @@ from agentflow.engine.media.processors.pixels import (
     Bytes,
     Clip,
     FrameSampling,
-    Options,
     Prepared,
+    ProcessorOptions,
     Size,
     channels_first,
     cut,
@@ -49,21 +49,23 @@ class Idefics3Processor:
 
     def __init__(self, settings: MediaSettings) -> None:
         self.video_token = "<video>" if settings.family == "smolvlm" else ""
-        options = Options(settings.image)
+        options = ProcessorOptions(settings.image)
         options.require("do_resize")
         self._longest = options.part("size", {"longest_edge": 4 * 364}).integer("longest_edge")
         self._side = options.part("max_image_size", {"longest_edge": 364}).integer("longest_edge")
         self._splits = options.switch("do_image_splitting", True)
         self._resample = options.integer("resample", LANCZOS)
-        video = Options(settings.video or settings.image, "video_preprocessor_config.json")
+        video = ProcessorOptions(settings.video or settings.image, "video_preprocessor_config.json")
         sampling = video.part("video_sampling", {"video_size": dict(video.settings.get("size") or {})})
         self.sampling = sampling.sampling(_FRAMES)
         frame_size = sampling.part("video_size", {})
         self._longest_of_frames = frame_size.integer("longest_edge", self._longest)
         patch = vision_config(settings).integer("patch_size", 32)
-        scale = Options(settings.model, "config.json").integer("scale_factor", 2)
+        scale = ProcessorOptions(settings.model, "config.json").integer("scale_factor", 2)
         self._num_tokens = (self._side // patch) ** 2 // scale**2
-        told = Options(settings.prompt, "processor_config.json").integer("image_seq_len", self._num_tokens)
+        told = ProcessorOptions(settings.prompt, "processor_config.json").integer(
+            "image_seq_len", self._num_tokens
+        )
         if told != self._num_tokens:
             raise BadModelFolder(
                 f"processor_config.json: image_seq_len is {told}, but a tile of {self._side} pixels has "

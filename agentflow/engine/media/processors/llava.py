@@ -12,8 +12,8 @@ from agentflow.engine.media.processors.pixels import (
     NO_FRAMES,
     Bytes,
     Clip,
-    Options,
     Prepared,
+    ProcessorOptions,
     Size,
     channels_first,
     crop_center,
@@ -33,7 +33,7 @@ class Squares:
     """Makes a square of each image: resized to a square, or by its shorter side and then cropped; before that
     padded to a square in the color of the mean, if the settings say so."""
 
-    def __init__(self, settings: MediaSettings, options: Options, *, pads: bool = False) -> None:
+    def __init__(self, settings: MediaSettings, options: ProcessorOptions, *, pads: bool = False) -> None:
         options.require("do_resize")
         kind = str(options.settings.get("image_processor_type", ""))
         is_siglip = kind.startswith("Siglip")
@@ -79,7 +79,7 @@ class LlavaProcessor:
     sampling = NO_FRAMES
 
     def __init__(self, settings: MediaSettings) -> None:
-        options = Options(settings.image)
+        options = ProcessorOptions(settings.image)
         kind = str(options.settings.get("image_processor_type", ""))
         self._squares = Squares(settings, options, pads=kind.startswith("Llava"))
         self._num_tokens = num_features(settings, self._squares.side)

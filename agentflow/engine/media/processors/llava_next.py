@@ -21,8 +21,8 @@ from agentflow.engine.media.processors.pixels import (
     NO_FRAMES,
     Clip,
     FrameSampling,
-    Options,
     Prepared,
+    ProcessorOptions,
     in_line,
 )
 from agentflow.engine.media.settings import MediaSettings
@@ -41,7 +41,7 @@ class LlavaNextProcessor:
     and width. Of a video: ``pixels`` [frames, 3, side, side] alone."""
 
     def __init__(self, settings: MediaSettings) -> None:
-        options = Options(settings.image)
+        options = ProcessorOptions(settings.image)
         self._side = Squares(settings, options).side
         self._resample = options.integer("resample", BICUBIC)
         self._resolutions = read_resolutions(options, _RESOLUTIONS, self._side)
@@ -52,9 +52,11 @@ class LlavaNextProcessor:
         self.sampling = NO_FRAMES
         if settings.family == "llava_next_video":
             self.video_token = str(settings.prompt.get("video_token", "<video>"))
-            stride = Options(settings.model, "config.json").integer("spatial_pool_stride", 2)
-            self._frames = Squares(settings, Options(settings.video or settings.image))
-            self.sampling = Options(settings.video, "video_preprocessor_config.json").sampling(_FRAMES)
+            stride = ProcessorOptions(settings.model, "config.json").integer("spatial_pool_stride", 2)
+            self._frames = Squares(settings, ProcessorOptions(settings.video or settings.image))
+            self.sampling = ProcessorOptions(settings.video, "video_preprocessor_config.json").sampling(
+                _FRAMES
+            )
             self._num_pooled = (patches_a_side(settings, self._frames.side) // stride) ** 2
 
     def prepare_image(self, image: Image) -> Prepared:

@@ -21,8 +21,8 @@ from agentflow.engine.media.processors.pixels import (
     BICUBIC,
     Clip,
     FrameSampling,
-    Options,
     Prepared,
+    ProcessorOptions,
     channels_first,
     in_line,
     resize,
@@ -47,7 +47,7 @@ class LlavaOnevisionProcessor:
     """
 
     def __init__(self, settings: MediaSettings) -> None:
-        options = Options(settings.image)
+        options = ProcessorOptions(settings.image)
         options.require("do_resize")
         self._side, width = options.size("size", {"height": 384, "width": 384})
         if width != self._side:
@@ -63,10 +63,10 @@ class LlavaOnevisionProcessor:
         if not ratio.startswith(_ANY_RESOLUTION) or not most.isdecimal():
             raise NotSupported(f"config.json: vision_aspect_ratio must be anyres_max_N, not {ratio!r}")
         self._max_tiles = int(most)
-        frames = Options(settings.video or settings.image, "video_preprocessor_config.json")
+        frames = ProcessorOptions(settings.video or settings.image, "video_preprocessor_config.json")
         self._frame_size = frames.size("size", {"height": self._side, "width": self._side})
         self._frame_resample = frames.integer("resample", BICUBIC)
-        self.sampling = Options(settings.video, frames.file).sampling(_FRAMES)
+        self.sampling = ProcessorOptions(settings.video, frames.file).sampling(_FRAMES)
         self.image_token = str(settings.prompt.get("image_token", "<image>"))
         self.video_token = str(settings.prompt.get("video_token", "<video>"))
 

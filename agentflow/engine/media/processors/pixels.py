@@ -151,7 +151,7 @@ def in_line(count: int, first: int = 0, *, sees_all: bool = False) -> MediaPiece
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ProcessorOptions:
     """Reads the settings of an image processor, with the defaults of its class. ``BadModelFolder`` for values
     of another type, ``NotSupported`` for switches that are not supported."""
 
@@ -171,7 +171,7 @@ class Options:
 
     def part(
         self, name: str, default: Mapping[str, Any], meaning: Sequence[str] = ("height", "width")
-    ) -> Options:
+    ) -> ProcessorOptions:
         """``meaning``: the names of a number that stands alone, as in old files."""
         value = self.settings.get(name)
         value = default if value is None else value
@@ -179,7 +179,9 @@ class Options:
             value = dict.fromkeys(meaning, value)
         if not isinstance(value, dict):
             raise BadModelFolder(f"{self.file}: {name} must be an object, not {value!r}")
-        return Options({key: number for key, number in value.items() if number is not None}, self.file)
+        return ProcessorOptions(
+            {key: number for key, number in value.items() if number is not None}, self.file
+        )
 
     def number(self, name: str, default: float) -> float:
         value = self.settings.get(name)
@@ -208,10 +210,10 @@ class Options:
                 raise NotSupported(f"{self.file}: {name} false is not supported")
 
 
-def vision_config(settings: MediaSettings) -> Options:
+def vision_config(settings: MediaSettings) -> ProcessorOptions:
     """The settings of the vision tower in ``config.json``."""
     part = settings.model.get("vision_config")
-    return Options(part if isinstance(part, dict) else {}, "config.json: vision_config")
+    return ProcessorOptions(part if isinstance(part, dict) else {}, "config.json: vision_config")
 
 
 def positions_in_grid(frames: Positions, rows: int, columns: int) -> Positions:

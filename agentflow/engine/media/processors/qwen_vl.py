@@ -14,8 +14,8 @@ from agentflow.engine.media.processors.pixels import (
     BICUBIC,
     Clip,
     FrameSampling,
-    Options,
     Prepared,
+    ProcessorOptions,
     Size,
     channels_first,
     positions_in_grid,
@@ -41,7 +41,7 @@ class QwenVLProcessor:
     video_token = "<|video_pad|>"
 
     def __init__(self, settings: MediaSettings) -> None:
-        options = Options(settings.image)
+        options = ProcessorOptions(settings.image)
         options.require("do_resize")
         self._family = settings.family
         vision = vision_config(settings)
@@ -52,7 +52,7 @@ class QwenVLProcessor:
         self._resample = options.integer("resample", BICUBIC)
         self._least, self._most = _pixel_limits(options, 56 * 56, 28 * 28 * 1_280)
         unit = 32 * 32 if self._is_third else 28 * 28
-        video = Options(settings.video or settings.image, "video_preprocessor_config.json")
+        video = ProcessorOptions(settings.video or settings.image, "video_preprocessor_config.json")
         multiple = 1 if self._is_third else self._time_patch
         self.sampling = video.sampling(FrameSampling(4, 768, per_second=2.0, multiple=multiple))
         self._least_video, self._most_video = _pixel_limits(video, 128 * unit, 768 * unit)
@@ -142,7 +142,7 @@ class QwenVLProcessor:
         return rows, columns
 
 
-def _pixel_limits(options: Options, least: int, most: int) -> tuple[int, int]:
+def _pixel_limits(options: ProcessorOptions, least: int, most: int) -> tuple[int, int]:
     size = options.part("size", {"shortest_edge": least, "longest_edge": most})
     return (
         options.integer("min_pixels", size.integer("shortest_edge", least)),
