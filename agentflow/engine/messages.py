@@ -18,7 +18,7 @@ import msgspec
 
 from agentflow.engine.cache.blocks import BlocksRemoved, BlocksReport, BlocksStored
 from agentflow.engine.media_run import PreparedMedium
-from agentflow.engine.request import CacheIdentity
+from agentflow.engine.request import CacheKey
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Objective, Origin, Submit, TopTokens
@@ -347,7 +347,7 @@ class BlocksUpdate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     def changes(self) -> list[BlocksStored | BlocksRemoved]:
         """The changes of the report."""
         return [
-            BlocksRemoved(digests) if key is None else BlocksStored(CacheIdentity(*key), parent, digests, run)
+            BlocksRemoved(digests) if key is None else BlocksStored(CacheKey(*key), parent, digests, run)
             for key, parent, digests, run in self.rows
         ]
 
@@ -355,8 +355,8 @@ class BlocksUpdate(msgspec.Struct, frozen=True, tag=True, array_like=True):
 def _blocks_row(change: BlocksStored | BlocksRemoved) -> BlocksRow:
     if isinstance(change, BlocksRemoved):
         return None, b"", change.digests, b""
-    identity = change.extra_key
-    assert isinstance(identity, CacheIdentity)
+    identity = change.cache_key
+    assert isinstance(identity, CacheKey)
     assert isinstance(identity.salt, str)
     return (identity.tenant, identity.salt, identity.adapter), change.parent, change.digests, change.run
 

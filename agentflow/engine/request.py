@@ -30,7 +30,7 @@ _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 _NO_LEADS: Mapping[int, int] = {}
 
 
-class CacheIdentity(NamedTuple):
+class CacheKey(NamedTuple):
     """Requests share cached KV only if these are equal. ``adapter``: the identity of the adapter (LoRA) that
     changes the model; empty for the model itself."""
 
@@ -74,8 +74,8 @@ class Request:
     max_new_tokens: int  # the limit of the output
     params: SamplingParams
     origin: Origin  # the program's hints
-    extra_key: CacheIdentity
-    tenant: str = field(init=False)  # of ``extra_key``
+    cache_key: CacheKey
+    tenant: str = field(init=False)  # of ``cache_key``
     adapter: str = field(init=False)
     seed: int = 0
     score_from: int = 0  # > 0: it is a scoring of the tokens from this index on, and generates nothing
@@ -131,7 +131,7 @@ class Request:
     ranks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tenant, self.adapter = self.extra_key.tenant, self.extra_key.adapter
+        self.tenant, self.adapter = self.cache_key.tenant, self.cache_key.adapter
 
     @classmethod
     def of(
@@ -171,7 +171,7 @@ class Request:
             max_new_tokens=max_new_tokens,
             params=params,
             origin=submit.origin,
-            extra_key=CacheIdentity(submit.origin.tenant, submit.origin.cache_salt, submit.adapter),
+            cache_key=CacheKey(submit.origin.tenant, submit.origin.cache_salt, submit.adapter),
             seed=submit.seed,
             score_from=score_from,
             wants_scores=score_from > 0 or params.wants_logprobs,

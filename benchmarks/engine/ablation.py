@@ -93,18 +93,18 @@ class WholePromptCache(RadixCache):
         super().__init__()
         self._entries: dict[Hashable, set[TokenRun]] = {}
 
-    def record(self, extra_key: Hashable, run: TokenRun) -> None:
+    def record(self, cache_key: Hashable, run: TokenRun) -> None:
         """Records the computed tokens of a request that ended."""
-        self._entries.setdefault(extra_key, set()).add(run)
+        self._entries.setdefault(cache_key, set()).add(run)
 
-    def match(self, extra_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
-        return super().match(extra_key, self._whole(extra_key, run), lock=lock)
+    def match(self, cache_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
+        return super().match(cache_key, self._whole(cache_key, run), lock=lock)
 
-    def peek(self, extra_key: Hashable, run: TokenRun) -> int:
-        return super().peek(extra_key, self._whole(extra_key, run))
+    def peek(self, cache_key: Hashable, run: TokenRun) -> int:
+        return super().peek(cache_key, self._whole(cache_key, run))
 
-    def _whole(self, extra_key: Hashable, run: TokenRun) -> TokenRun:
-        entries = self._entries.get(extra_key, set())
+    def _whole(self, cache_key: Hashable, run: TokenRun) -> TokenRun:
+        entries = self._entries.get(cache_key, set())
         return max((entry for entry in entries if run.startswith(entry)), key=len, default=b"")
 
 
@@ -121,7 +121,7 @@ class Recorded:
         def noted(request: Request) -> None:
             computed = token_run(request.tokens[: max(request.num_tokens - 1, request.num_prompt)])
             prompt = token_run(request.tokens[: request.num_prompt - 1])
-            self.requests.append((request.extra_key, prompt, computed))
+            self.requests.append((request.cache_key, prompt, computed))
             finish(request)
 
         scheduler.waiting.finish = noted  # type: ignore[method-assign]
@@ -174,7 +174,7 @@ class AblatedEngine:
             detach = memory.detach
 
             def recording(request: Request) -> None:
-                table.record(request.extra_key, token_run(request.tokens[: request.num_computed]))
+                table.record(request.cache_key, token_run(request.tokens[: request.num_computed]))
                 detach(request)
 
             memory.detach = recording  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import numpy as np
 from agentflow.cluster.routing.load import Call
 from agentflow.engine.cache.token_run import TokenRun, token_run
 from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens
-from agentflow.engine.request import CacheIdentity, with_leads
+from agentflow.engine.request import CacheKey, with_leads
 from agentflow.engine.submit import Submit
 
 
@@ -17,7 +17,7 @@ def router_call(submit: Submit) -> Call:
     is_generation = submit.params is not None and not submit.score_from
     return Call(
         submit.request_id,
-        CacheIdentity(origin.tenant, origin.cache_salt, submit.adapter),
+        CacheKey(origin.tenant, origin.cache_salt, submit.adapter),
         _tokens(submit),
         output_tokens=origin.output_tokens if is_generation else 1,
         objective="throughput" if origin.is_ahead else origin.objective,

@@ -139,7 +139,7 @@ class PrefixTree:
     def store(self, replica: Replica, stored: BlocksStored) -> bool:
         """Adds blocks. Returns False, and adds nothing, if the replica did not report the blocks before
         them."""
-        root, first_digest = self._root(stored.extra_key)
+        root, first_digest = self._root(stored.cache_key)
         edge, at = root, 0
         if stored.parent != first_digest:
             place = self._blocks.get(stored.parent)

@@ -25,7 +25,7 @@ from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.cluster.routing.router import Policy
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.token_run import TokenArray, token_run
-from agentflow.engine.request import CacheIdentity, Request, Row
+from agentflow.engine.request import CacheKey, Request, Row
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -261,7 +261,7 @@ class SimulatedCluster:
             knows = self._knows_programs
             live.call = Call(
                 live.attempt,
-                CacheIdentity(arrival.tenant, arrival.salt),
+                CacheKey(arrival.tenant, arrival.salt),
                 token_run(tokens),
                 objective=origin.objective if knows else "latency",
                 tenant=arrival.tenant,

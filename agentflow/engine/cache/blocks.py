@@ -1,7 +1,7 @@
 """Which blocks of tokens are cached, by digest, for readers in other processes: a router, or a store of KV.
 
 A block is ``BLOCK_TOKENS`` tokens of a sequence, from a multiple of ``BLOCK_TOKENS`` on. Its digest is the
-SHA-256 of the digest before it and its token ids; the first block follows the digest of the extra key. A
+SHA-256 of the digest before it and its token ids; the first block follows the digest of the cache key. A
 digest therefore identifies the whole prefix up to the block's end, as in vLLM ("Automatic Prefix Caching":
 parent hash, block tokens, extra hashes). The tree itself works on single tokens: the ends of runs are not
 reported.
@@ -27,13 +27,13 @@ BLOCK_TOKENS = 64
 class BlocksStored(NamedTuple):
     """Blocks that follow each other are cached now.
 
-    - ``extra_key``: the tree that they are in.
+    - ``cache_key``: the tree that they are in.
     - ``parent``: the digest that the first of them follows.
     - ``digests``: one for each block.
     - ``run``: their tokens.
     """
 
-    extra_key: Hashable
+    cache_key: Hashable
     parent: bytes
     digests: list[bytes]
     run: bytes
@@ -77,7 +77,7 @@ class NodeBlocks:
         self._model = model
         self._on_blocks = on_blocks
 
-    def stored(self, node: Node, extra_key: Hashable, run: TokenRun, existing: int) -> None:
+    def stored(self, node: Node, cache_key: Hashable, run: TokenRun, existing: int) -> None:
         """Reports the blocks of ``run``, which ends at ``node``, that end after its first ``existing``
         tokens."""
         size = BLOCK_TOKENS * TOKEN_BYTES
@@ -87,10 +87,10 @@ class NodeBlocks:
         above: Node | None = node
         while above is not None and not above.digests:
             above = above.parent
-        parent = root_digest(self._model, extra_key) if above is None else above.digests[-1]
+        parent = root_digest(self._model, cache_key) if above is None else above.digests[-1]
         digests = chain(parent, new)
         node.digests = (*node.digests, *digests)
-        self._on_blocks(BlocksStored(extra_key, parent, digests, new))
+        self._on_blocks(BlocksStored(cache_key, parent, digests, new))
 
     def removed(self, node: Node, num_kept: int) -> None:
         """Reports the blocks that end after the first ``num_kept`` tokens of a leaf."""
@@ -101,14 +101,14 @@ class NodeBlocks:
 
     def all_stored(self, roots: Mapping[Hashable, Node]) -> Iterator[BlocksStored]:
         """Yields all blocks below the roots, parents first."""
-        for extra_key, root in roots.items():
-            pending = [(node, b"", root_digest(self._model, extra_key)) for node in root.children.values()]
+        for cache_key, root in roots.items():
+            pending = [(node, b"", root_digest(self._model, cache_key)) for node in root.children.values()]
             while pending:
                 node, rest, parent = pending.pop()  # ``rest``: the tokens above it, after the last block
                 rest += node.run
                 if node.digests:
                     size = len(node.digests) * BLOCK_TOKENS * TOKEN_BYTES
-                    yield BlocksStored(extra_key, parent, list(node.digests), rest[:size])
+                    yield BlocksStored(cache_key, parent, list(node.digests), rest[:size])
                     rest, parent = rest[size:], node.digests[-1]
                 pending += [(child, rest, parent) for child in node.children.values()]
 

@@ -42,9 +42,9 @@ class Node:
     __slots__ = (
         "__weakref__",
         "account",
+        "cache_key",
         "children",
         "digests",
-        "extra_key",
         "keeps",
         "last_access",
         "last_hash",
@@ -77,7 +77,7 @@ class Node:
         self.slots = slots
         self.parent = parent
         self.children = NO_CHILDREN  # by their first token
-        self.extra_key: Hashable = None  # roots only
+        self.cache_key: Hashable = None  # roots only
         self.num_prompt = len(slots)  # leading tokens that a prompt computed; the others were generated
         self.locks = 0
         self.keeps = 0  # open states that end here

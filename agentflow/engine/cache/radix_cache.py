@@ -1,7 +1,7 @@
 """The radix cache: which token sequences have their keys and values in the KV pool, and in which slots.
 
 A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 3). Each node is an edge: a
-run of token ids with the slot of each. There is one tree for each *extra key* (tenant and salt), and requests
+run of token ids with the slot of each. There is one tree for each *cache key* (tenant and salt), and requests
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
 Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``nodes`` has the order of
@@ -44,7 +44,7 @@ from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefi
 MAX_RECENT = 8192
 
 OnEvict = Callable[[Any, Callable[[], TokenRun], int], None]
-"""Called for each leaf that loses tokens, with its extra key, a function that returns all tokens from the
+"""Called for each leaf that loses tokens, with its cache key, a function that returns all tokens from the
 root to the leaf's former end, and how many of these are still cached."""
 MakeRoom = Callable[[Any], bool]
 """Called with a leaf that open states need, before it loses tokens. Returns whether its owner needs less now:
@@ -55,12 +55,12 @@ class RadixCache:
     """The trees of one model. Slots enter by ``extend`` and leave by ``evict``; the caller has the free list.
 
     Args:
-        owner_of: Returns the owner of an extra key.
+        owner_of: Returns the owner of a cache key.
         idle_after: An owner that does not use the cache while this many tokens enter it loses its claim to a
             part; 0: never.
         model: The model's identity.
         on_blocks: Called with blocks that enter and leave; the first blocks follow
-            ``blocks.root_digest(model, extra_key)``.
+            ``blocks.root_digest(model, cache_key)``.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class RadixCache:
         """Tokens that ``evict`` could free now."""
         return self.num_cached - self.num_locked
 
-    def match(self, extra_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
+    def match(self, cache_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
         """The longest cached prefix of ``run``. Marks it as used now. ``lock``: locks it, too."""
         self.clock += 1
-        found = self._walk(PrefixMatch(self._root(extra_key), 0), run)
+        found = self._walk(PrefixMatch(self._root(cache_key), 0), run)
         if lock:
             self.move_lock(_NOTHING, found)
         return found
 
-    def peek(self, extra_key: Hashable, run: TokenRun) -> int:
+    def peek(self, cache_key: Hashable, run: TokenRun) -> int:
         """Length of the longest cached prefix of ``run``. Changes nothing, not even when it was last used."""
-        node = self._roots.get(extra_key)
+        node = self._roots.get(cache_key)
         done, size = 0, len(run)  # in bytes
         while node is not None and done < size:
             child = node.children.get(run[done : done + TOKEN_BYTES])
@@ -127,21 +127,21 @@ class RadixCache:
         """
         return block_hash(last_hash(match.node), tokens)
 
-    def was_evicted(self, extra_key: Hashable, block: int) -> bool:
+    def was_evicted(self, cache_key: Hashable, block: int) -> bool:
         """Whether the block was cached in the tree and evicted."""
-        return hash((extra_key, block)) in self._evicted
+        return hash((cache_key, block)) in self._evicted
 
-    def find_elsewhere(self, extra_key: Hashable, block: int) -> Hashable:
-        """Returns the extra key of another tree of the same owner in which the block is cached, or None. The
+    def find_elsewhere(self, cache_key: Hashable, block: int) -> Hashable:
+        """Returns the cache key of another tree of the same owner in which the block is cached, or None. The
         tree itself does not contain it."""
-        account = self._accounts.get(self._owner_of(extra_key))
+        account = self._accounts.get(self._owner_of(cache_key))
         trees = None if account is None else account.blocks.get(block)
         return next(iter(trees)) if trees else None
 
     def extend(
         self,
         match: PrefixMatch,
-        extra_key: Hashable,
+        cache_key: Hashable,
         run: TokenRun,
         slots: SlotArray,
         *,
@@ -151,7 +151,7 @@ class RadixCache:
 
         Args:
             match: A prefix of the run that is locked, or empty.
-            extra_key: Its tree.
+            cache_key: Its tree.
             run: The tokens.
             slots: Their slots.
             num_prompt: Tokens from this index on count as generated; None: no token does.
@@ -162,13 +162,13 @@ class RadixCache:
         """
         self.clock += 1
         if match.node.parent is None:
-            match = PrefixMatch(self._root(extra_key), 0)  # the former root may be gone
+            match = PrefixMatch(self._root(cache_key), 0)  # the former root may be gone
         found = self._walk(match, run)
         existing, end = found.num_tokens, len(run) // TOKEN_BYTES
         if existing == end:
             return found, existing
         if found.node.parent is None:
-            self._roots[extra_key] = found.node
+            self._roots[cache_key] = found.node
             found.node.account.roots[found.node] = None
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
@@ -184,10 +184,10 @@ class RadixCache:
         if before is not None:
             first = existing // BLOCK_TOKENS * BLOCK_TOKENS * TOKEN_BYTES
             for block in block_hashes(before, run[first:]):
-                node.account.blocks.setdefault(block, {})[extra_key] = None
+                node.account.blocks.setdefault(block, {})[cache_key] = None
                 node.last_hash = block
         if self._blocks is not None:
-            self._blocks.stored(node, extra_key, run, existing)
+            self._blocks.stored(node, cache_key, run, existing)
         return PrefixMatch(node, end, num_output), existing
 
     def write_slots(self, match: PrefixMatch, row: SlotArray) -> None:
@@ -370,12 +370,12 @@ class RadixCache:
         node.number = self._num_made
         node.account.num_nodes += 1
 
-    def _root(self, extra_key: Hashable) -> Node:
-        root = self._roots.get(extra_key)
+    def _root(self, cache_key: Hashable) -> Node:
+        root = self._roots.get(cache_key)
         if root is None:  # registered with its first child only, because clients choose the keys
-            owner = self._owner_of(extra_key)
+            owner = self._owner_of(cache_key)
             root = Node(b"", NO_SLOTS, None, 0, 0, self._accounts.get(owner) or Account(owner))
-            root.extra_key, root.last_hash = extra_key, 0
+            root.cache_key, root.last_hash = cache_key, 0
         self._holdings.used(root.account)
         return root
 
@@ -443,8 +443,8 @@ class RadixCache:
             account.leaves.num_leaves += 1
             account.leaves.push(parent)
         elif parent.parent is None and not parent.children:
-            # Clients choose the extra keys: empty trees must not accumulate.
-            self._roots.pop(parent.extra_key, None)
+            # Clients choose the cache keys: empty trees must not accumulate.
+            self._roots.pop(parent.cache_key, None)
             account.roots.pop(parent, None)
 
     def _split(self, node: Node, length: int) -> Node:
@@ -478,7 +478,7 @@ class RadixCache:
             start += len(above.slots)
             above = above.parent
         assert above is not None
-        on_evict(above.extra_key, lambda: b"".join(reversed(runs)), start + num_kept)
+        on_evict(above.cache_key, lambda: b"".join(reversed(runs)), start + num_kept)
 
     def _blocks_left(self, node: Node, num_kept: int) -> None:
         """The blocks that end after the first ``num_kept`` tokens of a leaf are evicted."""
@@ -488,10 +488,10 @@ class RadixCache:
         hashes = hashes_in(node, last_hash(above))[num_before:]
         while above.parent is not None:
             above = above.parent
-        self._evicted.add([hash((above.extra_key, block)) for block in hashes])
+        self._evicted.add([hash((above.cache_key, block)) for block in hashes])
         for block in hashes:
             trees = node.account.blocks[block]
-            del trees[above.extra_key]
+            del trees[above.cache_key]
             if not trees:
                 del node.account.blocks[block]
 

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from agentflow.engine.batch import BatchOutput
-from agentflow.engine.request import SAMPLED_ONCE, CacheIdentity, Request, Row, Work
+from agentflow.engine.request import SAMPLED_ONCE, CacheKey, Request, Row, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import Features
@@ -224,7 +224,7 @@ class InFlight:
         return [(row.request, row.num_tokens + row.num_nodes) for row in rows]
 
 
-_Place = tuple[CacheIdentity, int, int]  # identity, position and id of the next token that is not cached
+_Place = tuple[CacheKey, int, int]  # identity, position and id of the next token that is not cached
 
 
 class InProgressPrefixes:
@@ -249,7 +249,7 @@ class InProgressPrefixes:
         another one that does: these get few tokens of a step beside others."""
         if match >= request.num_reusable:
             return False
-        here = self._at.get((request.extra_key, match, request.cached_id(match)))
+        here = self._at.get((request.cache_key, match, request.cached_id(match)))
         if here is None:
             return False
         run = request.run(match)
@@ -263,7 +263,7 @@ class InProgressPrefixes:
         if request.num_tokens - next_index <= 1 and request.tree is not None:
             self.requests[request.id] = request  # one token or nodes: not worth waiting for
             return
-        place = (request.extra_key, next_index, request.cached_id(next_index))
+        place = (request.cache_key, next_index, request.cached_id(next_index))
         self.requests[request.id], self._places[request.id] = request, place
         here = self._at.get(place)
         if here is None:

@@ -27,13 +27,13 @@ from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.prefix_readers import PrefixReaders
 from agentflow.engine.cache.radix_cache import MakeRoom, RadixCache
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, prefix_end
-from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.request import CacheKey, Request
 from agentflow.engine.scheduling.liveness import Liveness, NewLiveness, program_key
 
 logger = logging.getLogger(__name__)
 
-OnCached = Callable[[CacheIdentity, TokenRun], None]
-OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
+OnCached = Callable[[CacheKey, TokenRun], None]
+OnEvict = Callable[[CacheKey, Callable[[], TokenRun], int], None]
 
 IDLE_AFTER_POOLS = 4
 """A tenant that does not use the cache while this many times the pool enters it loses its claim to a part."""
@@ -43,7 +43,7 @@ _numbers: Final = itertools.count()
 """Numbers of changes, unique among all tables: a copy of one table must not take the changes of another."""
 
 
-def _tenant_of(identity: CacheIdentity) -> Hashable:
+def _tenant_of(identity: CacheKey) -> Hashable:
     return identity.tenant
 
 
@@ -109,14 +109,14 @@ class KVMemory:
         """Slots that are free or that the tenant gets before its open states lose tokens."""
         return self.slots.num_free + self.cache.room_for(tenant)
 
-    def peek(self, identity: CacheIdentity, run: TokenRun) -> int:
+    def peek(self, identity: CacheKey, run: TokenRun) -> int:
         """How many tokens of the run are cached."""
         return self.cache.peek(identity, run) if self._use_cache else 0
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of the request, locked. ``attach`` it or ``cache.unlock`` it."""
         run = request.reusable_run() if self._use_cache else b""
-        return self.cache.match(request.extra_key, run, lock=True)
+        return self.cache.match(request.cache_key, run, lock=True)
 
     def why_missed(self, request: Request, match: PrefixMatch) -> str:
         """Returns why the prompt's tokens after ``match`` are not cached, by the first block of
@@ -128,10 +128,10 @@ class KVMemory:
             return ""
         end = next_end(num_cached)
         block = self.cache.next_block(match, request.run(end, end - BLOCK_TOKENS))
-        if self.cache.was_evicted(request.extra_key, block):
+        if self.cache.was_evicted(request.cache_key, block):
             return "evicted"
-        other = self.cache.find_elsewhere(request.extra_key, block)
-        if isinstance(other, CacheIdentity):
+        other = self.cache.find_elsewhere(request.cache_key, block)
+        if isinstance(other, CacheKey):
             return "salt" if other.adapter == request.adapter else "adapter"
         return request.origin.changed or "first_seen"
 
@@ -197,7 +197,7 @@ class KVMemory:
         row = self.table.slots[request.req_row]
         run = request.run(count)
         match, existing = self.cache.extend(
-            known, request.extra_key, run, row[:count], num_prompt=request.num_prompt
+            known, request.cache_key, run, row[:count], num_prompt=request.num_prompt
         )
         if existing > known.num_tokens:  # another request committed them first
             self.slots.release(row[known.num_tokens : existing])
@@ -210,7 +210,7 @@ class KVMemory:
         if match.node.account.weight != request.origin.weight:
             self.cache.weigh(request.tenant, request.origin.weight)
         if self.on_cached is not None:
-            self.on_cached(request.extra_key, run)
+            self.on_cached(request.cache_key, run)
 
     def roll_back(self, request: Request, count: int) -> None:
         """Keeps only the first ``count`` computed tokens of a running request. The slots of the others become
@@ -222,7 +222,7 @@ class KVMemory:
         if first_uncached < request.num_computed:
             self.slots.release(row[first_uncached : request.num_computed])
         if count < known.num_tokens:
-            match = self.cache.match(request.extra_key, request.run(count), lock=True)
+            match = self.cache.match(request.cache_key, request.run(count), lock=True)
             assert match.num_tokens == count
             self.cache.unlock(known)
             if self._alone is not request:
@@ -274,7 +274,7 @@ class KVMemory:
         for num_tokens, seconds in request.origin.kept_prefixes:
             if 0 < num_tokens <= request.committed.num_tokens and seconds > 0:
                 run = request.run(num_tokens)
-                match = self.cache.match(request.extra_key, run[: prefix_end(run, num_tokens) * TOKEN_BYTES])
+                match = self.cache.match(request.cache_key, run[: prefix_end(run, num_tokens) * TOKEN_BYTES])
                 self.marks.mark(match.node, now + seconds)
 
     def redo_tokens(self, request: Request) -> int:

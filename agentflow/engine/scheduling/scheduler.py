@@ -403,7 +403,7 @@ class Scheduler:
         if self.media is None or not request.media:
             return None
         if request.status is Status.WAITING:
-            return self.media.missing(request, self.memory.peek(request.extra_key, request.reusable_run()))
+            return self.media.missing(request, self.memory.peek(request.cache_key, request.reusable_run()))
         start = request.num_computed + draft.tokens.get(request, 0)
         run = self.media.missing(request, start)
         return run if run is not None and run.start <= start else None
@@ -629,7 +629,7 @@ class Scheduler:
         asks for; infinite if its reader asks for none."""
         if origin.ttft_s is None or origin.is_ahead or request.num_generated:
             return math.inf
-        match = self.memory.peek(request.extra_key, request.reusable_run())
+        match = self.memory.peek(request.cache_key, request.reusable_run())
         prompt_s = self.cost.chunk_s(request.num_tokens - match, match, is_first=True)
         return self._clock() + max(0.0, origin.ttft_s - prompt_s - self.cost.decode_s(1, 1, 0))
 
@@ -690,7 +690,7 @@ class Scheduler:
         if not self.config.use_cache or not self._prefills.requests:
             return False
         if match is None:
-            match = self.memory.peek(request.extra_key, request.reusable_run())
+            match = self.memory.peek(request.cache_key, request.reusable_run())
         return self._prefills.will_compute(request, match)
 
     def _preempt_one(self, missing: int) -> None:

@@ -48,7 +48,7 @@ class Holdings:
         before = self.blocks[report.parent][1] if report.parent in self.blocks else b""
         for number, digest in enumerate(report.digests, 1):
             assert digest not in self.blocks
-            self.blocks[digest] = report.extra_key, before + report.run[: 4 * BLOCK_TOKENS * number]
+            self.blocks[digest] = report.cache_key, before + report.run[: 4 * BLOCK_TOKENS * number]
 
     def hit(self, key: object, run: bytes) -> int:
         held = [*self.blocks.values(), *self.prompts.elements()]

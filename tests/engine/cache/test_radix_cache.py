@@ -146,7 +146,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
                 del self.stored[digest]
             return
         parent = report.parent
-        assert parent in self.stored or parent == blocks.root_digest("m", report.extra_key)
+        assert parent in self.stored or parent == blocks.root_digest("m", report.cache_key)
         tokens = np.frombuffer(report.run, np.int32).reshape(len(report.digests), 3).tolist()
         for digest, block in zip(report.digests, tokens, strict=True):
             assert digest not in self.stored

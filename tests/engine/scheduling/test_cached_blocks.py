@@ -31,7 +31,7 @@ def test_generated_tokens_enter_the_cache_block_by_block_while_their_request_run
         assert batch is not None
         scheduler.complete(run_batch(runner, batch))
     expected = chain(
-        root_digest("m", request.extra_key), request.tokens[: request.num_tokens].astype(np.int32).tobytes()
+        root_digest("m", request.cache_key), request.tokens[: request.num_tokens].astype(np.int32).tobytes()
     )
     assert len(stored) >= 3
     assert stored == expected[: len(stored)]

@@ -35,7 +35,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
         self.in_progress: list[tuple[str, list[int]]] = []
 
     def match(self, request: Request) -> int:
-        return self.cache.peek(request.extra_key, request.reusable_run())
+        return self.cache.peek(request.cache_key, request.reusable_run())
 
     def place(self, request: Request) -> tuple[tuple[int], int]:
         return self.ranks[request.id], -self.match(request)
@@ -59,7 +59,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
 
     @rule(salt=salts, sequence=sequences)
     def compute(self, salt, sequence):
-        identity = request_of(0, np.zeros(1, np.int32), 1, SamplingParams(), salt=salt).extra_key
+        identity = request_of(0, np.zeros(1, np.int32), 1, SamplingParams(), salt=salt).cache_key
         run = token_run(np.array(sequence, dtype=np.int32))
         slots = np.array([next(self.slots) for _ in sequence], dtype=np.int32)
         self.cache.extend(self.cache.match(identity, b""), identity, run, slots)
@@ -92,7 +92,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
         assert match in (None, known)
         wanted = np.frombuffer(request.reusable_run(), np.int32).tolist()
         return request.is_held_back or any(
-            request.extra_key.salt == salt and prefix_len(wanted, sequence) > known
+            request.cache_key.salt == salt and prefix_len(wanted, sequence) > known
             for salt, sequence in self.in_progress
         )
 

@@ -163,7 +163,7 @@ class Harness:
                     (one.request, tenant.match_of(one.request)) for one in tenant.arrivals.waiting.values()
                 ]
         for request, match in matches:
-            assert match == self.scheduler.memory.peek(request.extra_key, request.reusable_run())
+            assert match == self.scheduler.memory.peek(request.cache_key, request.reusable_run())
 
     def output(self, request_id: int) -> list[int]:
         request = self.requests[request_id]

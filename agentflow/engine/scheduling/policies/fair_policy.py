@@ -34,7 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.token_run import TokenRun
-from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.request import CacheKey, Request
 from agentflow.engine.scheduling.policies.charges import Absent
 from agentflow.engine.scheduling.policies.policy import Clock, Peek, Policy
 from agentflow.engine.scheduling.policies.tenant_queue import Program, TenantQueue
@@ -89,7 +89,7 @@ class FairLongestPrefix(Policy):
         if self._is_paused(request):
             tenant.aside[request.id] = request
             return
-        tenant.add(request, run, self._peek(request.extra_key, run), self._program_of(request))
+        tenant.add(request, run, self._peek(request.cache_key, run), self._program_of(request))
 
     def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
@@ -165,7 +165,7 @@ class FairLongestPrefix(Policy):
         return tenant.next([request for request in prompts if request.tenant == tenant.name], is_blocked)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        name, number = request.extra_key.tenant, request.origin.program
+        name, number = request.cache_key.tenant, request.origin.program
         tenant = self._tenants[name]
         self._in_step[tenant] = None
         tenant.charge(request, num_tokens)
@@ -210,13 +210,13 @@ class FairLongestPrefix(Policy):
         tenant.num_admitted -= 1
         self._forget_idle(request.tenant)
 
-    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
         tenant = self._tenants.get(identity.tenant)
         if tenant is not None:
             for tree in tenant.trees_of(identity):
                 tree.tokens_cached(identity, run)
 
-    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         tenant = self._tenants.get(identity.tenant)
         if tenant is not None:
             for tree in tenant.trees_of(identity):

@@ -19,12 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.token_run import TokenRun
-from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.request import CacheKey, Request
 from agentflow.engine.scheduling.policies.charges import Charged
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import Origin
 
-Peek = Callable[[CacheIdentity, TokenRun], int]
+Peek = Callable[[CacheKey, TokenRun], int]
 """How many tokens of a run are cached under an identity. Changes nothing."""
 Clock = Callable[[], float]
 """Seconds: the times in requests are on this clock."""
@@ -118,11 +118,11 @@ class Policy(ABC):
         """A running request ended."""
         return
 
-    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
         """The whole run is cached now."""
         return
 
-    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens
         are still cached."""
         return
@@ -236,7 +236,7 @@ class LongestPrefix(SimplePolicy):
     def add(self, request: Request) -> None:
         super().add(request)
         run = request.reusable_run()
-        self._tree.add(request, run, self._peek(request.extra_key, run))
+        self._tree.add(request, run, self._peek(request.cache_key, run))
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         found = self._tree.first(is_blocked)
@@ -250,8 +250,8 @@ class LongestPrefix(SimplePolicy):
             self._tree.remove(request)
         super().remove(request)
 
-    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
         self._tree.tokens_cached(identity, run)
 
-    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         self._tree.tokens_evicted(identity, run, kept)

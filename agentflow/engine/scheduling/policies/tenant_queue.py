@@ -83,7 +83,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
-from agentflow.engine.request import CacheIdentity, Request, Status
+from agentflow.engine.request import CacheKey, Request, Status
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 from agentflow.engine.submit import PATIENT_GROUPS
@@ -255,15 +255,15 @@ class TenantQueue:
             self.remove(request)
             self.aside[request.id] = request
 
-    def _plant_lone(self, identity: CacheIdentity | None = None) -> None:
+    def _plant_lone(self, identity: CacheKey | None = None) -> None:
         """Puts a request that waits alone into its tree, because another one waits, or tokens under its
         identity enter or leave the cache."""
         lone = self.lone
-        if lone is not None and (identity is None or identity == lone.request.extra_key):
+        if lone is not None and (identity is None or identity == lone.request.cache_key):
             self.lone = None
             self._plant(*lone)
 
-    def trees_of(self, identity: CacheIdentity) -> list[WaitingTree]:
+    def trees_of(self, identity: CacheKey) -> list[WaitingTree]:
         """The trees that have requests, whose tokens under this identity enter or leave the cache."""
         if self.lone is not None:
             self._plant_lone(identity)
@@ -505,7 +505,7 @@ def _group_of(request: Request) -> Hashable:
     """The task group, of which only requests with equal identities are siblings here: they share KV, and
     wait for the same running prompts."""
     group = request.origin.task_group
-    return (group, request.extra_key) if group and not request.origin.is_ahead else None
+    return (group, request.cache_key) if group and not request.origin.is_ahead else None
 
 
 class Siblings:

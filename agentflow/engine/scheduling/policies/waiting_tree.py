@@ -1,6 +1,6 @@
 """Which waiting request has the longest cached prefix, kept up to date instead of searched.
 
-A radix tree over the prompts of waiting requests, for each extra key and *rank*: requests of a lower rank go
+A radix tree over the prompts of waiting requests, for each cache key and *rank*: requests of a lower rank go
 first, whatever is cached. Each edge knows how many of its tokens are cached. When a step computes or evicts
 tokens, only one path of each rank is updated, however many requests wait below it. All requests below the
 point where the cached part of a path ends have the same match; such a point is a *frontier*. A heap of
@@ -98,7 +98,7 @@ class WaitingNode:
 class WaitingTree:
     """Requests by rank and match.
 
-    ``roots``: the trees with requests, by extra key and rank. ``nodes``: where each request ends, by its id.
+    ``roots``: the trees with requests, by cache key and rank. ``nodes``: where each request ends, by its id.
     Other modules read both.
     """
 
@@ -126,7 +126,7 @@ class WaitingTree:
             match: How many of these are cached.
             rank: Its rank. There are only a few different ones.
         """
-        roots = self.roots.setdefault(request.extra_key, {})
+        roots = self.roots.setdefault(request.cache_key, {})
         node = roots.get(rank)
         if node is None:
             node = roots[rank] = WaitingNode(b"", 0, None, rank)
@@ -163,23 +163,23 @@ class WaitingTree:
             if node.num_waiting == 0:
                 node.queued_match = -1
                 if parent is None:
-                    self._remove_root(request.extra_key, node.rank)
+                    self._remove_root(request.cache_key, node.rank)
                 else:
                     del parent.children[node.first_token]
                     parent.uncached.pop(node.first_token, None)
             node = parent
 
-    def tokens_cached(self, extra_key: Hashable, run: TokenRun) -> None:
+    def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> None:
         """The whole of ``run`` is cached now."""
-        for root in self.roots.get(extra_key, _NO_ROOTS).values():
+        for root in self.roots.get(cache_key, _NO_ROOTS).values():
             for child, common in _along(root, run):
                 if common > child.cached:
                     self._set_cached(child, common)
 
-    def tokens_evicted(self, extra_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, cache_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
         """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens are
         still cached."""
-        roots = self.roots.get(extra_key)
+        roots = self.roots.get(cache_key)
         if roots is None:
             return
         evicted = run()
@@ -237,11 +237,11 @@ class WaitingTree:
             all_certain = all_certain and is_certain
         return None, all_certain
 
-    def _remove_root(self, extra_key: Hashable, rank: Rank) -> None:
-        roots = self.roots[extra_key]
+    def _remove_root(self, cache_key: Hashable, rank: Rank) -> None:
+        roots = self.roots[cache_key]
         del roots[rank]
         if not roots:
-            del self.roots[extra_key]
+            del self.roots[cache_key]
 
     def _set_cached(self, node: WaitingNode, cached: int) -> None:
         parent = node.parent
