@@ -7,6 +7,7 @@ model may store as inputs by outputs, as stacks of experts, or several in one te
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from agentflow.engine.store.gguf.container import StoredTensor
 
 _PLAIN: Final[dict[str, np.dtype[Any]]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+_JOINED_BYTES: Final = 8_192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +148,12 @@ def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
         return stored.astype(np.float32, copy=False)
     from gguf import GGMLQuantizationType, dequantize  # 0.2 s
 
-    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[type_name])
-    return values
+    # It takes 16 rows at a time, which is slow if they are short. Blocks do not depend on each other, so that
+    # rows can be joined.
+    num_joined = math.gcd(len(rows), 1 << max(0, (_JOINED_BYTES // rows.shape[1]).bit_length() - 1))
+    joined = rows.reshape(len(rows) // num_joined, -1)
+    values: NDArray[np.float32] = dequantize(joined, GGMLQuantizationType[type_name])
+    return values.reshape(len(rows), -1)
 
 
 def _halves_apart(rows: NDArray[Any], num_heads: int) -> NDArray[Any]:
