@@ -97,9 +97,7 @@ async def answer(
     return Answered(state, end.text, end.token_ids, pieces, end.finish_reason)
 
 
-QUESTIONS = tuple(
-    Message("user", f"Weather in {n}?") for n in ("Oslo", "Rome", "Bergen", "Pisa", "Bari", "Turku")
-)
+QUESTIONS = tuple(Message("user", f"Weather in {n}?") for n in ("Oslo", "Rome", "Bergen", "Pisa"))
 
 
 @pytest.mark.anyio
