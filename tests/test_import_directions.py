@@ -116,7 +116,6 @@ ROOMS = {
         "cache",
         "media_run",
         "text",
-        "submit",
         "token_tree",
         "batch",
         "runner",
@@ -222,11 +221,10 @@ HEAVY = (
     "llguidance",
     "accelerate",
 )
-# The scheduling core: the standard library, numpy, and these, which import no more.
+# The scheduling core: the standard library, numpy, and these. A request has the message that submitted it.
 CORE = (
     "agentflow/engine/batch.py",
     "agentflow/engine/media_run.py",
-    "agentflow/engine/request.py",
     "agentflow/engine/token_tree.py",
     "agentflow/engine/cache/",
     "agentflow/engine/scheduling/",
@@ -239,7 +237,6 @@ CORE_MAY_IMPORT = (
     "agentflow.engine.media_run",
     "agentflow.engine.request",
     "agentflow.engine.runner",
-    "agentflow.engine.submit",
     "agentflow.engine.token_tree",
     "agentflow.engine.cache",
     "agentflow.engine.scheduling",

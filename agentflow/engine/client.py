@@ -45,9 +45,9 @@ from agentflow.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
+from agentflow.engine.request import Origin, Submit
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Origin, Submit
 from agentflow.engine.text.reasoning import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks

@@ -18,10 +18,9 @@ import msgspec
 
 from agentflow.engine.cache.blocks import BlocksRemoved, BlocksReport, BlocksStored
 from agentflow.engine.media_run import PreparedMedium
-from agentflow.engine.request import CacheKey
+from agentflow.engine.request import CacheKey, Objective, Origin, Submit, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Objective, Origin, Submit, TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord, Usage
 

@@ -12,9 +12,8 @@ from agentflow.engine.constrained.constrained_request import ConstrainedRequest,
 from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.constrained.jump_forward import Jump
 from agentflow.engine.messages import Finished, FromEngine, Progress
-from agentflow.engine.request import Request, Row
+from agentflow.engine.request import Request, Row, Submit, TopTokens
 from agentflow.engine.scheduling.scheduler import Scheduler
-from agentflow.engine.submit import Submit, TopTokens
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 

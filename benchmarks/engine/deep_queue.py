@@ -23,9 +23,8 @@ import numpy as np
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.token_run import TokenArray
 from agentflow.engine.machine.resources import collect_garbage_rarely
-from agentflow.engine.request import Request
+from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.submit import Origin, Submit
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.report import Report, median_of
 

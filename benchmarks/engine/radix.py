@@ -17,9 +17,8 @@ from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.generator.context import conversation_keys
 from agentflow.engine.generator.prompt_changes import PromptChanges, outline
-from agentflow.engine.request import Request
+from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.kv_memory import KVMemory
-from agentflow.engine.submit import Origin, Submit
 from agentflow.protocol.chat import Message
 from benchmarks.report import Report, median_of
 

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Submit
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
@@ -23,7 +23,6 @@ from agentflow.engine.simulator.generators import generate, unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.workload import Workload
 from agentflow.engine.simulator.workload_file import read_workload
-from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.deep_queue import measure_deep_queue
 from benchmarks.report import Report, Result, median_of

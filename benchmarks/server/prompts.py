@@ -13,12 +13,11 @@ import numpy as np
 
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Submit
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
-from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel
 from agentflow.server.models.open_models import open_models

@@ -15,7 +15,7 @@ from rich.console import Console
 from agentflow.engine.machine.child_process import lower_priority
 from agentflow.engine.messages import FromEngine, Progress
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel

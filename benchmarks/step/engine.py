@@ -18,8 +18,8 @@ from agentflow.engine.machine.child_process import to_frame
 from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.messages import PHASES, Abort, FromEngine
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.request import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Submit
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels.native_ops import team

@@ -25,10 +25,10 @@ from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.messages import Failed, Finished, FromEngine, Stop
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import DeviceStep
+from agentflow.engine.request import Objective, Origin, Submit
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Objective, Origin, Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.report import Report, median_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.server.compatible.fields import MAX_MESSAGES
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.completions import TextRequest

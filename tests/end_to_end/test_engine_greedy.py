@@ -20,8 +20,8 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.request import Origin
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.decisions import Option, Question

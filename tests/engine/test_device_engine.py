@@ -34,9 +34,9 @@ from agentflow.engine.grammar.grammar import Grammar
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Abort, Failed, Finished, FromEngine, Progress, Stop
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.request import Submit
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import Cancelled, EngineFailed
 from agentflow.protocol.sampling import SamplingParams

@@ -41,10 +41,10 @@ from agentflow.engine.messages import (
     StepBegins,
     Stop,
 )
+from agentflow.engine.request import Origin, Submit
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import Origin, Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams

@@ -18,15 +18,14 @@ from support.plain_model import runner as plain_runner
 
 from agentflow.engine import request as request_module
 from agentflow.engine.client import EngineClient
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows import batch_builder
-from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
+from agentflow.engine.scheduling.rows.batch_builder import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import Draft
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import Submit
 from agentflow.engine.text.reasoning import Thinking
 from agentflow.errors import EngineFailed
 from agentflow.protocol.sampling import SamplingParams

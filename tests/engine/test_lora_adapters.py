@@ -25,10 +25,10 @@ from support.processes import signal_child
 
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.messages import Finished
+from agentflow.engine.request import Origin
 from agentflow.engine.runner import ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import Origin
 from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed, UnknownModel
 from agentflow.protocol.sampling import SamplingParams
 

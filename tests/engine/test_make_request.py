@@ -8,10 +8,9 @@ import msgspec
 import pytest
 from support.faults import has_param
 
-from agentflow.engine.request import check_request, make_request
+from agentflow.engine.request import Origin, Submit, check_request, make_request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 

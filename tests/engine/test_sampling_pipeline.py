@@ -21,10 +21,9 @@ from support.plain_sampler import MASK, plain_token_of
 from agentflow.engine.batch import SampledRows
 from agentflow.engine.messages import Finished
 from agentflow.engine.models.sampler import choose_tokens
-from agentflow.engine.request import Request
-from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
+from agentflow.engine.request import Origin, Request, Submit
+from agentflow.engine.scheduling.rows.batch_builder import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument
 from agentflow.kernels.platforms import NATIVE, TORCH
 from agentflow.protocol.sampling import SamplingParams

@@ -10,7 +10,7 @@ from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, assert_idle
 
 import agentflow as af
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.protocol import ops
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]

@@ -16,7 +16,7 @@ from support.session_peer import HangingGenerator
 
 import agentflow as af
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.submit import Origin
+from agentflow.engine.request import Origin
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec

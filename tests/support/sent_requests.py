@@ -8,7 +8,7 @@ import anyio
 from support.fake_engine import TOKENIZER
 
 from agentflow.engine.messages import FromEngine
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 
 
 class SentRequests:

@@ -11,8 +11,8 @@ import time
 
 from agentflow.cluster.routing.load import EngineShape
 from agentflow.engine.client import EngineClient
+from agentflow.engine.request import Origin
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
-from agentflow.engine.submit import Origin
 from agentflow.protocol.sampling import SamplingParams
 
 PROMPT_TOKENS = 512

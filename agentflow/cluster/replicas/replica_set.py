@@ -63,7 +63,7 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.process.request_journal import StateIndex, Unfinished, aborted
 from agentflow.engine.process.supervisor import EngineSupervisor
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.errors import BadArgument, BadModelFolder, EngineDown, EngineFailed, Overloaded
 from agentflow.runtime.task_group import open_task_group
 

@@ -7,8 +7,7 @@ import numpy as np
 from agentflow.cluster.routing.load import Call
 from agentflow.engine.cache.token_run import TokenRun, token_run
 from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens
-from agentflow.engine.request import CacheKey, with_leads
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import CacheKey, Submit, with_leads
 
 
 def router_call(submit: Submit) -> Call:

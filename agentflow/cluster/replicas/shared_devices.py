@@ -9,7 +9,7 @@ from agentflow.cluster.routing.devices import SharedDevices, SharedEngine
 from agentflow.engine.machine.resources import devices_from, gpu_number
 from agentflow.engine.messages import Failed, Finished, FromEngine
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 
 
 class BusyObserver:

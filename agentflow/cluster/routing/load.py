@@ -46,9 +46,9 @@ from numpy.typing import NDArray
 
 from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
+from agentflow.engine.request import Objective
 from agentflow.engine.scheduling.step_limits import MAX_STRETCH, MIN_STEP_S, PROMPT_STEP_S
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.submit import Objective
 
 Seconds = NDArray[np.float64]
 

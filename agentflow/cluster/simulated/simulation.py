@@ -25,7 +25,7 @@ from agentflow.cluster.routing.prefix_tree import Replica
 from agentflow.cluster.routing.router import Policy
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.token_run import TokenArray, token_run
-from agentflow.engine.request import CacheKey, Request, Row
+from agentflow.engine.request import CacheKey, Request, Row, Submit
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -35,7 +35,6 @@ from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.program_graphs import PlacedState
 from agentflow.engine.simulator.simulation import Origins, Served, Simulated, tell_places
 from agentflow.engine.simulator.workload import Workload
-from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 
 MODEL = "simulated"

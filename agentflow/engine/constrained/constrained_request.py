@@ -19,8 +19,7 @@ from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.constrained.jump_forward import ConstrainedText, Encode, Jump
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.request import Request
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Request, Submit
 from agentflow.engine.text.channel_output import ChannelTokens
 from agentflow.engine.text.channels import CHANNEL_TOKENS
 from agentflow.engine.text.reasoning import SPACES, ReasoningTokens, Thinking

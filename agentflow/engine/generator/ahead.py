@@ -11,7 +11,7 @@ import msgspec
 from agentflow.engine.generator.context import EngineContext, FilledAhead
 from agentflow.engine.generator.requests import MAX_INLINE_CHARS, TenantRequests
 from agentflow.engine.messages import Finished
-from agentflow.engine.submit import MAX_PRIORITY, Origin
+from agentflow.engine.request import MAX_PRIORITY, Origin
 from agentflow.errors import AgentflowError
 from agentflow.protocol.chat import Message
 

@@ -24,8 +24,8 @@ import msgspec
 
 from agentflow.engine.generator.prompt_changes import Outline, outline
 from agentflow.engine.messages import Finished, Placed
+from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import Thinking, reasoning_marks, shown_reasoning, thinking_after
 from agentflow.engine.text.state.token_state import TokenState

@@ -19,7 +19,7 @@ from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
 from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, RENDERINGS, Scoring, end_of_turn
 from agentflow.engine.messages import Finished
-from agentflow.engine.submit import Origin
+from agentflow.engine.request import Origin
 from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.errors import BadArgument
 from agentflow.protocol.decisions import Question, probabilities_of, question_text

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.requests import TenantRequests
-from agentflow.engine.request import check_task
+from agentflow.engine.request import Origin, check_task
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.engine.submit import Origin
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions

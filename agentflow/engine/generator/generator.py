@@ -31,10 +31,9 @@ from agentflow.engine.generator.select import score
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.messages import EngineStats, Finished, Progress
-from agentflow.engine.request import check_request, check_task
+from agentflow.engine.request import Origin, TopTokens, check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.engine.submit import Origin, TopTokens
 from agentflow.engine.tenant import ANONYMOUS, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import AnswerText, Thinking, reasoning_marks

@@ -18,7 +18,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
 from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.messages import Finished
-from agentflow.engine.submit import Origin
+from agentflow.engine.request import Origin
 from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, scores_of
 from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.engine.token_tree import check_choices

@@ -31,7 +31,7 @@ from agentflow.engine.messages import (
 from agentflow.engine.process.child import Child
 from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.medium_parts import medium_parts
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.runtime.task_group import open_task_group
 
 # The most keys of sent constraints to remember; all are dropped when there are this many.

@@ -17,7 +17,7 @@ import msgspec
 
 from agentflow.engine.constrained.jump_forward import mark_forced
 from agentflow.engine.messages import Failed, Finished, FromEngine, Placed, Progress, Started
-from agentflow.engine.submit import Submit, TopTokens
+from agentflow.engine.request import Submit, TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
 # This many deaths without progress between them make a suspect.

@@ -52,7 +52,7 @@ from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.request_journal import RequestJournal, Unfinished, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, BadModelFolder, EngineDown, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.media_run import MediaRun
-from agentflow.engine.request import Request, Row, Status, check_size, make_rows
+from agentflow.engine.request import Objective, Origin, Request, Row, Status, check_size, make_rows
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes
@@ -46,8 +46,7 @@ from agentflow.engine.scheduling.policies.policy import (
 )
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.retries import Retries
-from agentflow.engine.scheduling.rows.batch_builder import build_batch
-from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
+from agentflow.engine.scheduling.rows.batch_builder import SamplingTable, build_batch
 from agentflow.engine.scheduling.step_limits import (
     CHUNKS_PER_STEP,
     LONE_PROMPT_STEP_S,
@@ -60,7 +59,6 @@ from agentflow.engine.scheduling.step_limits import (
     StepCost,
     batch_features,
 )
-from agentflow.engine.submit import Objective, Origin
 from agentflow.errors import BadArgument
 
 MAX_FORCED_TOKENS = 32

@@ -21,13 +21,12 @@ import numpy as np
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
-from agentflow.engine.request import SAMPLED_ONCE, Request, Row, Status, make_rows
+from agentflow.engine.request import SAMPLED_ONCE, Objective, Request, Row, Status, make_rows
 from agentflow.engine.scheduling.admission import Admission
 from agentflow.engine.scheduling.in_flight import COMMIT_RUN
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import Draft
 from agentflow.engine.simulator.cost_model import Amounts
-from agentflow.engine.submit import Objective
 
 
 class CountingScheduler(Scheduler):

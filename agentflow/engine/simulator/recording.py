@@ -22,10 +22,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Failed, Finished, FromEngine, Progress
+from agentflow.engine.request import Submit
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.simulator.workload import Arrival
 from agentflow.engine.simulator.workload_file import WorkloadWriter
-from agentflow.engine.submit import Submit
 from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy as np
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.generator.context import group_of_place
-from agentflow.engine.request import Request, Row
+from agentflow.engine.request import AWAITED_GROUPS, Origin, Request, Row, Submit
 from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -26,7 +26,6 @@ from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.program_graphs import PlacedState, ProgramGraphs
 from agentflow.engine.simulator.published import PUBLISHED_ORDERS, ProgramOrder, Rules
 from agentflow.engine.simulator.workload import Arrival, Workload, awaited_groups
-from agentflow.engine.submit import AWAITED_GROUPS, Origin, Submit
 from agentflow.errors import PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentflow.engine.cache.token_run import TokenArray
-from agentflow.engine.submit import Objective
+from agentflow.engine.request import Objective
 
 
 @dataclass(slots=True)

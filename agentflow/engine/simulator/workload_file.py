@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from agentflow.engine.cache.token_run import common_prefix_len, token_run
+from agentflow.engine.request import Objective
 from agentflow.engine.simulator.generators import generate
 from agentflow.engine.simulator.workload import Arrival, Workload
-from agentflow.engine.submit import Objective
 from agentflow.errors import BadArgument
 
 VERSION = 1

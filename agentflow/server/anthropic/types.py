@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from agentflow.engine.messages import Finished, Progress
-from agentflow.engine.submit import TopTokens
+from agentflow.engine.request import TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import CompletionRequest, PromptDelta, TokenLogprob

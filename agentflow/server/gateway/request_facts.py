@@ -19,7 +19,7 @@ import msgspec
 
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
 from agentflow.engine.cache.token_run import TokenRun
-from agentflow.engine.submit import Objective
+from agentflow.engine.request import Objective
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, PIECE_BYTES, JsonScan, TooMuchJson
 from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with

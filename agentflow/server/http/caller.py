@@ -19,7 +19,7 @@ import msgspec
 
 from agentflow.engine.generator.context import EngineContext, number_of_name
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.runtime.generator import StateHint

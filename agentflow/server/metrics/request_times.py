@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from agentflow.engine.messages import BucketCounts, Failed, Finished, FromEngine, Progress, Started
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 
 WAIT_BOUNDS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TPOT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.runtime.telemetry import configured_tracer
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.engine.messages import Failed, Finished, FromEngine, Started
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.errors import Overloaded
 
 # The number of latest starts that the average covers.

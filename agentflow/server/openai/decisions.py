@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.decisions import MAX_OPTIONS, MAX_QUESTIONS, Option, Question, check_questions
 from agentflow.protocol.events import Capabilities

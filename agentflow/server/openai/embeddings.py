@@ -16,7 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from agentflow.engine.generator.embedding import EmbeddingInput
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.runtime.generator import EmbeddingOptions
 from agentflow.server.compatible.embeddings import embedded, reply_written
 from agentflow.server.compatible.fields import Count, TokenId

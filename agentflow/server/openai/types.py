@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.constraint import MAX_CONSTRAINT_CHOICES
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import (

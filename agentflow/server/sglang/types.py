@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from agentflow.engine.submit import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOP_REGEX_CHARS, MAX_TOP_LOGPROBS
 from agentflow.server.compatible.fields import (

@@ -43,7 +43,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from agentflow.engine.submit import MAX_WEIGHT, MIN_WEIGHT
+from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
 from agentflow.server.addresses import client_of

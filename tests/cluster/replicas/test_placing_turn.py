@@ -12,7 +12,7 @@ from support.server.http_clients import only_asyncio
 
 from agentflow.cluster.replicas import placing_turn
 from agentflow.cluster.replicas.placing_turn import PlacingTurn
-from agentflow.engine.submit import Origin
+from agentflow.engine.request import Origin
 
 anyio_backend = pytest.fixture(only_asyncio)  # trio starts tasks in any order, and may take a turn for one
 pytestmark = pytest.mark.anyio

@@ -21,7 +21,7 @@ from agentflow.cluster.routing.placement import place_together
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished, Progress
-from agentflow.engine.submit import Origin
+from agentflow.engine.request import Origin
 from agentflow.errors import BadArgument, BadModelFolder, EngineDown, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
 

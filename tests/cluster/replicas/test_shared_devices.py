@@ -15,8 +15,8 @@ from agentflow.cluster.routing.load import THROUGHPUT, Call, EngineShape
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.messages import Failed
 from agentflow.engine.options import EngineOptions
+from agentflow.engine.request import Submit
 from agentflow.engine.simulator.cost_model import CostModel
-from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=0.0)

@@ -31,9 +31,9 @@ from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Finished, FromEngine, Progress
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.process.request_journal import RequestJournal
+from agentflow.engine.request import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.kernels.platforms import TORCH

@@ -12,7 +12,7 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process import connection
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.protocol.sampling import SamplingParams
 
 

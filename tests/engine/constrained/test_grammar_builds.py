@@ -25,7 +25,7 @@ from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Finished
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, REASONING_HEAD
 from agentflow.engine.text.reasoning import Thinking
 from agentflow.errors import RequestRefused

@@ -23,8 +23,8 @@ from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.select import MAX_AT_ONCE
 from agentflow.engine.messages import Finished, FromEngine
+from agentflow.engine.request import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Submit
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.decisions import Option, Question, probabilities_of, question_text

@@ -25,8 +25,8 @@ from agentflow.engine.generator.context import PIECE_CHARS, EngineContext, Promp
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.requests import MAX_INLINE_CHARS
 from agentflow.engine.messages import Placed
+from agentflow.engine.request import GREEDY, Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import GREEDY, Submit
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state import token_state

@@ -19,9 +19,9 @@ from agentflow.engine.generator import select
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import Finished
+from agentflow.engine.request import GREEDY
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import GREEDY
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.choices import EncodedChoices, scores_of
 from agentflow.engine.token_tree import MAX_CHOICE_TOKENS

@@ -19,8 +19,8 @@ from agentflow.engine.generator.context import (
     fill_conversation,
 )
 from agentflow.engine.messages import Finished
+from agentflow.engine.request import Origin
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tool_format import tool_format

@@ -16,8 +16,8 @@ from agentflow.engine.generator.context import (
     fill_conversation,
 )
 from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.request import Origin
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec

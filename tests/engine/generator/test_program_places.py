@@ -9,8 +9,8 @@ import pytest
 from support.fake_engine import FakeEngine
 
 import agentflow as af
+from agentflow.engine.request import PATIENT_GROUPS, Origin
 from agentflow.engine.scheduling.liveness import Liveness
-from agentflow.engine.submit import PATIENT_GROUPS, Origin
 
 pytestmark = pytest.mark.anyio
 

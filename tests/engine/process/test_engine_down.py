@@ -20,7 +20,7 @@ from agentflow.engine.messages import Placed
 from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
 from agentflow.engine.process.supervisor import EngineSupervisor, restart_delay_s
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.request import Origin, Submit
 from agentflow.errors import EngineDown, EngineFailed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]

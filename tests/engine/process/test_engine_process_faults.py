@@ -21,7 +21,7 @@ from agentflow.engine.machine import child_process as child_module
 from agentflow.engine.machine.child_process import ChildProcess, to_frame
 from agentflow.engine.messages import Finished, from_engine_decoder
 from agentflow.engine.process.child import EngineChild
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.request import Origin, Submit
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.messages import Failed, Finished, Placed, Progress, Started
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.request import Origin, Submit
 
 
 def submit(number: int) -> Submit:

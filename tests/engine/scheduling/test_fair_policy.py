@@ -15,14 +15,13 @@ from support.engine.requests import request_of
 from support.examples import examples
 from support.faults import has_param
 
-from agentflow.engine.request import Request, Status
+from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.policies import tenant_queue
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 

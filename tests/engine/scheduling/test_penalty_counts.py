@@ -15,7 +15,7 @@ from support.engine.scheduler_harness import Harness
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.request import Status
-from agentflow.engine.scheduling.rows.sampling_table import TokenCounts
+from agentflow.engine.scheduling.rows.batch_builder import TokenCounts
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 

@@ -11,13 +11,12 @@ from msgspec.structs import replace
 from support.engine.requests import request_of
 from support.examples import examples
 
-from agentflow.engine.request import Request, Status
+from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS, Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.policies import tenant_queue
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
 
 TOKEN_BUDGET = 256
 LEVEL_TOKENS = tenant_queue.LEVEL_BATCHES * TOKEN_BUDGET

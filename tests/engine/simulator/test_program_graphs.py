@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.generators import agent_sessions, map_reduce, multi_agent
 from agentflow.engine.simulator.simulation import Origins, Simulated, simulate
 from agentflow.engine.simulator.workload import Arrival, Workload
-from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
 
 COST = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=0.0)
 

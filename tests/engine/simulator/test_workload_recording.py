@@ -22,13 +22,13 @@ from support.process_engine import PLAIN, PROMPT, generate, kill, process_engine
 
 from agentflow.cli import main as cli
 from agentflow.engine.client import EngineClient
+from agentflow.engine.request import Origin
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator import recording as workload_recording
 from agentflow.engine.simulator.recording import recording
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.workload import Arrival
 from agentflow.engine.simulator.workload_file import open_sink, read_workload
-from agentflow.engine.submit import Origin
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 

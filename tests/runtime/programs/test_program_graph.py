@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentflow.engine.generator.context import group_of_place
-from agentflow.engine.submit import AWAITED_GROUPS, PATIENT_GROUPS
+from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS
 from agentflow.protocol import ops
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams

@@ -18,7 +18,7 @@ from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import FromEngine
 from agentflow.engine.process.request_journal import RequestJournal
-from agentflow.engine.submit import Submit
+from agentflow.engine.request import Submit
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams

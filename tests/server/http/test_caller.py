@@ -14,7 +14,7 @@ from support.fake_engine import FakeEngine
 from support.server.apis import APIS, CHAT, RESPONSES, TEXT, Api
 from support.thinking_models import QWEN_MODEL
 
-from agentflow.engine.submit import Origin
+from agentflow.engine.request import Origin
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.server.http.caller import Caller
 

@@ -36,7 +36,7 @@ from agentflow.engine.messages import (
     Progress,
     Started,
 )
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.request import Origin, Submit
 from agentflow.errors import EngineDown, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Stats, Usage

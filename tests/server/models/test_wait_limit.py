@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.clocks import ClockS
 
 from agentflow.engine.messages import Failed, Finished, Started
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.request import Origin, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.wait_limit import MAX_IDLE_TENANTS, WaitLimit

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentflow.engine.media_run import MediaRun
-from agentflow.engine.request import Request
-from agentflow.engine.submit import GREEDY, Origin, Submit
+from agentflow.engine.request import GREEDY, Origin, Request, Submit
 from agentflow.protocol.sampling import SamplingParams
 
 

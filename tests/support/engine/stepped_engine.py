@@ -10,9 +10,9 @@ from support.fake_engine import TOKENIZER
 
 from agentflow.engine.engine import Engine
 from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Stop, ToEngine
+from agentflow.engine.request import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.submit import Submit
 
 
 class SteppedEngine:

@@ -34,12 +34,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.token_run import TokenRun
-from agentflow.engine.request import CacheKey, Request
+from agentflow.engine.request import CacheKey, Origin, Request
 from agentflow.engine.scheduling.policies.charges import Absent
 from agentflow.engine.scheduling.policies.policy import Clock, Peek, Policy
 from agentflow.engine.scheduling.policies.tenant_queue import Program, TenantQueue
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
-from agentflow.engine.submit import Origin
 
 MAX_PROGRAMS = 16_384
 """Programs whose place is remembered: those with the latest requests."""

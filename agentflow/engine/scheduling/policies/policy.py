@@ -19,10 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.token_run import TokenRun
-from agentflow.engine.request import CacheKey, Request
+from agentflow.engine.request import CacheKey, Origin, Request
 from agentflow.engine.scheduling.policies.charges import Charged
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
-from agentflow.engine.submit import Origin
 
 Peek = Callable[[CacheKey, TokenRun], int]
 """How many tokens of a run are cached under an identity. Changes nothing."""

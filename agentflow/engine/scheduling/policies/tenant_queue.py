@@ -83,10 +83,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
-from agentflow.engine.request import CacheKey, Request, Status
+from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Request, Status
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
-from agentflow.engine.submit import PATIENT_GROUPS
 
 OVERTAKEN_BATCHES = 32
 OVERTAKEN_FRACTION = 0.3

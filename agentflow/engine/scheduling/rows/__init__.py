@@ -1,5 +1,5 @@
 """The arrays of a batch.
 
-``batch_builder`` gathers them from the rows of a step, ``select`` adds the choices that are scored together,
-and ``sampling_table`` the parameters by which each row samples.
+``batch_builder`` gathers them from the rows of a step and keeps the parameters by which each row samples, and
+``select`` adds the choices that are scored together.
 """

@@ -1,11 +1,17 @@
 """Builds a ``Batch`` from rows: some tokens of each request, then some nodes of selects.
 
 The number of numpy calls does not depend on the number of requests; per request only Python lists grow.
+
+A ``SamplingTable`` has the sampling parameters of running requests, as arrays indexed by their row of
+``req_to_token``. They are written once, when a request starts to run; each step gathers them for the rows of
+logits that it samples. One number in each array describes most requests. *Special* requests edit logits or
+want the likeliest tokens: their data is rebuilt in each step, and steps without them skip this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +20,20 @@ from agentflow.engine.batch import (
     Batch,
     BatchAdapters,
     BatchMedia,
+    FloatArray,
     IntArray,
+    LogitEdits,
+    MaskWords,
     PendingTokens,
     SampledRows,
+    ScoredTokens,
+    TokenMasks,
     TreeAttention,
 )
 from agentflow.engine.cache.prefix_readers import SharedPrefix
-from agentflow.engine.request import SAMPLED_ONCE, Row
+from agentflow.engine.grammar.grammar import TokenWords
+from agentflow.engine.request import SAMPLED_ONCE, Request, Row
 from agentflow.engine.scheduling.kv_memory import SlotTable
-from agentflow.engine.scheduling.rows.sampling_table import SamplingTable
 from agentflow.engine.scheduling.rows.select import add_nodes, scored_nodes, scored_tokens
 
 
@@ -224,3 +235,269 @@ def _scored_and_sampled_rows(
         np.array(targets, dtype=np.int64),
         scored_tokens(scored_nodes(work, trees), first_rows) if has_targets else None,
     )
+
+
+_MASK_64 = 2**64 - 1
+_REDRAWN = 0x9FB21C651E98DF25  # odd, with bits set evenly
+
+
+def _sampling_seed(request: Request) -> int:
+    """The seed of the request's next sampled token."""
+    return (request.seed + request.num_redrawn * _REDRAWN) & _MASK_64
+
+
+class SamplingTable:
+    """Parameters of at most ``max_running`` requests.
+
+    Parameters that are gathered together are stored together: the time depends on the number of numpy calls.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
+        self._temperatures, self._top_ps, self._min_ps = self._floats
+        self._ints: IntArray = np.zeros((2, max_running), dtype=np.int64)
+        self._top_ks = self._ints[0]
+        self._seeds: NDArray[np.uint64] = self._ints[1].view(np.uint64)
+        self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
+        self._special: dict[int, _Special] = {}
+        self._constrained: dict[int, Request] = {}
+        self._with_logprobs: set[int] = set()
+        self.adapted: set[int] = set()
+        """The rows of requests that use an adapter."""
+        self.with_media: set[int] = set()
+        """The rows of requests that have media."""
+
+    def attach(self, request: Request) -> None:
+        """The request starts to run, in its row of ``req_to_token``."""
+        row, params = request.req_row, request.params
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
+            self._special[row] = _Special(request)
+        if request.next_mask is not None:
+            self._constrained[row] = request
+        if params.wants_logprobs:
+            self._with_logprobs.add(row)
+        if request.adapter:
+            self.adapted.add(row)
+        if request.media:
+            self.with_media.add(row)
+        self._temperatures[row] = params.temperature
+        self._top_ps[row] = params.top_p
+        self._top_ks[row] = params.top_k
+        self._min_ps[row] = params.min_p
+        self._seeds[row] = _sampling_seed(request)
+
+    def detach(self, request: Request) -> None:
+        """The request no longer runs, and is about to lose its row. ``attach`` may have failed."""
+        self._special.pop(request.req_row, None)
+        self._constrained.pop(request.req_row, None)
+        self._with_logprobs.discard(request.req_row)
+        self.adapted.discard(request.req_row)
+        self.with_media.discard(request.req_row)
+
+    def keep_output(self, request: Request, num_kept: int) -> None:
+        """Only the first ``num_kept`` generated tokens of the request are unchanged."""
+        self._seeds[request.req_row] = _sampling_seed(request)
+        special = self._special.get(request.req_row)
+        if special is not None:
+            special.keep_output(num_kept)
+
+    def sampled_rows(
+        self,
+        rows: IntArray,
+        req_rows: IntArray,
+        positions: IntArray,
+        target_ids: IntArray | None = None,
+        scored: ScoredTokens | None = None,
+    ) -> SampledRows:
+        """Gathers the sampled rows of a batch. Log-probabilities are computed for all rows or none.
+
+        Args:
+            rows: [S] the scheduled tokens that they follow.
+            req_rows: [S] the rows of their requests in ``req_to_token``.
+            positions: [S] the positions that the chosen tokens will have.
+            target_ids: [S] as in ``SampledRows``; None if no row has a target.
+            scored: Further tokens to score.
+        """
+        floats: FloatArray = self._floats.take(req_rows, axis=1)
+        ints: IntArray = self._ints.take(req_rows, axis=1)
+        edits, masks, top_counts = None, None, None
+        if self._special:
+            edits, top_counts = self._gather_edits(req_rows, target_ids)
+        if self._constrained:
+            masks = self._gather_masks(req_rows, target_ids)
+        return SampledRows(
+            rows=rows,
+            target_ids=self._no_targets[: len(rows)] if target_ids is None else target_ids,
+            temperatures=floats[0],
+            top_ps=floats[1],
+            top_ks=ints[0],
+            min_ps=floats[2],
+            seeds=ints[1].view(np.uint64),
+            positions=positions,
+            needs_logprobs=bool(self._with_logprobs)
+            or (target_ids is not None and bool((target_ids >= 0).any())),
+            edits=edits,
+            masks=masks,
+            top_counts=top_counts,
+            scored=scored,
+        )
+
+    def _gather_masks(self, req_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
+        """The masks of rows sampled under a grammar. They are computed later (see ``TokenMasks``)."""
+        rows: list[int] = []
+        masks: list[Callable[[], TokenWords]] = []
+        for index, req_row in enumerate(req_rows.tolist()):
+            request = self._constrained.get(req_row)
+            if request is not None and (target_ids is None or target_ids[index] < 0):
+                assert request.next_mask is not None
+                rows.append(index)
+                masks.append(request.next_mask)
+        return TokenMasks(np.array(rows, dtype=np.int64), partial(_computed, masks)) if rows else None
+
+    def _gather_edits(
+        self, req_rows: IntArray, target_ids: IntArray | None
+    ) -> tuple[LogitEdits | None, IntArray | None]:
+        """The logit edits of sampled rows, and how many of the likeliest tokens each row wants."""
+        found = [
+            (index, self._special[req_row])
+            for index, req_row in enumerate(req_rows.tolist())
+            if req_row in self._special
+        ]
+        if not found:
+            return None, None
+        top_counts: IntArray = np.zeros(len(req_rows), dtype=np.int64)
+        for index, special in found:
+            top_counts[index] = special.params.top_logprobs
+        if target_ids is not None:
+            found = [one for one in found if target_ids[one[0]] < 0]
+        return _edits(found) if found else None, top_counts if top_counts.any() else None
+
+
+def _computed(masks: Sequence[Callable[[], TokenWords]]) -> MaskWords:
+    return np.stack([mask() for mask in masks])
+
+
+class _Special:
+    """The data of a special request that the table does not hold."""
+
+    __slots__ = ("_counts", "_forbidden_ids", "_request", "bias_ids", "biases", "params")
+
+    def __init__(self, request: Request) -> None:
+        params = request.params
+        self.params = params
+        self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+        self.biases = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        self._request = request
+        self._forbidden_ids = np.array(request.end_ids, dtype=np.int64)
+        self._counts: TokenCounts | None = None
+        if params.has_penalties:
+            self._counts = TokenCounts(request, with_prompt=params.repetition_penalty != 1)
+
+    def counts(self) -> tuple[IntArray, FloatArray]:
+        """The penalized tokens, and how often each was generated."""
+        if self._counts is None:
+            return _NO_IDS, _NO_NUMBERS
+        return self._counts.now()
+
+    def keep_output(self, num_kept: int) -> None:
+        if self._counts is not None:
+            self._counts.keep(num_kept)
+
+    def forbidden_ids(self) -> IntArray:
+        """Tokens that are forbidden now."""
+        request = self._request
+        return self._forbidden_ids if request.num_generated < self.params.min_tokens else _NO_IDS
+
+
+_NO_IDS: IntArray = np.zeros(0, dtype=np.int64)
+_NO_NUMBERS: FloatArray = np.zeros(0, dtype=np.float32)
+
+
+def _edits(found: list[tuple[int, _Special]]) -> LogitEdits | None:
+    """All edits of these rows, or None."""
+    counted = [special.counts() for _, special in found]
+    forbidden = [special.forbidden_ids() for _, special in found]
+    num_penalized = [len(ids) for ids, _ in counted]
+    num_biased = [len(special.bias_ids) for _, special in found]
+    num_forbidden = [len(ids) for ids in forbidden]
+    if not any(num_penalized) and not any(num_biased) and not any(num_forbidden):
+        return None
+    rows = np.array([index for index, _ in found], dtype=np.int64)
+    params = [special.params for _, special in found]
+    repetitions = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+    frequencies = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+    presences = np.array([p.presence_penalty for p in params], dtype=np.float32)
+    return LogitEdits(
+        penalized_rows=np.repeat(rows, num_penalized),
+        penalized_ids=np.concatenate([ids for ids, _ in counted]),
+        penalized_counts=np.concatenate([counts for _, counts in counted]),
+        repetitions=np.repeat(repetitions, num_penalized),
+        frequencies=np.repeat(frequencies, num_penalized),
+        presences=np.repeat(presences, num_penalized),
+        biased_rows=np.repeat(rows, num_biased),
+        biased_ids=np.concatenate([special.bias_ids for _, special in found]),
+        biases=np.concatenate([special.biases for _, special in found]),
+        forbidden_rows=np.repeat(rows, num_forbidden),
+        forbidden_ids=np.concatenate(forbidden),
+    )
+
+
+class TokenCounts:
+    """The distinct tokens of one request and how often each was generated, for penalties. ``with_prompt``:
+    tokens that occur only in the prompt are included, with count 0.
+
+    The counts follow from the request's tokens, so nothing is stored when it is preempted. A step costs time
+    proportional to its new tokens. Code that replaces generated tokens must call ``keep``.
+    """
+
+    def __init__(self, request: Request, *, with_prompt: bool) -> None:
+        prompt = request.tokens[: request.num_prompt]
+        known = np.unique(prompt[prompt >= 0]) if with_prompt else prompt[:0]
+        self._request = request
+        self._counted: list[int] = []  # the generated tokens counted so far, in order
+        self._num_fixed = self._num_ids = len(known)
+        room = len(known) + max(16, request.num_generated + 1)
+        self._ids: IntArray = np.zeros(room, dtype=np.int64)
+        self._counts: FloatArray = np.zeros(room, dtype=np.float32)
+        self._ids[: len(known)] = known
+        self._place_of: dict[int, int] = {token: place for place, token in enumerate(known.tolist())}
+
+    def now(self) -> tuple[IntArray, FloatArray]:
+        """Token ids and counts, up to date. The arrays are valid until the next call."""
+        request = self._request
+        first_new = request.num_prompt + len(self._counted)
+        for token in request.tokens[first_new : request.num_tokens].tolist():
+            place = self._place_of.get(token)
+            if place is None:
+                place = self._add(token)
+            self._counts[place] += 1
+            self._counted.append(token)
+        return self._ids[: self._num_ids], self._counts[: self._num_ids]
+
+    def keep(self, num_generated: int) -> None:
+        """Only the first ``num_generated`` generated tokens are unchanged."""
+        for token in self._counted[num_generated:]:
+            place = self._place_of[token]
+            self._counts[place] -= 1
+            if self._counts[place] == 0 and place >= self._num_fixed:
+                self._remove(token, place)
+        del self._counted[num_generated:]
+
+    def _add(self, token: int) -> int:
+        place = self._num_ids
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[place] = token
+        self._counts[place] = 0
+        self._place_of[token] = place
+        self._num_ids = place + 1
+        return place
+
+    def _remove(self, token: int, place: int) -> None:
+        """Moves the last token to its place."""
+        self._num_ids -= 1
+        last = int(self._ids[self._num_ids])
+        self._ids[place], self._counts[place] = last, self._counts[self._num_ids]
+        self._place_of[last] = place
+        del self._place_of[token]
