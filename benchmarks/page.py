@@ -129,7 +129,7 @@ REMARKS = {
     ),
     "server": (
         '"The engine alone" is the same engine process, driven by its own client in the server\'s process,'
-        " without HTTP and JSON. The HTTP clients run in a process of their own on the same two cores, so"
+        " without HTTP and JSON. The HTTP clients run in a separate process on the same two cores, so"
         " their cost is included. The time that HTTP adds to the first token is the client's wait minus "
         "that of the engine's own client for the same request. In an overload, requests arrive at three "
         "times the peak rate. A request is good if it ends, and if its first token arrives within twice "

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import anyio
+import anyio.from_thread
 import anyio.lowlevel
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import FakeEngine
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.observed_backends import Observed, Stepped, settle
 from support.programs import agen, ask, echo
 
 import agentflow as af
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.language.batch.map import READ_AHEAD
 from agentflow.protocol import ops
 
@@ -194,7 +196,13 @@ async def test_f17c_programs_that_have_begun_go_before_others_in_an_engine() -> 
             ended.append("gen")
         ended.append("run")
 
-    async with af.session(backend=FakeEngine(max_running=4, token_budget=64)) as flow:
+    token = anyio.lowlevel.current_token()
+
+    def let_programs_run(_: object) -> None:
+        anyio.from_thread.run(settle, token=token)
+
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=1024, on_step=let_programs_run)
+    async with af.session(backend=FakeEngine(runner=runner, max_running=4, token_budget=64)) as flow:
         await flow.map(in_steps, range(num_inputs), concurrency=num_inputs)
     assert ended[: len(ended) // 2].count("run") > num_inputs // 3
 

@@ -120,8 +120,6 @@ class Kept:
         async with self._inner.connect(deliver, lost) as connection:
             generator: Any = connection.generator
             self.generators = getattr(generator, "_candidates", [generator])
-            for one in self.generators:
-                one._calls.transport._first_pause_s = 0.001
             yield connection
 
     def unfinished(self) -> Iterator[object]:

@@ -194,9 +194,12 @@ async def test_an_answer_that_is_no_stream(answer: Answer) -> None:
 
 @pytest.mark.on_trio
 @pytest.mark.parametrize("wait", ["0", "-5", "Wed, 21 Oct 2015 07:28:00 GMT"])
-async def test_a_server_that_asks_for_no_wait_is_not_asked_again_immediately(wait: str) -> None:
+async def test_a_server_that_asks_for_no_wait_is_not_asked_again_immediately(
+    wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentflow.backends.apis.http.transport.FIRST_PAUSE_S", 60.0)
     script = [Answer(b"{}", 429, {"retry-after": wait})] * 9
-    async with opened(script, first_pause_s=60.0) as (transport, server):
+    async with opened(script) as (transport, server):
         with anyio.move_on_after(0.5) as scope:
             await stream(transport)
         assert scope.cancelled_caught
