@@ -8,7 +8,7 @@ cryptographic ones. Two blocks with the same hash would give one request a wrong
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from agentflow.engine.cache.nodes import Node
 from agentflow.engine.cache.token_run import TOKEN_BYTES
@@ -48,14 +48,16 @@ class EvictedBlocks:
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._hashes
+    def has(self, cache_key: Hashable, block: int) -> bool:
+        """Whether the block of this tree was evicted."""
+        return hash((cache_key, block)) in self._hashes
 
-    def add(self, hashes: Iterable[int]) -> None:
-        """Remembers blocks."""
-        for block in hashes:
-            self._hashes[block] = None
-            self._hashes.move_to_end(block)
+    def add(self, cache_key: Hashable, blocks: Iterable[int]) -> None:
+        """Remembers blocks of a tree."""
+        for block in blocks:
+            known = hash((cache_key, block))
+            self._hashes[known] = None
+            self._hashes.move_to_end(known)
         while len(self._hashes) > self._max_blocks:
             self._hashes.popitem(last=False)
 

@@ -129,7 +129,7 @@ class RadixCache:
 
     def was_evicted(self, cache_key: Hashable, block: int) -> bool:
         """Whether the block was cached in the tree and evicted."""
-        return hash((cache_key, block)) in self._evicted
+        return self._evicted.has(cache_key, block)
 
     def find_elsewhere(self, cache_key: Hashable, block: int) -> Hashable:
         """Returns the cache key of another tree of the same owner in which the block is cached, or None. The
@@ -488,7 +488,7 @@ class RadixCache:
         hashes = hashes_in(node, last_hash(above))[num_before:]
         while above.parent is not None:
             above = above.parent
-        self._evicted.add([hash((above.cache_key, block)) for block in hashes])
+        self._evicted.add(above.cache_key, hashes)
         for block in hashes:
             trees = node.account.blocks[block]
             del trees[above.cache_key]

@@ -79,6 +79,7 @@ def test_the_oldest_blocks_are_forgotten():
     blocks = EvictedBlocks(max_blocks=2)
     hashes = [block_hashes(1, run_of((number,) * BLOCK_TOKENS))[0] for number in range(3)]
     for block in hashes:
-        blocks.add([block])
-    assert [block in blocks for block in hashes] == [False, True, True]
-    assert block_hashes(2, run_of((2,) * BLOCK_TOKENS))[0] not in blocks
+        blocks.add("a", [block])
+    assert [blocks.has("a", block) for block in hashes] == [False, True, True]
+    assert not blocks.has("b", hashes[2])
+    assert not blocks.has("a", block_hashes(2, run_of((2,) * BLOCK_TOKENS))[0])
