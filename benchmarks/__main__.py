@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -61,7 +62,10 @@ NAMES = {
 
 
 def main() -> int:
-    """Runs one benchmark. Exits with 0 even if goals are missed; a failed soak run exits with 1."""
+    """Runs one benchmark. Exits with 0 even if goals are missed; a failed soak run exits with 1.
+
+    SIGINT and SIGTERM end a run, whose figures until then are shown and written.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures agentflow.")
     listing = "; ".join(f"{name}: {what}" for name, (_, what) in NAMES.items())
     parser.add_argument("name", choices=list(NAMES), help=listing)
@@ -85,12 +89,18 @@ def main() -> int:
         return soak.main(options.minutes, options.out, console, options.replicas)
     report = Report(options.scale, is_exact=options.exact, file=options.json)
     benchmark = importlib.import_module(f"benchmarks.{NAMES[options.name][0]}")
-    benchmark.run(report, console, options.only or "")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    is_stopped = False
+    try:
+        benchmark.run(report, console, options.only or "")
+    except KeyboardInterrupt:
+        is_stopped = True
+        console.print("stopped: the figures until then are")
     report.show(console)
     if options.json is not None:
         report.write()
         console.print(f"written to {options.json}")
-    return 0
+    return 130 if is_stopped else 0
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from benchmarks.report import Report, median_of
 KERNEL_PARTS = tuple(part for part in team.PARTS if part != "plan")
 NUM_STEPS = 40
 NUM_TEXT_STEPS = 10
+MAX_TOKENS = 12 * NUM_STEPS
+"""More than a request generates until the prompts of all others are computed and the steps are measured."""
 NUM_SLOTS = 40_000
 OF_KINDS = ("<= 0.06", "<= 0.03")
 GOALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -89,7 +91,7 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
     numbers = random.Random(first_id)
     num_top = 5 if kind == "logprobs" else 0
     params = SamplingParams(
-        max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9, top_logprobs=num_top
+        max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.7, top_p=0.9, top_logprobs=num_top
     )
     constraint = compile_constraint(Constraint("regex", WORDS)) if kind == "constrained" else None
     for request_id in range(first_id, first_id + num):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks import machine
+from benchmarks.__main__ import main
+from benchmarks.engine import radix
 from benchmarks.report import Report, Result
 
 COMMIT = "0123456789ab"
@@ -40,3 +47,20 @@ def test_a_run_of_changed_files_begins_again(tmp_path: Path, monkeypatch: pytest
     report = Report("full", is_exact=True, file=tmp_path / "cluster.json")
     report.write()
     assert report.earlier() == {}
+
+
+def test_a_stopped_run_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(report: Report, console: Console, only: str) -> None:
+        report.results.append(Result("radix.evict_us", 6.9, "us", []))
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    file = tmp_path / "radix.json"
+    monkeypatch.setattr(radix, "run", run)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "radix", "--json", str(file)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [one["id"] for one in json.loads(file.read_text())["results"]] == ["radix.evict_us"]
