@@ -29,8 +29,8 @@ END_S = 60.0
 SCRAPE_S = 8.0
 STEP_TIMEOUT_S = 15.0
 
-# The log lines that a good run, killed engines and invalid requests may cause: all others are unexpected. Lines of
-# level INFO are routine, except an answer with status 500.
+# The log lines that killed engines and invalid requests may cause. All others are unexpected. Lines of level
+# INFO are routine, except an answer with status 500.
 _EXPECTED = (
     r"agentflow serves .* at ws://",
     r"OpenAI's API is at http://",
