@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import re
 import reprlib
-import warnings
 from collections.abc import Callable, Mapping
 from re import _compiler  # type: ignore[attr-defined]
 from typing import Final
@@ -22,7 +21,12 @@ from typing import Final
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.protocol.bounds.client_pattern import MAX_WRITTEN_OUT, is_verbose, written_out
+from agentflow.protocol.bounds.client_pattern import (
+    MAX_WRITTEN_OUT,
+    doubtful_set,
+    is_verbose,
+    written_out,
+)
 
 MAX_STOP_REGEX_CHARS = 512
 
@@ -60,11 +64,11 @@ def _what_is_wrong(pattern: str) -> str:
         return "must not have braces that ask for approximate matching (a literal brace is \\{)"
     if is_verbose(pattern):  # the only flag under which the two interpret braces differently
         return "must not use the verbose flag x"
+    if doubtful := doubtful_set(pattern):
+        return f"must be a regular expression that Python's re accepts (Possible {doubtful})"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a set whose meaning will change in a future Python
-            _compiler.compile(pattern)  # ``re.compile`` would keep it
-    except (re.error, Warning, OverflowError, RecursionError) as error:
+        _compiler.compile(pattern)  # ``re.compile`` would keep it
+    except (re.error, OverflowError, RecursionError) as error:
         return f"must be a regular expression that Python's re accepts ({error})"
     if written_out(pattern) > MAX_WRITTEN_OUT:
         return "must have smaller repeat counts (they are written out in memory)"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.errors import BadArgument
+from agentflow.protocol.bounds.client_pattern import parsed
 
 Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
 """Ranges of code points, both ends inclusive: sorted, disjoint, not adjacent."""
@@ -321,9 +321,7 @@ def parse_regex(pattern: str) -> Regex:
     it, and ``TooLargeForDfa`` for ``\p{…}``, which Python does not know, and for patterns that are too
     large."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = _parser.parse(pattern)
+        tree = parsed(pattern)
     except re.error as error:
         if error.msg.lower().startswith("bad escape \\p"):
             raise TooLargeForDfa("Python does not know \\p{…}") from None
@@ -334,7 +332,7 @@ def parse_regex(pattern: str) -> Regex:
         raise BadArgument(f"regex: not a valid Python pattern: {error}") from None
     except RecursionError:
         raise BadArgument(_TOO_DEEP) from None
-    return _Reader().sequence(list(parsed), parsed.state.flags, True, True, 0)
+    return _Reader().sequence(list(tree), tree.state.flags, True, True, 0)
 
 
 class _Reader:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from re import _constants, _parser  # type: ignore[attr-defined]
+from re import _constants  # type: ignore[attr-defined]
 from typing import Any, Final, TypeAlias
 
 from agentflow.errors import BadArgument
+from agentflow.protocol.bounds.client_pattern import parsed
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.ops import MAX_CHOICES
 from agentflow.protocol.schema_walk import ANNOTATIONS
@@ -111,13 +111,13 @@ def _repeated(part: _Texts, least: int, most: int | None) -> _Texts:
 
 def _of_pattern(pattern: str) -> _Texts:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = _parser.parse(pattern)
+        tree = parsed(pattern)
     except (re.error, OverflowError, ValueError) as error:
         raise _refused(f"not a valid Python pattern: {error}") from None
-    _check_flags(parsed.state.flags)
-    return _of_items(list(parsed), at_start=True, at_end=True)
+    except RecursionError:
+        raise _refused("it is nested too deeply") from None
+    _check_flags(tree.state.flags)
+    return _of_items(list(tree), at_start=True, at_end=True)
 
 
 def _of_items(items: Sequence[Any], *, at_start: bool, at_end: bool) -> _Texts:

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from re import _parser  # type: ignore[attr-defined]
@@ -29,6 +30,8 @@ _REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|.)", re.DOTALL)
 # Under this flag, ``regex`` allows white space and comments inside braces.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z0-9]*x[a-zA-Z0-9]*[-:)]")
+_SET_SIGNS = {"-": "difference", "&": "intersection", "~": "symmetric difference", "|": "union"}
+_filters = threading.Lock()
 
 
 class InvalidPattern(ValueError):
@@ -45,6 +48,54 @@ def is_verbose(pattern: str) -> bool:
     return _VERBOSE.search(pattern) is not None
 
 
+def doubtful_set(pattern: str) -> str:
+    r"""Names the part of a set of characters that may have another meaning in a future Python, of which
+    ``re`` warns. Empty if there is none.
+
+    >>> doubtful_set("[[a]b]"), doubtful_set("[a-z--b]"), doubtful_set(r"[\[a&]")
+    ('nested set', 'set difference', '')
+    """
+    at = 0
+    while at < len(pattern):
+        if pattern.startswith("(?#", at):
+            at = pattern.find(")", at) + 1 or len(pattern)
+        elif pattern[at] == "\\":
+            at += 2
+        elif pattern[at] == "[":
+            if pattern.startswith("[", at + 1):
+                return "nested set"
+            at += 2 if pattern.startswith("^", at + 1) else 1
+            is_first = True
+            while at < len(pattern) and (is_first or pattern[at] != "]"):
+                sign = pattern[at]
+                if not is_first and sign in _SET_SIGNS and pattern.startswith(sign, at + 1):
+                    return f"set {_SET_SIGNS[sign]}"
+                at += 2 if sign == "\\" else 1
+                is_first = False
+                if pattern.startswith("-", at) and not pattern.startswith("-]", at):
+                    if pattern.startswith("--", at):
+                        return f"set {_SET_SIGNS['-']}"
+                    at += 3 if pattern.startswith("-\\", at) else 2  # to the end of a range
+            at += 1
+        else:
+            at += 1
+    return ""
+
+
+def parsed(pattern: str) -> Any:
+    """The tree of a pattern, as ``re`` parses it, without the warnings about doubtful sets. Raises the
+    errors of ``re``.
+
+    The filters of warnings belong to the whole process: two threads that change them at the same time leave
+    them changed. So they stay as they are unless there is a warning.
+    """
+    if not is_verbose(pattern) and not doubtful_set(pattern):
+        return _parser.parse(pattern)
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _parser.parse(pattern)
+
+
 def written_out(pattern: str) -> float:
     """The size of a pattern after all counted repeats are expanded, at most. Infinite where braces may be
     repeats that only ``regex`` sees.
@@ -57,7 +108,7 @@ def written_out(pattern: str) -> float:
     # A class of characters stands for properties, which ``re`` does not know.
     known = _ESCAPE.sub(lambda found: r"\w" if found[0][1] in "pP" else found[0], pattern)
     try:
-        return _size(_parser.parse(known))
+        return _size(parsed(known))
     except (re.error, OverflowError, RecursionError):
         # Syntax of ``regex`` alone: as if each number repeated all.
         return len(pattern) * math.prod([max(1, int(number)) for number in re.findall("[0-9]+", pattern)])

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from re import _parser
 
 import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.grammar.regex import parse_regex
 from agentflow.errors import BadArgument
 from agentflow.protocol.bounds.client_pattern import (
     CACHE_BYTES,
@@ -22,6 +26,9 @@ from agentflow.protocol.bounds.client_pattern import (
     InvalidPattern,
     PatternCache,
     compiled,
+    doubtful_set,
+    is_verbose,
+    parsed,
     written_out,
 )
 from agentflow.protocol.bounds.schema_check import SchemaCheck
@@ -176,3 +183,48 @@ def test_the_largest_pattern_fits_the_cache() -> None:
     assert written_out(largest) <= MAX_WRITTEN_OUT
     assert sys.getsizeof(regex.compile(largest, cache_pattern=False)) < CACHE_BYTES / 2
     assert re.fullmatch(largest, "a" * (MAX_WRITTEN_OUT // 4))
+
+
+@given(st.text("[]^-&~|ab\\#()?", max_size=12))
+def test_doubtful_sets_are_those_of_which_python_warns(pattern):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            _parser.parse(pattern)
+        except (re.error, OverflowError):
+            return
+    if not is_verbose(pattern):
+        assert bool(doubtful_set(pattern)) == bool(seen)
+
+
+@pytest.mark.parametrize("pattern", ["[[a]b]", "[+--b]", "[a||b]", "(?x)[a] # [[\n"])
+def test_no_warning_comes_of_a_clients_pattern(pattern):
+    parsed(pattern)  # warnings are errors in tests
+
+
+@pytest.mark.parametrize("read", [parse_regex, check_stop_regex])
+def test_two_threads_that_read_patterns_leave_the_filters_of_warnings(read, monkeypatch):
+    """A thread that restores the filters which it found, while another thread has changed them, leaves the
+    change for the whole process."""
+    entered = {"first": threading.Event(), "second": threading.Event()}
+    leaves = {"first": threading.Event(), "second": threading.Event()}
+
+    def parse(*arguments):
+        name = threading.current_thread().name
+        if name in entered:
+            entered[name].set()
+            assert leaves[name].wait(10)
+        return real(*arguments)
+
+    real = _parser.parse
+    monkeypatch.setattr(_parser, "parse", parse)
+    threads = [threading.Thread(target=read, args=[f"[a-z]{name}"], name=name) for name in entered]
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for thread in threads:
+            thread.start()
+            assert entered[thread.name].wait(10)
+        for thread in threads:
+            leaves[thread.name].set()
+            thread.join(10)
+        assert not warnings.filters

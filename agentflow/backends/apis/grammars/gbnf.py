@@ -8,15 +8,15 @@ notation cannot express exactly are refused.
 from __future__ import annotations
 
 import re
-import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
-from re import _constants, _parser  # type: ignore[attr-defined]
+from re import _constants  # type: ignore[attr-defined]
 from typing import Any, Final, TypeAlias
 
 from agentflow.errors import NotSupported
+from agentflow.protocol.bounds.client_pattern import parsed
 
 MAX_REPEATS: Final = 2_000
 """The limit of llama.cpp for one repeat."""
@@ -126,11 +126,8 @@ def read_pattern(pattern: str) -> GrammarPart:
     if len(_CATEGORY.findall(pattern)) > MAX_CATEGORIES:
         raise cannot_express(rf"it has more than {MAX_CATEGORIES} of \w, \d and \s")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = _parser.parse(pattern)
-        flags = parsed.state.flags
-        return _row(list(parsed), flags, at_start=True, at_end=True, depth=0)
+        tree = parsed(pattern)
+        return _row(list(tree), tree.state.flags, at_start=True, at_end=True, depth=0)
     except (re.error, OverflowError, ValueError) as error:
         raise cannot_express(f"not a valid Python pattern: {error}") from None
     except RecursionError:
