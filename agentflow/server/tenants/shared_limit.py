@@ -125,6 +125,9 @@ class SharedAccount(TenantBuckets):
     def new_bucket(self, capacity: int, now_ns: int, period_ns: int) -> Bucket:
         return Lease(capacity, now_ns, period_ns)
 
+    def is_idle(self, now_ns: int) -> bool:
+        return not self.exchanging.locked() and super().is_idle(now_ns)
+
     def leases(self) -> list[tuple[str, Lease]]:
         """The leases of the limits that the tenant has, or had."""
         found = zip(_NAMES, (self.requests, self.tokens, self.cost), strict=True)
@@ -215,7 +218,8 @@ class SharedGate(TenantGate):
                     has_waited
                 ):  # otherwise each of many requests would wait for the timeouts of those before it
                     self._store.check_answers()
-                await self._exchange(name, account, wanted)
+                with anyio.CancelScope(shield=True):
+                    await self._exchange(name, account, wanted)
 
     async def _settle_all(self) -> None:
         while True:
@@ -224,12 +228,15 @@ class SharedGate(TenantGate):
                 for name, account in self._shared_accounts():
                     if account.is_unsettled(self._clock_ns()):
                         async with account.exchanging:
-                            await self._exchange(name, account, {})
+                            with anyio.CancelScope(shield=True):
+                                await self._exchange(name, account, {})
 
     async def _exchange(
         self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False
     ) -> None:
-        """Pays debts, returns idle credit, and takes new leases, in one step."""
+        """Pays debts, returns idle credit, and takes new leases, in one step. Not to be cancelled before the
+        server ends: what Redis has granted would be lost, and what it got would be paid twice. It takes a few
+        times ``ANSWER_TIMEOUT_S`` at most."""
         key = self._store.key("limits", name)
         reply = await self._store.run(_READ, [key], [])
         for _ in range(_MAX_TRIES):

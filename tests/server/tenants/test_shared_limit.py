@@ -19,7 +19,7 @@ from support.redis_server import RedisServer, redis_server, shared_store
 from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
 from agentflow.server.tenants import shared_limit
-from agentflow.server.tenants.rate_limit import TenantGate
+from agentflow.server.tenants.rate_limit import MIN_SWEPT, TenantGate
 from agentflow.server.tenants.shared_limit import PARTS, SharedGate
 
 pytestmark = pytest.mark.anyio
@@ -220,6 +220,61 @@ class OneClockStore:
             return [value, [b"%d" % seconds, b"%d" % (ns // 1_000)]]
         self._values[keys[0]] = arguments[1]
         return 1
+
+
+class SlowStore(OneClockStore):
+    """A store whose changes take effect, and are answered when the test says so."""
+
+    def __init__(self, clock: ClockNs) -> None:
+        super().__init__(clock)
+        self.changed = anyio.Event()
+        self.answers = anyio.Event()
+
+    async def run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
+        reply = await super().run(script, keys, arguments)
+        if script != shared_limit._READ:
+            self.changed.set()
+            await self.answers.wait()
+        return reply
+
+
+@pytest.mark.parametrize("end", ["request", "front"])
+async def test_a_cancelled_exchange_loses_no_part_of_a_limit(end: str) -> None:
+    """Redis has changed the bucket, and the one that asked for it leaves before the answer: a client that
+    hangs up, or a front that ends."""
+    clock = ClockNs()
+    store: Any = SlowStore(clock)
+    gate, tenant = SharedGate(store, clock), Tenant("ann", requests_per_minute=5)
+    async with anyio.create_task_group() as group:
+        if end == "request":
+            leasing = gate.ready(tenant)
+            assert leasing is not None
+            group.start_soon(lambda: leasing)
+        else:
+            with gate.request(tenant, 0):
+                pass
+            group.start_soon(gate._settle_all)
+        await store.changed.wait()
+        group.cancel_scope.cancel()
+        store.answers.set()
+    await gate._exchange("ann", gate._account_of(tenant), {}, is_last=True)
+    other, used = SharedGate(store, clock), 0 if end == "request" else 1
+    assert [await is_admitted(other, tenant) for _ in range(6)] == [True] * (5 - used) + [False] * (1 + used)
+
+
+async def test_an_account_is_not_forgotten_while_it_takes_a_lease() -> None:
+    clock = ClockNs()
+    store: Any = SlowStore(clock)
+    gate, tenant = SharedGate(store, clock), Tenant("ann", max_cost_per_day=1.0)
+    async with anyio.create_task_group() as group:
+        leasing = gate.ready_to_pay(tenant, 0.75)
+        assert leasing is not None
+        group.start_soon(lambda: leasing)
+        await store.changed.wait()
+        for number in range(2 * MIN_SWEPT):
+            gate.check(Tenant(f"tenant {number}", requests_per_minute=1))
+        store.answers.set()
+    assert dict(gate._account_of(tenant).leases())["cost"].credit
 
 
 limits = st.none() | st.integers(1, 5) | st.just(60)
