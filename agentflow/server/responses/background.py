@@ -228,12 +228,6 @@ class BackgroundRuns:
     ) -> None:
         """Starts ``run.run``, and returns when the request is accepted. ``RateLimited`` if the tenant has too
         many; raises the error of a request that is rejected."""
-        if self._num_of[run.tenant] >= self._most:
-            run.memory.close()
-            raise RateLimited(
-                f"{self._most} responses of this API key's tenant run in the background, which is the limit: "
-                "wait until some have ended, or cancel them"
-            )
         await self._group.start(self._run, run, generate, finish)
 
     async def _run(
@@ -244,6 +238,13 @@ class BackgroundRuns:
         *,
         task_status: TaskStatus[None],
     ) -> None:
+        # Here, before the first await, so that the limit holds for concurrent requests.
+        if self._num_of[run.tenant] >= self._most:
+            run.memory.close()
+            raise RateLimited(
+                f"{self._most} responses of this API key's tenant run in the background, which is the limit: "
+                "wait until some have ended, or cancel them"
+            )
         key = (run.tenant, run.id)
         self._runs[key] = run
         self._num_of[run.tenant] += 1

@@ -7,6 +7,8 @@ import json
 import pickle
 import random
 import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -17,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.api_server import MODEL, ApiServer, api_server
 
+from agentflow.errors import RateLimited
 from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.errors import ApiError
 from agentflow.server.openai.responses.items import ItemReader, Turns
-from agentflow.server.responses.background import BackgroundRun, open_background_runs
+from agentflow.server.responses.background import BackgroundRun, BackgroundRuns, open_background_runs
 from agentflow.server.responses.item import Item, Reasoning
 from agentflow.server.responses.store import History, ResponseStore, StoredResponse
 
@@ -85,6 +88,36 @@ async def test_f26b_a_response_that_cannot_be_stored_ends_alone() -> None:
             with anyio.fail_after(5):
                 await run.cancel()
         assert runs.find("ann", "resp_2") is None
+
+
+@pytest.mark.anyio
+async def test_the_limit_of_background_responses_holds_for_those_that_start_together() -> None:
+    accepted: list[int] = []
+    memories = [MemoryBudget(10_000) for _ in range(5)]
+
+    async def start(runs: BackgroundRuns, number: int) -> None:
+        async def generate(accept: Callable[[], None]) -> None:
+            accept()
+            await anyio.sleep_forever()
+
+        async def finish(failure: ApiError | None, is_cancelled: bool) -> None:
+            pass
+
+        run = BackgroundRun(f"resp_{number}", "ann", memories[number], lambda: b"{}", (), None)
+        with suppress(RateLimited):
+            await runs.start(run, generate, finish)
+            accepted.append(number)
+
+    async with open_background_runs(2) as runs:
+        async with anyio.create_task_group() as group:
+            for number in range(5):
+                memories[number].reserve(100)
+                group.start_soon(start, runs, number)
+        assert len(accepted) == 2
+        assert [memory.num_bytes for memory in memories].count(100) == 2
+        await runs._runs["ann", f"resp_{accepted[0]}"].cancel()
+        await start(runs, min({0, 1, 2, 3, 4} - {*accepted}))
+        assert len(accepted) == 3
 
 
 def read(*items: dict[str, Any]) -> list[Item]:
