@@ -5,8 +5,9 @@ each is dropped when it has expired. Bytes are those of the values in Redis, wit
 Entries may share *turns*: each turn refers to the one before it, counts the entries and turns that refer to
 it, and goes with the last. An index finds entries by the ids of their items.
 
-A change of several keys is one script, so it happens as a whole. Scripts form the names of keys, so Redis
-Cluster is not supported.
+A change of several keys is one script, so it happens as a whole. Its work does not grow with the tenants,
+because Redis serves no other client meanwhile. Scripts form the names of keys, so Redis Cluster is not
+supported.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ local function record(t, id) return P .. 'kept:' .. t .. ':' .. id end
 local function turn(t, id) return P .. 'turn:' .. t .. ':' .. id end
 local function item(t, id) return P .. 'item:' .. t .. ':' .. id end
 local function order(t) return P .. 'kept-order:' .. t end
-local BYTES = P .. 'kept-bytes'
+local SIZES, TOTAL = P .. 'kept-sizes', P .. 'kept-total'
 local function count(t, n)
-  if redis.call('HINCRBY', BYTES, t, n) <= 0 then redis.call('HDEL', BYTES, t) end
+  local left = tonumber(redis.call('ZINCRBY', SIZES, n, t))
+  redis.call('INCRBY', TOTAL, n)
+  if left <= 0 then
+    redis.call('ZREM', SIZES, t)
+    redis.call('DECRBY', TOTAL, string.format('%d', left))
+  end
 end
 local function release(t, id)
   while id and id ~= '' do
@@ -62,7 +68,7 @@ local function remove(t, id)
 end
 local function sweep()
   local left = 500
-  for _, t in ipairs(redis.call('HKEYS', BYTES)) do
+  for _, t in ipairs(redis.call('ZRANGE', SIZES, 0, -1)) do
     local expired = redis.call('ZRANGEBYSCORE', order(t), '-inf', now, 'LIMIT', 0, left)
     for _, id in ipairs(expired) do remove(t, id) end
     left = left - #expired
@@ -79,7 +85,6 @@ _ADD: Final = (
 local t, id, data, n, life = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local most, items = tonumber(ARGV[6]), ARGV[7]
 local new, new_data, new_n, before, version = ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-sweep()
 local key = record(t, id)
 if version ~= '' and redis.call('HGET', key, 'version') ~= version then return 0 end
 if new ~= '' then
@@ -99,27 +104,16 @@ redis.call('HSET', key, 'data', data, 'n', n, 'turn', new, 'items', items, 'unti
 redis.call('ZADD', order(t), now + life, id)
 count(t, n)
 for _, one in ipairs(cmsgpack.unpack(items)) do redis.call('SADD', item(t, one), id) end
-local sizes, total, flat = {}, 0, redis.call('HGETALL', BYTES)
-for i = 1, #flat, 2 do
-  sizes[flat[i]] = tonumber(flat[i + 1])
-  total = total + sizes[flat[i]]
-end
+local at = 0
 for _ = 1, 2000 do
-  if total <= most then break end
-  local largest
-  for name, size in pairs(sizes) do
-    local is_same = largest and size == sizes[largest]
-    if not largest or size > sizes[largest] or (is_same and name < largest) then largest = name end
-  end
+  if tonumber(redis.call('GET', TOTAL)) <= most then break end
+  local largest = redis.call('ZREVRANGE', SIZES, at, at)[1]
   if not largest then break end
   local oldest = redis.call('ZRANGE', order(largest), 0, 0)[1]
   if not oldest or (largest == t and oldest == id) then
-    sizes[largest] = nil
+    at = at + 1
   else
     remove(largest, oldest)
-    local left = tonumber(redis.call('HGET', BYTES, largest) or '0')
-    total = total - sizes[largest] + left
-    sizes[largest] = left
   end
 end
 return 1
@@ -142,7 +136,7 @@ end
 return found
 """
 )
-_DELETE: Final = _COMMON + "sweep() return remove(ARGV[1], ARGV[2])"
+_DELETE: Final = _COMMON + "return remove(ARGV[1], ARGV[2])"
 # Returns whether more may have expired: Redis serves no other client while a script runs.
 _SWEEP: Final = _COMMON + "return sweep()"
 

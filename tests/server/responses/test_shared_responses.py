@@ -17,7 +17,7 @@ from agentflow.server.responses.item import Item, Reasoning, Step
 from agentflow.server.responses.keeping import TooLargeToKeep
 from agentflow.server.responses.shared_store import SharedResponses
 from agentflow.server.responses.store import History, StoredConversation, StoredResponse
-from agentflow.server.stores.entries import SharedEntries
+from agentflow.server.stores.entries import _SWEEP, ENTRY_BYTES, SharedEntries
 from agentflow.server.stores.shared import SharedStore
 
 pytestmark = pytest.mark.anyio
@@ -56,8 +56,12 @@ async def audit(store: SharedStore) -> Counter[str]:
                         pipe.smembers(prefix + key)
                     case b"kept-order":
                         pipe.zrange(prefix + key, 0, -1)
-                    case b"kept" | b"turn" | b"kept-bytes":
+                    case b"kept" | b"turn":
                         pipe.hgetall(prefix + key)
+                    case b"kept-sizes":
+                        pipe.zrange(prefix + key, 0, -1, withscores=True)
+                    case b"kept-total":
+                        pipe.get(prefix + key)
                     case _:
                         pipe.exists(prefix + key)
             contents.update(zip(ordered, await pipe.execute(), strict=True))
@@ -77,8 +81,9 @@ async def audit(store: SharedStore) -> Counter[str]:
             if key.startswith(b"turn:"):
                 assert int(content[b"refs"]) == refs.pop(key)
         assert not refs
-        counted = contents.get(b"kept-bytes", {})
-        assert {name.decode(): int(n) for name, n in counted.items()} == dict(found)
+        counted = contents.get(b"kept-sizes", [])
+        assert {name.decode(): int(n) for name, n in counted} == dict(found)
+        assert int(contents.get(b"kept-total", 0)) == found.total()
         return found
 
     return await store.call(read)
@@ -216,11 +221,33 @@ async def test_one_script_drops_few_of_many_that_have_expired(redis: RedisServer
             return sum([await client.zcard(store.key("r:kept-order", name)) for name in ("ann", "bob")])
 
         await store.call(expire)
-        await entries.add("ann", "new", b"")
-        assert await store.call(left) == 301
+        assert await entries._run(_SWEEP)
+        assert await store.call(left) == 300
         await entries.drop_expired()
-        assert await store.call(left) == 1
-        assert (await audit(store)).keys() == {"ann"}
+        assert not await audit(store)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_the_cost_of_an_entry_does_not_grow_with_the_tenants(
+    redis: RedisServer, has_room: bool
+) -> None:
+    async with shared_store(redis) as store:
+
+        async def num_commands() -> int:
+            stats = await store.call(lambda client: client.info("commandstats"))
+            return sum([command["calls"] for command in stats.values()])
+
+        async def cost(num_tenants: int) -> int:
+            most_bytes = 10**9 if has_room else num_tenants * ENTRY_BYTES
+            entries = SharedEntries(store, f"of-{num_tenants}", most_bytes, 60)
+            for number in range(num_tenants):
+                await entries.add(f"tenant {number}", "1", b"")
+            before = await num_commands()
+            await entries.add("ann", "1", b"")
+            await entries.delete("ann", "1")
+            return await num_commands() - before
+
+        assert await cost(5) == await cost(50)
 
 
 async def test_changes_of_several_fronts_are_all_kept(redis: RedisServer) -> None:
