@@ -228,7 +228,7 @@ class ReplicaSet:
                 pass  # the scope ends the processes
             case _:
                 if isinstance(message, Placed):
-                    self._waiting_of_state.place(message)
+                    self._waiting_of_state.place(message, time.monotonic())
                 for replica in self._replicas:
                     replica.supervisor.send(message)
 

@@ -39,10 +39,16 @@ class Unfinished:
     forced: list[tuple[int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     num_redrawn: int = 0  # as in ``Submit``
+    placed_s: float | None = None  # when a place changed its ``ttft_s``; None: it is the first one
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
     deaths_since_progress: int = 0
+
+    @property
+    def ttft_from_s(self) -> float:
+        """When the time until its first token began."""
+        return self.added_s if self.placed_s is None else self.placed_s
 
     @property
     def is_suspect(self) -> bool:
@@ -54,13 +60,15 @@ class Unfinished:
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
         self.num_redrawn += 1
 
-    def place(self, placed: Placed) -> None:
+    def place(self, placed: Placed, now_s: float) -> None:
         """Gives the request the new place of its state."""
+        if placed.ttft_s != self.submit.origin.ttft_s:
+            self.placed_s = now_s
         self.submit = msgspec.structs.replace(self.submit, origin=placed.moves(self.submit.origin))
 
     def as_submitted(self, now_s: float) -> Submit:
         """Returns the request that continues this one in a new engine, with the time that it has left."""
-        submit = _later(self.submit, now_s - self.added_s)
+        submit = _later(self.submit, now_s - self.added_s, now_s - self.ttft_from_s)
         if not (self.ids or self.texts or self.num_redrawn):
             return submit
         self.texts = ["".join(self.texts)]
@@ -93,10 +101,10 @@ class StateIndex:
         if not entries:
             del self._entries[entry.submit.origin.state]
 
-    def place(self, placed: Placed) -> None:
+    def place(self, placed: Placed, now_s: float) -> None:
         """Gives the requests of a state their new place."""
         for entry in self._entries.get(placed.state, {}).values():
-            entry.place(placed)
+            entry.place(placed, now_s)
 
 
 class RequestJournal:
@@ -197,7 +205,7 @@ class RequestJournal:
     def place(self, placed: Placed) -> None:
         """Gives the unfinished requests of a state their new place, which they have in another process
         too."""
-        self._of_state.place(placed)
+        self._of_state.place(placed, self._clock())
 
     def drop(self, request_id: int) -> None:
         """Forgets a request that cannot be sent."""
@@ -291,14 +299,15 @@ class RequestJournal:
             self._num_suspects -= entry.is_suspect
 
 
-def _later(submit: Submit, elapsed_s: float) -> Submit:
-    """Returns the request with the rest of its deadline and patience, below 0 if they are over."""
+def _later(submit: Submit, elapsed_s: float, since_placed_s: float) -> Submit:
+    """Returns the request with the rest of its times, below 0 if they are over."""
     origin = submit.origin
-    if origin.deadline_s is None and origin.patience_s is None:
+    if origin.deadline_s is None and origin.patience_s is None and origin.ttft_s is None:
         return submit
     deadline_s = None if origin.deadline_s is None else origin.deadline_s - elapsed_s
     patience_s = None if origin.patience_s is None else origin.patience_s - elapsed_s
-    origin = msgspec.structs.replace(origin, deadline_s=deadline_s, patience_s=patience_s)
+    ttft_s = None if origin.ttft_s is None else origin.ttft_s - since_placed_s
+    origin = msgspec.structs.replace(origin, deadline_s=deadline_s, patience_s=patience_s, ttft_s=ttft_s)
     return msgspec.structs.replace(submit, origin=origin)
 
 

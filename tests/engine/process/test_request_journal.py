@@ -78,6 +78,23 @@ def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
         assert journal.resubmit(1) == again
 
 
+def test_the_time_to_the_first_token_goes_on_when_a_request_is_sent_again():
+    """From when the request came, or from when its reader asked for another time."""
+    now_s = 100.0
+    journal = RequestJournal(lambda: now_s)
+    journal.add(Submit(1, [1], None, origin=Origin(state=5, ttft_s=4.0)))
+    now_s = 101.0
+    assert journal.release()[0].origin.ttft_s == 3.0
+    journal.place(Placed(5, 1, 3, "latency", ttft_s=4.0))  # as before
+    now_s = 102.0
+    journal.process_died()
+    assert journal.release()[0].origin.ttft_s == 2.0
+    journal.place(Placed(5, 1, 3, "latency", ttft_s=6.0))
+    now_s = 105.0
+    journal.process_died()
+    assert journal.release()[0].origin.ttft_s == 3.0
+
+
 def test_a_request_that_is_sent_again_has_its_last_place():
     journal = RequestJournal()
     origins = [Origin(state=state, program=1, task_group=2, label="kept") for state in (5, 5, 6)]
