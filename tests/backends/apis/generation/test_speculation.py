@@ -232,6 +232,15 @@ async def test_a_later_value_may_have_a_grammar(job: str, num_calls: int) -> Non
         assert len(server.received) == num_calls
 
 
+async def test_a_later_value_with_a_pattern_that_cannot_be_checked_is_asked_for() -> None:
+    """The server may know a pattern whose repeats are too large for the checks here."""
+    async with session(PERSON, continues=True, speculate=True) as (flow, server), flow.state() as s:
+        job = af.gen("job", regex="[a-z]{1,30000}", stop="\n")
+        s += af.user("Who?") + af.assistant("Name: ", af.gen("name", stop="\n"), "\nJob: ", job)
+        assert await s["job"] == "engineer"
+        assert len(server.received) == 2
+
+
 async def test_the_end_of_a_constrained_value_may_begin_like_the_text_after_it() -> None:
     async with session("Name: Ada\nGrade: ab", on_unsupported="retry") as (flow, _), flow.state() as s:
         grade = af.gen("grade", regex="ab|b")
