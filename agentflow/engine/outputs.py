@@ -6,6 +6,7 @@ A request's tokens become text, which may end it (``detokenizer``). A grammar, o
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 
 from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
@@ -16,6 +17,11 @@ from agentflow.engine.request import Request, Row, Submit, TopTokens
 from agentflow.engine.scheduling.scheduler import Scheduler
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
+from agentflow.protocol.text.stop_pattern import shared_time
+
+MAX_TENANTS = 4096
+"""Tenants whose time for searches is remembered."""
 
 
 class Outputs:
@@ -43,6 +49,7 @@ class Outputs:
         self._end_ids = end_ids
         self._outbox = outbox
         self._texts: dict[int, TextEnd] = {}
+        self._searches: OrderedDict[str, CpuAllowance] = OrderedDict()  # by tenant, the last used one last
         self._constrained: dict[int, ConstrainedRequest] = {}
         self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
 
@@ -63,6 +70,7 @@ class Outputs:
             stop_regex=params.stop_regex,
             min_tokens=params.min_tokens,
             calls=calls,
+            searches=self._search_time(request.tenant) if params.stop_regex else None,
         )
         constrained = None
         if message.constraint is not None or message.thinking is not None:
@@ -76,6 +84,13 @@ class Outputs:
         jump = None if constrained is None else constrained.begin(message.generated_forced)
         if jump is not None and not text.stopped:
             self._jump(request, text, jump)
+
+    def _search_time(self, tenant: str) -> CpuAllowance:
+        found = self._searches.setdefault(tenant, shared_time())
+        self._searches.move_to_end(tenant)
+        if len(self._searches) > MAX_TENANTS:
+            self._searches.popitem(last=False)
+        return found
 
     def advance(self, row: Row) -> None:
         """Applies the results of one row to its request, and reports them."""

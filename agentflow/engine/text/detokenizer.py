@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
+from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
 from agentflow.protocol.text.stop_pattern import StopPattern
 
 _UNFINISHED = -1
@@ -160,6 +161,7 @@ class TextEnd:
         min_tokens: no stop begins in the text of this number of first tokens.
         calls: the marks of tool calls. No stop applies inside a call: if it ended early, it would be another
             call.
+        searches: the time of all searches for the ``stop_regex`` of a client.
         continues: the generation follows other text; False only in an empty state.
     """
 
@@ -172,11 +174,12 @@ class TextEnd:
         min_tokens: int = 0,
         calls: CallMarks | None = None,
         continues: bool = True,
+        searches: CpuAllowance | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, continues=continues)
         self._calls = None if calls is None else _CallScan(calls)
         self._stops = [_Stop(string) for string in stop]
-        self._pattern = None if stop_regex is None else StopPattern(stop_regex)
+        self._pattern = None if stop_regex is None else StopPattern(stop_regex, searches)
         self._beginnings = frozenset(one.string[0] for one in self._stops)
         self._min_tokens = min_tokens
         self._held = ""

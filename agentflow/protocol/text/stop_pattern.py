@@ -1,7 +1,7 @@
-"""The search for a ``stop_regex`` in text that still grows, with a limit of processor time.
+"""The search for a ``stop_regex`` in text that still grows, with limits of processor time.
 
 The engine and the scripted backend search with it: a pattern with nested repeats must not occupy their event
-loop or step.
+loop or step, and neither must many of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,23 @@ import regex
 
 from agentflow.errors import RequestRefused
 from agentflow.protocol.bounds.client_pattern import InvalidPattern, compiled
+from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
 from agentflow.protocol.sampling import MATCHES_NOTHING, stop_regex_error
 
 # Processor time that one request may use for its searches: a burst, and more with each token. A search with a
 # sound pattern takes a microsecond.
 BURST_S = 0.05
 PER_TOKEN_S = 0.0005
+# All searches of one client together: a burst, and then a part of the time. Beyond it, requests fail that
+# have used more than ``SOUND_S`` in addition to the time of their tokens.
+SHARED_BURST_S = 0.05
+SHARED_PART = 0.1
+SOUND_S = 0.001
+
+
+def shared_time() -> CpuAllowance:
+    """The time of all searches of one client."""
+    return CpuAllowance(SHARED_BURST_S, SHARED_PART, time.monotonic)
 
 
 class StopPattern:
@@ -27,9 +38,13 @@ class StopPattern:
     Uses the package ``regex``, which can tell whether the end of a text may begin a match, and which stops a
     search after a time limit; Python's ``re`` does neither. ``BadArgument`` if the pattern is invalid or
     matches the empty text; ``RequestRefused``, then or from any ``step``, if it takes too long.
+
+    Args:
+        source: The pattern.
+        shared: The time of all searches of the client; None: only this one's is limited.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, shared: CpuAllowance | None = None) -> None:
         try:
             self._pattern = compiled(source)
             matches_nothing = self._pattern.search("", timeout=BURST_S) is not None
@@ -43,6 +58,7 @@ class StopPattern:
             raise stop_regex_error(MATCHES_NOTHING, source)
         self._text = ""
         self._num_read = 0
+        self._shared = shared
         self._left_s = BURST_S
         self.num_safe = 0
 
@@ -70,17 +86,29 @@ class StopPattern:
         """A match, a partial match or None. The time limit of ``regex`` is on the wall clock, which also runs
         while other threads do; only this thread's processor time counts, so the search is repeated."""
         while True:
+            reserved_s = 0.0
+            if self._shared is not None and self._shared.left_s <= 0:
+                reserved_s = BURST_S - SOUND_S
+                if self._left_s <= reserved_s:
+                    raise _too_slow()
             began = time.thread_time()
             try:
                 found = self._pattern.search(
-                    self._text, self.num_safe, self._num_read, partial=True, timeout=self._left_s
+                    self._text,
+                    self.num_safe,
+                    self._num_read,
+                    partial=True,
+                    timeout=self._left_s - reserved_s,
                 )
                 is_done = True
             except TimeoutError:
                 is_done = False
             except MemoryError:
                 raise _too_slow() from None
-            self._left_s -= time.thread_time() - began
+            took_s = time.thread_time() - began
+            self._left_s -= took_s
+            if self._shared is not None:
+                self._shared.spend(took_s)
             if self._left_s <= 0:
                 raise _too_slow()
             if is_done:
@@ -89,7 +117,8 @@ class StopPattern:
 
 def _too_slow() -> RequestRefused:
     return RequestRefused(
-        f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
-        "beyond its share of each token; avoid nested repeats, or use stop strings",
+        f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time, alone "
+        "or with those of your other requests, beyond its share of each token; avoid nested repeats, or use "
+        "stop strings",
         param="stop_regex",
     )

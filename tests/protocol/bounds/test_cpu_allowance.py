@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.compiler.compiler import CpuAllowance
+from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
 
 TICK_S = 1 / 64  # a power of two: sums of these are exact
 

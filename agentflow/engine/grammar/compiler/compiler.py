@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -32,6 +32,7 @@ from agentflow.engine.grammar.compiler.messages import (
 )
 from agentflow.engine.grammar.compiler.worker_handle import LAST_WORDS_S, CannotCompile, CompileWorkerHandle
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
+from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.runtime.limits import part_of
 from agentflow.runtime.task_group import open_task_group
@@ -111,34 +112,6 @@ class CompileQueue(Generic[ItemT]):
         del self._items[tenant][item]
         if not self._items[tenant]:
             del self._items[tenant]
-
-
-class CpuAllowance:
-    """A token bucket of processor time: at most ``burst_s`` seconds, refilled at the rate ``share`` of the
-    time on ``clock``."""
-
-    def __init__(self, burst_s: float, share: float, clock: Callable[[], float]) -> None:
-        self._burst_s = burst_s
-        self._share = share
-        self._clock = clock
-        self._left_s = burst_s
-        self._seen_at = clock()
-
-    @property
-    def left_s(self) -> float:
-        """The seconds available now; negative if overspent."""
-        now = self._clock()
-        self._left_s = min(self._burst_s, self._left_s + (now - self._seen_at) * self._share)
-        self._seen_at = now
-        return self._left_s
-
-    def spend(self, seconds: float) -> None:
-        """Takes seconds from the allowance."""
-        self._left_s = self.left_s - seconds
-
-    def wait_s(self, seconds: float) -> float:
-        """The time until ``seconds`` are available."""
-        return max(0.0, (min(seconds, self._burst_s) - self.left_s) / self._share)
 
 
 Outcome = CompiledConstraint | CompileFailure
