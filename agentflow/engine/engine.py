@@ -74,6 +74,9 @@ Deliver = Callable[[list[FromEngine]], None]
 MAX_FAILURES_IN_A_ROW = 3
 MAX_REPORTED_BLOCKS = 1024
 """The most blocks in one report of the cache."""
+READ_S = 0.01
+"""The processor time for messages between two steps, unless the last step took longer. Other messages wait
+for the next step, so that the requests that run go on while thousands of others come."""
 CHARGES_EVERY_S = 0.05
 """The least time between two reports of charges."""
 _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
@@ -147,19 +150,25 @@ class Engine:
         self._outputs = Outputs(self.scheduler, tokenizer, self._grammars, info.end_token_ids, self._outbox)
         self._builder = GrammarBuilder(self._grammars.make, self._inbox.put)
         self._unready: dict[str, dict[int, Submit]] = {}  # by the keys of the grammars that are being built
+        self._ready: deque[tuple[int, Submit]] = deque()  # whose grammars are built
+        self._awaited: dict[int, str] = {}  # the keys of the grammars of both
         self._started: set[int] = set()
         self._delivery_error: Exception | None = None
         self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._num_ahead = 1 if info.launches_ahead else 0
         self._collected = 0.0  # when the last batch was, on the clock ``perf_counter``
+        self._took_s = 0.0  # the time of that batch
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
+        self._has_stop = False  # ``Stop`` was sent, to which all messages are read
         self._is_stopping = False
         self._charges_at = 0.0  # the next report of charges, on the clock ``monotonic``
 
     def send(self, message: ToEngine | KeepMedium) -> None:
-        """Queues a message. The engine reads it before the next step."""
+        """Queues a message. The engine reads it before one of the next steps."""
         self._inbox.put(message)
+        if isinstance(message, Stop):
+            self._has_stop = True
 
     def run(self) -> None:
         """Runs until ``Stop``. ``EngineBroken`` after an accelerator fault or ``MAX_FAILURES_IN_A_ROW``
@@ -266,7 +275,7 @@ class Engine:
             raise self._delivery_error
         has_run = time.perf_counter()
         took_s = has_run - max(launched.began, self._collected)
-        self._collected = has_run
+        self._collected, self._took_s = has_run, took_s
         self.times[_RUN].count(STEP_BOUNDS_S, took_s)
         try:
             rows = self.scheduler.complete(output, took_s)
@@ -323,15 +332,19 @@ class Engine:
                 logger.debug("a batch failed behind one that had failed", exc_info=True)
 
     def take_messages(self) -> None:
-        """Handles all queued messages. If there is nothing to run, waits for one first, or until a paused
-        program is resumed."""
+        """Handles the queued messages, for as long as the last step took or for ``READ_S``. If there is
+        nothing to run, waits for one first, or until a paused program is resumed."""
         num_waiting = self.scheduler.waiting.num_waiting
         timeout_s = self.scheduler.resumes_in_s if num_waiting else math.inf
         has_work = self.scheduler.running or num_waiting or self._in_flight
-        is_idle = not (self._outbox or self._blocks.changes) and (
+        is_idle = not (self._outbox or self._blocks.changes or self._ready) and (
             not has_work or (self._is_stuck and timeout_s < math.inf)
         )
-        while True:
+        read_s, began_s = max(READ_S, self._took_s), time.thread_time()
+        while is_idle or self._has_stop or time.thread_time() - began_s < read_s:
+            if self._ready:
+                self._enter(*self._ready.popleft())
+                continue
             try:
                 message = self._inbox.get(is_idle, None if timeout_s == math.inf else timeout_s)
             except queue.Empty:
@@ -354,7 +367,7 @@ class Engine:
                 case Charges():
                     self._charge(message)
                 case StatsRequest() | SnapshotRequest():
-                    num_unready = sum([len(messages) for messages in self._unready.values()])
+                    num_unready = len(self._awaited)
                     stats = self._watch.stats(message.ticket, self.times, num_unready)
                     if isinstance(message, SnapshotRequest):
                         self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
@@ -432,31 +445,37 @@ class Engine:
             unready = self._unready[new.key] = {}
             self._builder.build(new, message.origin.tenant)
         if unready is None:
-            self._enter(request, message)
+            self._enter(request.id, message)
         else:
-            unready[request.id] = message
+            assert constraint is not None
+            unready[request.id], self._awaited[request.id] = message, constraint.key
 
     def _place(self, placed: Placed) -> None:
         """Gives the requests of a state their place, also those whose grammar is not built yet."""
-        for messages in self._unready.values():
-            for request_id in messages:
-                request = self._requests[request_id]
-                if request.origin.state == placed.state:
-                    request.origin = placed.moves(request.origin)
+        for request_id in self._awaited:
+            request = self._requests[request_id]
+            if request.origin.state == placed.state:
+                request.origin = placed.moves(request.origin)
         self.scheduler.place(*astuple(placed))
 
     def _grammar_built(self, built: BuiltGrammar) -> None:
         messages = self._unready.pop(built.key, {})
         if built.grammar is not None:
             self._grammars.keep(built.key, built.grammar)
-        for request_id, message in messages.items():
-            if built.error is None:
-                self._enter(self._requests[request_id], message)
-            else:
-                self._fail(request_id, _as_failure(built.error, "cannot build the grammar"))
+        if built.error is None:
+            self._ready += messages.items()
+            return
+        failure = _as_failure(built.error, "cannot build the grammar")
+        for request_id in [*messages]:
+            self._fail(request_id, failure)
 
-    def _enter(self, request: Request, message: Submit) -> None:
-        """Starts the text of a request whose grammar is built, and adds it to the scheduler's queue."""
+    def _enter(self, request_id: int, message: Submit) -> None:
+        """Starts the text of a request whose grammar is built, and adds it to the scheduler's queue, unless
+        it was aborted."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._awaited.pop(request_id, None)
         try:
             self._outputs.begin(request, message)
             self.scheduler.add(request)
@@ -503,8 +522,11 @@ class Engine:
         request = self._requests.pop(request_id, None)
         self._outputs.drop(request_id)
         self._started.discard(request_id)
-        for key, messages in [*self._unready.items()]:
-            if messages.pop(request_id, None) is not None and not messages:
+        key = self._awaited.pop(request_id, None)
+        messages = None if key is None else self._unready.get(key)
+        if key is not None and messages is not None:  # the grammar is not built yet
+            messages.pop(request_id, None)
+            if not messages:
                 del self._unready[key]
                 self._builder.cancel(key)
         if request is not None:

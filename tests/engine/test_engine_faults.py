@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -18,6 +19,10 @@ from support.plain_model import runner as plain_runner
 
 from agentflow.engine import request as request_module
 from agentflow.engine.client import EngineClient
+from agentflow.engine.constrained.grammar_builder import BuiltGrammar
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.request import Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
@@ -195,6 +200,28 @@ async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
         assert stats.free_slots + stats.cached_slots == stats.total_slots
         end = await client.generate([5, 6], params, seed=0)
         assert end.text == alone([5, 6], params).text
+
+
+@pytest.mark.parametrize("waits_for_grammar", [False, True])
+async def test_requests_that_run_go_on_while_thousands_of_others_come(waits_for_grammar: bool) -> None:
+    """The messages of a burst are read in turns between steps. So are requests whose grammar was built."""
+    engine = SteppedEngine(plain_runner(), None).engine
+    engine.send(Submit(1, [5, 6], SamplingParams(max_tokens=1_000, ignore_eos=True)))
+    constraint = CompiledConstraint("yes", "dfa", build_dfa(parse_regex("(?:yes)+")).to_bytes())
+    params = SamplingParams(max_tokens=5)
+    for number in range(2, 3_002):
+        engine.send(Submit(number, [7] * 50, params, constraint=constraint if waits_for_grammar else None))
+    if waits_for_grammar:
+        engine._builder._thread = threading.current_thread()  # it builds nothing
+        while not engine._inbox.empty():
+            engine.take_messages()
+        engine.send(BuiltGrammar("yes", engine._grammars.make(constraint)))
+    num_turns = 0
+    while not engine._inbox.empty() or engine._ready:
+        engine.take_messages()
+        assert engine.step()
+        num_turns += 1
+    assert num_turns > 2
 
 
 class ClosedRunner(FakeRunner):

@@ -83,7 +83,8 @@ class FakeChild:
             return False
         engine = self.engine
         has_work = engine.scheduler.running or len(engine.scheduler.waiting) or engine._in_flight
-        if not has_work and engine._inbox.empty() and not engine._outbox and not engine._blocks.changes:
+        has_read = engine._inbox.empty() and not engine._ready
+        if not has_work and has_read and not engine._outbox and not engine._blocks.changes:
             return False
         try:
             engine.take_messages()

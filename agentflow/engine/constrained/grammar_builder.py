@@ -6,7 +6,7 @@ The largest grammars take up to about a second, in native code that does not hol
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,28 +32,37 @@ class GrammarBuilder:
     ) -> None:
         self._make = make
         self._deliver = deliver
-        self._queues: dict[str, deque[CompiledConstraint]] = {}  # the tenant with the next turn comes first
+        # By tenant and key. The tenant with the next turn comes first.
+        self._queues: OrderedDict[str, OrderedDict[str, CompiledConstraint]] = OrderedDict()
+        self._tenants: dict[str, str] = {}  # of the queued builds, by key
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def build(self, constraint: CompiledConstraint, tenant: str) -> None:
-        """Queues a build. ``deliver`` is called at its end."""
+        """Queues a build of a key that is not queued. ``deliver`` is called at its end."""
         with self._changed:
-            self._queues.setdefault(tenant, deque()).append(constraint)
+            self._queues.setdefault(tenant, OrderedDict())[constraint.key] = constraint
+            self._tenants[constraint.key] = tenant
             self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="agentflow-grammars", daemon=True)
-            self._thread.start()
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="agentflow-grammars", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives the process no more threads
+            self.cancel(constraint.key)
+            self._deliver(BuiltGrammar(constraint.key, error=error))
+            return
+        self._thread = thread
 
     def cancel(self, key: str) -> None:
         """Drops a build, unless it has begun."""
         with self._changed:
-            for tenant, queue in [*self._queues.items()]:
-                kept = deque([one for one in queue if one.key != key])
-                if kept:
-                    self._queues[tenant] = kept
-                else:
+            tenant = self._tenants.pop(key, None)
+            if tenant is not None:
+                del self._queues[tenant][key]
+                if not self._queues[tenant]:
                     del self._queues[tenant]
 
     def close(self) -> None:
@@ -77,8 +86,10 @@ class GrammarBuilder:
             if self._is_closed:
                 return None
             tenant, queue = next(iter(self._queues.items()))
-            constraint = queue.popleft()
-            del self._queues[tenant]
+            key, constraint = queue.popitem(last=False)
+            del self._tenants[key]
             if queue:
-                self._queues[tenant] = queue  # after the others
+                self._queues.move_to_end(tenant)
+            else:
+                del self._queues[tenant]
             return constraint

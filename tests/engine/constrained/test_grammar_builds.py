@@ -8,10 +8,13 @@ from collections.abc import Iterator
 import anyio
 import numpy as np
 import pytest
+from support.counted_lines import counted_lines
 from support.engine.requests import request_of
+from support.engine.stepped_engine import SteppedEngine
 from support.faults import has_param
 from support.holds import until
 from support.plain_model import plain_model_engine
+from support.plain_model import runner as plain_runner
 from support.thinking_models import CHANNEL_MODEL as CHANNELS
 
 from agentflow.engine.client import EngineClient
@@ -24,11 +27,11 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Finished
-from agentflow.engine.request import Submit
+from agentflow.engine.messages import Abort, Failed, Finished
+from agentflow.engine.request import Origin, Submit
 from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, REASONING_HEAD
 from agentflow.engine.text.reasoning import Thinking
-from agentflow.errors import RequestRefused
+from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 
@@ -142,6 +145,44 @@ def test_f9d_tenants_take_turns_at_building() -> None:
     is_done.wait()
     builder.close()
     assert built == ["a1", "a2", "b1", "a3", "a4"]
+
+
+def test_a_grammar_for_which_no_thread_can_be_started_fails_its_requests_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    asked = Submit(1, [5, 6], SamplingParams(max_tokens=20), constraint=word("yes"))
+    [[failed]] = SteppedEngine(plain_runner(), None).run(asked)
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.code) == (1, EngineFailed.code)
+
+
+def work_of_aborts(num: int) -> int:
+    """The lines that the engine executes to abort requests whose grammars are not built, each another one."""
+    engine = SteppedEngine(plain_runner(), None).engine
+    engine._builder._thread = threading.current_thread()  # builds nothing
+    for number in range(1, num + 1):
+        constraint = CompiledConstraint(f"key {number}", "llguidance", b"start: 'a'")
+        params = SamplingParams(max_tokens=20)
+        engine.send(Submit(number, [5], params, constraint=constraint, origin=Origin(tenant="ann")))
+    while not engine._inbox.empty():
+        engine.take_messages()
+    assert len(engine._requests) == num
+    for number in range(1, num + 1):
+        engine.send(Abort(number))
+    with counted_lines() as lines:
+        while not engine._inbox.empty():
+            engine.take_messages()
+    assert not engine._requests
+    assert not engine._unready
+    return lines.num
+
+
+def test_the_work_of_aborts_grows_with_the_requests_not_with_their_square() -> None:
+    assert work_of_aborts(400) < 3 * work_of_aborts(200)
 
 
 def test_f9e_reasoning_in_channels_keep_the_grammar_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 from support.examples import examples
 
@@ -257,6 +258,26 @@ def test_requests_of_a_paused_program_wait_aside_and_then_go_first():
     policy.resume("", 1)
     assert [admit_next(policy) for _ in range(5)] == [0, 2, 3, 4, None]
     assert not len(policy)
+
+
+def work_of_a_pause(num: int) -> int:
+    """The lines that the policy executes to pause a program with this many requests, to resume it, and to
+    look for one of them that may start, while a running one computes the tokens that all need."""
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    policy.add(queued(0, program=2))
+    policy.admit(next(iter(policy)))
+    with counted_lines() as lines:
+        policy.pause("", 1)
+        for number in range(1, num + 1):
+            policy.add(queued(number, program=1))
+        policy.resume("", 1)
+        policy.start_step()
+        assert policy.next([], lambda request, match: True) is None
+    return lines.num
+
+
+def test_the_work_of_a_pause_grows_with_the_requests_not_with_their_square():
+    assert work_of_a_pause(1_000) < 3 * work_of_a_pause(500)
 
 
 def test_a_request_that_is_preempted_while_its_program_is_paused_waits_aside():

@@ -94,7 +94,7 @@ class FairLongestPrefix(Policy):
         tenant = self._tenants.get(request.tenant)
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
-            if tenant is not None:
+            if tenant is not None and request.id in tenant.aside:
                 self._bring_back(tenant)
             return
         match = tenant.match_of(request)
@@ -131,7 +131,8 @@ class FairLongestPrefix(Policy):
             self._catch_up(tenant)
         for request in back:
             del tenant.aside[request.id]
-            tenant.preempted.add(request)
+        if back:
+            tenant.preempted.add(*back)
 
     def _is_paused(self, request: Request) -> bool:
         return (request.tenant, request.origin.program) in self._paused
@@ -230,7 +231,7 @@ class FairLongestPrefix(Policy):
             tenant = TenantQueue(request.tenant, self._num_made, self._token_budget, self._clock, used)
             self._tenants[tenant.name] = tenant
             self._queue(tenant)
-        elif tenant.is_aside:
+        elif tenant.is_aside and not self._is_paused(request):
             self._catch_up(tenant)
         tenant.num_waiting += 1
         tenant.weight = request.origin.weight

@@ -17,6 +17,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheKey, Origin, Request
@@ -28,7 +29,8 @@ Peek = Callable[[CacheKey, TokenRun], int]
 Clock = Callable[[], float]
 """Seconds: the times in requests are on this clock."""
 MAX_PASSED_OVER = 128
-"""Policies without a tree look at this many blocked requests for one that is not."""
+"""Policies without a tree, and lines of preempted requests, look at this many blocked requests for one that
+is not."""
 
 
 class Policy(ABC):
@@ -130,15 +132,15 @@ class Policy(ABC):
 class Preempted(dict[int, Request]):
     """Preempted requests by id, in the order of their arrival. They run again before all others."""
 
-    def add(self, request: Request) -> None:
-        """Adds a request. Sorts all of them, which are few."""
-        requests = sorted([*self.values(), request], key=lambda one: one.arrival)
+    def add(self, *requests: Request) -> None:
+        """Adds requests. Sorts all of them, which are few, or came together."""
+        by_arrival = sorted([*self.values(), *requests], key=lambda one: one.arrival)
         self.clear()
-        self.update({one.id: one for one in requests})
+        self.update({one.id: one for one in by_arrival})
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
-        """The first that is not blocked."""
-        for request in self.values():
+        """The first that is not blocked, unless there are ``MAX_PASSED_OVER`` before it."""
+        for request in islice(self.values(), MAX_PASSED_OVER):
             if not is_blocked(request, None):
                 return request
         return None
@@ -194,7 +196,7 @@ class FirstCome(SimplePolicy):
         super().__init__()
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        for _, request in zip(range(MAX_PASSED_OVER), self._in_order(), strict=False):
+        for request in islice(self._in_order(), MAX_PASSED_OVER):
             if not is_blocked(request, None):
                 return request
         return None
