@@ -213,14 +213,12 @@ class FairLongestPrefix(Policy):
     def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
         tenant = self._tenants.get(identity.tenant)
         if tenant is not None:
-            for tree in tenant.trees_of(identity):
-                tree.tokens_cached(identity, run)
+            tenant.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         tenant = self._tenants.get(identity.tenant)
         if tenant is not None:
-            for tree in tenant.trees_of(identity):
-                tree.tokens_evicted(identity, run, kept)
+            tenant.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)

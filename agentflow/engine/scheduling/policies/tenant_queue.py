@@ -80,9 +80,9 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Request, Status
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
@@ -101,6 +101,8 @@ MAX_LEVEL = 4
 MAX_PASSED_BY = 16
 """At most this many blocked requests that continue programs, or open groups, are passed in the search for one
 that is not. The order by match follows then."""
+MAX_FEW = 4
+"""At most this many waiting requests of a tenant are kept without trees."""
 MIN_GONE = 64
 AFTER_TOKENS = b"\xff" * TOKEN_BYTES
 """Sorts after all tokens that may follow a run."""
@@ -126,8 +128,8 @@ class TenantQueue:
     - ``may_begin``: whether some waiting request may not be blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
-    - ``trees``: of the requests that were short when they arrived, and of the others. Empty before two have
-      waited together. ``lone``: a request that waits alone, and is in neither.
+    - ``trees``: of the requests that were short when they arrived, and of the others. While only a few wait,
+      ``few`` has them instead: to look through them costs less than to change trees.
     """
 
     def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:
@@ -148,7 +150,7 @@ class TenantQueue:
         self.aside: dict[int, Request] = {}
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
-        self.lone: _Lone | None = None
+        self.few: list[_Few] = []  # in the order in which they came
         self._num_at: dict[int, int] = {}  # requests in line, by priority
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_Place] = []  # requests that continue their programs, in order
@@ -175,12 +177,13 @@ class TenantQueue:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
         The arguments are those of ``add``."""
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
-        if self._num_at:
-            if self.lone is not None:
-                self._plant_lone()
-            self._plant(request, run, match, rank)
+        if len(self.few) < MAX_FEW and (self.few or not self._num_at):
+            self.few.append(_Few(request, run, match, rank, self._is_short(request, match)))
         else:
-            self.lone = _Lone(request, run, match, rank)
+            for one in self.few:
+                self._plant(one)
+            self.few.clear()
+            self._plant(_Few(request, run, match, rank, self._is_short(request, match)))
         if program is not None:
             place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
             self._of_program.setdefault(request.origin.program, {})[request.id] = request
@@ -204,8 +207,8 @@ class TenantQueue:
 
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``."""
-        if self.lone is not None:
-            self.lone = None
+        if self.few:
+            self.few.remove(self._few_of(request))
         else:
             self._tree_of(request).remove(request)
         place = self._places.pop(request.id, None)
@@ -254,31 +257,39 @@ class TenantQueue:
             self.remove(request)
             self.aside[request.id] = request
 
-    def _plant_lone(self, identity: CacheKey | None = None) -> None:
-        """Puts a request that waits alone into its tree, because another one waits, or tokens under its
-        identity enter or leave the cache."""
-        lone = self.lone
-        if lone is not None and (identity is None or identity == lone.request.cache_key):
-            self.lone = None
-            self._plant(*lone)
+    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
+        """As of ``WaitingTree``."""
+        for one in self.few:
+            if one.request.cache_key == identity:
+                one.match = max(one.match, one.common(run))
+        for tree in self.trees:
+            tree.tokens_cached(identity, run)
 
-    def trees_of(self, identity: CacheKey) -> list[WaitingTree]:
-        """The trees that have requests, whose tokens under this identity enter or leave the cache."""
-        if self.lone is not None:
-            self._plant_lone(identity)
-        return [tree for tree in self.trees if tree.roots]
+    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
+        """As of ``WaitingTree``."""
+        for one in self.few:
+            if one.match > kept and one.request.cache_key == identity and one.common(run()) > kept:
+                one.match = kept
+        for tree in self.trees:
+            tree.tokens_evicted(identity, run, kept)
 
-    def _plant(self, request: Request, run: TokenRun, match: int, rank: tuple[int, int, int]) -> None:
+    def _plant(self, one: _Few) -> None:
         if not self.trees:
             self.trees = WaitingTree(), WaitingTree()
         short, long = self.trees
-        (short if self._is_short(request, match) else long).add(request, run, match, rank)
+        (short if one.is_short else long).add(one.request, one.run, one.match, one.rank)
 
     def match_of(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""
-        if self.lone is not None:
-            return self.lone.match
+        if self.few:
+            return self._few_of(request).match
         return self._tree_of(request).match_of(request)
+
+    def _few_of(self, request: Request) -> _Few:
+        for one in self.few:
+            if one.request is request:
+                return one
+        raise KeyError(request.id)
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """The request that gets the next chunk, in the order of the module's docstring."""
@@ -392,9 +403,8 @@ class TenantQueue:
     def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
         """The first request by rank, then short before long, then by match. A long request that the cache has
         made short since it arrived is short."""
-        if self.lone is not None:
-            request, match = self.lone.request, self.lone.match
-            return None if is_blocked(request, match) else request
+        if self.few:
+            return self._first_of_few(is_blocked)
         if not self.trees:
             return None
         short_tree, long_tree = self.trees
@@ -403,11 +413,32 @@ class TenantQueue:
         if short is None or long is None:
             found = short or long
         else:
-            is_short = self._is_short(*long)
             ranks = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
-            long_is_first = (ranks[0], not is_short, -long[1]) < (ranks[1], False, -short[1])
-            found = long if long_is_first else short
+            found = long if self._is_first(*long, *ranks, short[1]) else short
         return None if found is None else found[0]
+
+    def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
+        """The same without trees, which they would be asked in the same order."""
+        if len(self.few) == 1:
+            [one] = self.few
+            return None if is_blocked(one.request, one.match) else one.request
+        short: _Few | None = None
+        long: _Few | None = None
+        for one in sorted(self.few, key=_order_of_few):
+            if one.is_short:
+                short = one if short is None and one.is_free(is_blocked) else short
+            else:
+                long = one if long is None and one.is_free(is_blocked) else long
+        if short is None or long is None:
+            found = short or long
+        else:
+            is_first = self._is_first(long.request, long.match, long.rank, short.rank, short.match)
+            found = long if is_first else short
+        return None if found is None else found.request
+
+    def _is_first(self, long: Request, match: int, rank: _Rank, short_rank: _Rank, short_match: int) -> bool:
+        """Whether the first of the long requests goes before the first of the short ones."""
+        return (rank, not self._is_short(long, match), -match) < (short_rank, False, -short_match)
 
     def _urgency(self, request: Request) -> tuple[int, float, int, bool]:
         """Lower goes first."""
@@ -437,19 +468,44 @@ def _objective_rank(request: Request) -> tuple[int, int]:
     return -origin.priority, int(origin.objective != "latency" and not origin.gates_latency)
 
 
-class _Lone(NamedTuple):
-    """A request that waits alone, and the other arguments of ``WaitingTree.add``."""
+_Rank: TypeAlias = tuple[int, int, int]
 
-    request: Request
-    run: TokenRun
-    match: int
-    rank: tuple[int, int, int]
+
+class _Few:
+    """One of a few requests that wait, and the other arguments of ``WaitingTree.add``. ``is_short``: when it
+    arrived."""
+
+    __slots__ = ("is_short", "match", "rank", "request", "run")
+
+    def __init__(self, request: Request, run: TokenRun, match: int, rank: _Rank, is_short: bool) -> None:
+        self.request = request
+        self.run = run
+        self.match = match
+        self.rank = rank
+        self.is_short = is_short
+
+    def is_free(self, is_blocked: IsBlocked) -> bool:
+        """Whether it is not blocked. If nothing is left to compute that could be shared, only memory counts,
+        or the time of steps."""
+        if TOKEN_BYTES * self.match == len(self.run):
+            return not self.request.is_held_back
+        return not is_blocked(self.request, self.match)
+
+    def common(self, run: TokenRun) -> int:
+        """The tokens that it has in common with a run."""
+        if self.run[:TOKEN_BYTES] != run[:TOKEN_BYTES]:
+            return 0
+        return common_prefix_len(self.run, run)
+
+
+def _order_of_few(one: _Few) -> tuple[_Rank, int]:
+    return one.rank, -one.match
 
 
 class _Place(NamedTuple):
     """The place of a waiting request that belongs to a program. Lower goes first."""
 
-    rank: tuple[int, int, int]  # with the program's level
+    rank: _Rank  # with the program's level
     arrival: int  # of the program
     id: int  # of the request
     request: Request
