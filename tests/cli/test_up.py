@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.process_template import start_command
 
 from agentflow.cli.operating.serve import pull_missing
 from agentflow.cli.operating.up import has_screen, quiet
@@ -56,9 +57,9 @@ def test_a_terminal_without_a_screen_has_no_browser(monkeypatch: pytest.MonkeyPa
 @contextlib.contextmanager
 def running(*options: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own, on any free port."""
-    command = [sys.executable, "-m", "agentflow", "up", "--port", "0", *options]
-    with subprocess.Popen(
-        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    pipe, environment = subprocess.PIPE, {**os.environ, **environment}
+    with start_command(
+        "up", "--port", "0", *options, env=environment, stdout=pipe, stderr=pipe, text=True
     ) as process:
         try:
             yield process

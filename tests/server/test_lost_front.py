@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import anyio
 import httpx2
 import pytest
-from anyio.abc import Process
-from anyio.streams.text import TextReceiveStream
+from support.process_template import start_python
 from support.redis_server import redis_server
 from support.server.http_clients import only_asyncio
 from websockets.asyncio.client import connect
@@ -64,47 +62,45 @@ sys.exit(main(["serve", "--port", "0", "--model", "fake=openai:none", *sys.argv[
 class Served:
     """A server. ``url``: of its websockets."""
 
-    process: Process
-    output: TextReceiveStream
+    process: subprocess.Popen[str]
     url: str = ""
 
-    async def read_until(self, text: str) -> str:
+    def read_until(self, text: str) -> str:
+        assert self.process.stdout is not None
         seen = ""
         while text not in seen:
-            seen += await self.output.receive()
+            line = self.process.stdout.readline()
+            assert line, seen
+            seen += line
         return seen
 
-    async def pause(self) -> None:
+    def pause(self) -> None:
         """Its engine makes no more steps."""
         assert self.process.stdin is not None
-        await self.process.stdin.send(b"\n")
-        await self.read_until("paused")
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.read_until("paused")
 
 
-def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-
-
-@asynccontextmanager
-async def two_servers(*options: str) -> AsyncIterator[tuple[Served, Served]]:
-    tests = Path(__file__).parents[1]
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[tenants.ann]\nkeys = ["{hashed_key(KEY)}"]\nrequests_per_minute = 14\n')
     variables = {name: value for name, value in os.environ.items() if not name.startswith("AGENTFLOW_")}
-    variables |= {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}", "PYTHONUNBUFFERED": "1"}
     variables |= {"OPENAI_API_KEY": "unused"}
-    async with AsyncExitStack() as stack:
-        servers: list[Served] = []
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path))
+        command = ["-c", CHILD, "--keys-file", keys, "--redis-url", redis.url, "--front-name"]
+        found: list[Served] = []
         for name in "ab":  # both load at the same time
-            command = [sys.executable, "-c", CHILD, *options, "--front-name", name]
-            process = await anyio.open_process(command, env=variables, stderr=subprocess.STDOUT)
-            await stack.enter_async_context(process)
-            stack.callback(_end, process)
-            assert process.stdout is not None
-            servers.append(Served(process, TextReceiveStream(process.stdout)))
-        for server in servers:
-            ready = await server.read_until("Anthropic's at")
+            process = stack.enter_context(start_python(*command, name, env=variables, text=True, **streams))
+            stack.callback(process.kill)
+            found.append(Served(process))
+        for server in found:
+            ready = server.read_until("Anthropic's at")
             server.url = "ws://" + ready.partition("ws://")[2].split()[0]
-        yield servers[0], servers[1]
+        yield found[0], found[1]
 
 
 def client_of(url: str) -> httpx2.AsyncClient:
@@ -112,56 +108,49 @@ def client_of(url: str) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(base_url=http_url, headers=headers, timeout=30)
 
 
-async def test_stored_objects_survive_a_killed_server(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    keys.write_text(f'[tenants.ann]\nkeys = ["{hashed_key(KEY)}"]\nrequests_per_minute = 14\n')
+async def test_stored_objects_survive_a_killed_server(servers: tuple[Served, Served]) -> None:
+    first, second = servers
     asked = {"model": "fake", "input": "What do plants make?", "max_output_tokens": 4}
-    with redis_server(tmp_path) as redis:
-        async with (
-            two_servers("--keys-file", str(keys), "--redis-url", redis.url) as (first, second),
-            client_of(first.url) as here,
-            client_of(second.url) as there,
-        ):
-            began_s = anyio.current_time()
-            talk = (await here.post("/v1/conversations", json={})).json()["id"]
-            kept = (await here.post("/v1/responses", json=asked | {"conversation": talk})).json()
-            program = (await here.post("/v1/programs", json={})).json()["id"]
-            for output in ("done", "pending"):
-                placeholder = {"name": "o", "in_out": "out", "semantic_var_id": output}
-                body: dict[str, Any] = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
-                assert (await here.post(f"/v1/programs/{program}/submit", json=body)).status_code == 200
-                if output == "done":
-                    value = (await here.get(f"/v1/programs/{program}/variables/done")).json()["value"]
-                    await first.pause()
-            running = (await here.post("/v1/responses", json=asked | {"background": True})).json()
-            assert (await there.get(f"/v1/responses/{running['id']}")).json()["status"] == "queued"
-            ticket = (await here.post("/v1/session-ticket")).json()["ticket"]
-            process = first.process
-            process.kill()
-            await process.wait()
+    async with client_of(first.url) as here, client_of(second.url) as there:
+        began_s = anyio.current_time()
+        talk = (await here.post("/v1/conversations", json={})).json()["id"]
+        kept = (await here.post("/v1/responses", json=asked | {"conversation": talk})).json()
+        program = (await here.post("/v1/programs", json={})).json()["id"]
+        for output in ("done", "pending"):
+            placeholder = {"name": "o", "in_out": "out", "semantic_var_id": output}
+            body: dict[str, Any] = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
+            assert (await here.post(f"/v1/programs/{program}/submit", json=body)).status_code == 200
+            if output == "done":
+                value = (await here.get(f"/v1/programs/{program}/variables/done")).json()["value"]
+                first.pause()
+        running = (await here.post("/v1/responses", json=asked | {"background": True})).json()
+        assert (await there.get(f"/v1/responses/{running['id']}")).json()["status"] == "queued"
+        ticket = (await here.post("/v1/session-ticket")).json()["ticket"]
+        first.process.kill()
+        first.process.wait()
 
-            assert (await there.get(f"/v1/responses/{kept['id']}")).json() == kept
-            assert len((await there.get(f"/v1/conversations/{talk}/items")).json()["data"]) == 2
-            protocols = [Subprotocol("agentflow.v2"), Subprotocol(f"agentflow.ticket.{ticket}")]
-            async with connect(f"{second.url}/v1/session", subprotocols=protocols):
-                pass
-            later = asked | {"previous_response_id": kept["id"], "input": "Why?"}
-            assert (await there.post("/v1/responses", json=later)).status_code == 200
-            with anyio.fail_after(20):
-                while True:  # until the key of the killed server expires, it does not answer
-                    lost = await there.get(f"/v1/responses/{running['id']}")
-                    if lost.status_code == 200 and lost.json()["status"] == "failed":
-                        break
-                    assert lost.status_code in (200, 503)
-                    await anyio.sleep(0.05)  # noqa: TID251 - another process has no event
-            assert lost.json()["error"]["type"] == "engine_down"
-            assert (await there.get(f"/v1/programs/{program}/variables/done")).json()["value"] == value
-            pending = await there.get(f"/v1/programs/{program}/variables/pending")
-            assert (pending.status_code, pending.json()["error"]["code"]) == (503, "engine_down")
-            # Both servers have admitted requests within one limit.
-            num_admitted = 0
-            while (admitted := await there.post("/v1/responses", json=asked)).status_code == 200:
-                num_admitted += 1
-            assert admitted.status_code == 429
-            returned = 14 * (anyio.current_time() - began_s) / 60  # more of it, the busier the machine
-            assert 0 < num_admitted < 10 + returned
+        assert (await there.get(f"/v1/responses/{kept['id']}")).json() == kept
+        assert len((await there.get(f"/v1/conversations/{talk}/items")).json()["data"]) == 2
+        protocols = [Subprotocol("agentflow.v2"), Subprotocol(f"agentflow.ticket.{ticket}")]
+        async with connect(f"{second.url}/v1/session", subprotocols=protocols):
+            pass
+        later = asked | {"previous_response_id": kept["id"], "input": "Why?"}
+        assert (await there.post("/v1/responses", json=later)).status_code == 200
+        with anyio.fail_after(20):
+            while True:  # until the key of the killed server expires, it does not answer
+                lost = await there.get(f"/v1/responses/{running['id']}")
+                if lost.status_code == 200 and lost.json()["status"] == "failed":
+                    break
+                assert lost.status_code in (200, 503)
+                await anyio.sleep(0.05)  # noqa: TID251 - another process has no event
+        assert lost.json()["error"]["type"] == "engine_down"
+        assert (await there.get(f"/v1/programs/{program}/variables/done")).json()["value"] == value
+        pending = await there.get(f"/v1/programs/{program}/variables/pending")
+        assert (pending.status_code, pending.json()["error"]["code"]) == (503, "engine_down")
+        # Both servers have admitted requests within one limit.
+        num_admitted = 0
+        while (admitted := await there.post("/v1/responses", json=asked)).status_code == 200:
+            num_admitted += 1
+        assert admitted.status_code == 429
+        returned = 14 * (anyio.current_time() - began_s) / 60  # more of it, the busier the machine
+        assert 0 < num_admitted < 10 + returned

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import MODEL, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.chat_template_shapes import CHATML
 from support.engine.random_model import write_random_model
 from support.fake_engine import FakeEngine
@@ -37,6 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(template=ChatTemplate(None), constraints=False) as running:
+        yield running
+
+
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
     file = tmp_path / "template.jinja"
@@ -56,13 +63,12 @@ def template(tmp_path: Path) -> Path:
         ("/tokenize", {"messages": TURNS}),
     ],
 )
-def test_f42e_each_api_says_what_to_do(path: str, body: dict[str, Any]) -> None:
-    with api_server(template=ChatTemplate(None), constraints=False) as server:
-        answer = httpx2.post(f"{server.url}{path}", json={"model": MODEL, **body})
-        assert answer.status_code == 400
-        assert all(way in answer.text for way in WAYS_OUT)
-        text = httpx2.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"})
-        assert text.status_code == 200
+def test_f42e_each_api_says_what_to_do(server: ApiServer, path: str, body: dict[str, Any]) -> None:
+    answer = httpx2.post(f"{server.url}{path}", json={"model": MODEL, **body})
+    assert answer.status_code == 400
+    assert all(way in answer.text for way in WAYS_OUT)
+    text = httpx2.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"})
+    assert text.status_code == 200
 
 
 @pytest.mark.anyio

@@ -13,6 +13,7 @@ import pytest
 from anyio.streams.text import TextReceiveStream
 from support.apis.fake_server import fake_server
 from support.apis.openai_answers import WRONG_KEY, text_stream
+from support.commands import run_cli
 from support.server.http_clients import only_asyncio
 
 import agentflow as af
@@ -32,20 +33,13 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def environment(**variables: str) -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("AGENTFLOW_", "OPENAI_", "ANTHROPIC_"))
-    }
-    return {**kept, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1", **variables}
-
-
 async def test_a_server_needs_no_torch_and_shows_no_key() -> None:
     async with fake_server([text_stream("Sugar."), WRONG_KEY]) as vendor:
         command = [sys.executable, "-c", CHILD, "serve", "--port", "0", "--log-level", "debug"]
         command += ["--model", "gpt=openai:gpt-4.1-mini"]
-        variables = environment(OPENAI_API_KEY=SECRET, OPENAI_BASE_URL=f"{vendor.url}/v1")
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("AGENTFLOW_")}
+        variables |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
+        variables |= {"OPENAI_API_KEY": SECRET, "OPENAI_BASE_URL": f"{vendor.url}/v1"}
         async with await anyio.open_process(command, env=variables, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
             output, seen = TextReceiveStream(process.stdout), ""
@@ -72,10 +66,9 @@ async def test_a_server_needs_no_torch_and_shows_no_key() -> None:
     assert SECRET not in seen
 
 
-async def test_a_missing_key_ends_the_start_with_one_line() -> None:
-    command = [sys.executable, "-c", CHILD, "serve", "--port", "0", "--model", "gpt=openai:gpt-4.1-mini"]
-    with anyio.fail_after(60):
-        ended = await anyio.run_process(command, env=environment(), check=False)
+def test_a_missing_key_ends_the_start_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    ended = run_cli("serve", "--port", "0", "--model", "gpt=openai:gpt-4.1-mini")
     assert ended.returncode == 1
-    [line] = ended.stderr.decode().splitlines()
+    [line] = ended.stderr.splitlines()
     assert "OPENAI_API_KEY" in line

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import anyio
 import pytest
+from support.process_template import start_python
 from support.session_peer import HANG, gen, opened
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import ServerLost
 from agentflow.protocol import ops
 
-TESTS = Path(__file__).parent.parent
 TIMEOUT_S = 30
 
 # It prints its port. The models load until a line is read, and with the argument "closes slowly" close when
@@ -103,13 +100,9 @@ class Server:
 
 @contextmanager
 def loading_server(*arguments: str) -> Iterator[Server]:
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    pipe = subprocess.PIPE
+    with start_python(
+        "-W", "error", "-c", CHILD, *arguments, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as process:
         try:
             yield Server(process)

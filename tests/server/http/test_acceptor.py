@@ -9,8 +9,6 @@ import os
 import resource
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketStream
+from support.commands import run_python
 from support.holds import until
 from support.server.http_clients import only_asyncio
 
@@ -190,8 +189,7 @@ RLIMITS = {
 
 
 def test_the_limit_of_open_files_is_raised_or_else_there_are_fewer_connections() -> None:
-    command = [sys.executable, "-c", RAISED, repr([*RLIMITS])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = run_python("-c", RAISED, repr([*RLIMITS]))
     assert [tuple(map(int, line.split())) for line in done.stdout.splitlines()] == [*RLIMITS.values()]
     assert len(done.stderr.splitlines()) == 3  # a warning where there are fewer
     assert max_open_connections(ServerLimits(max_connections=100)) == 264
