@@ -24,3 +24,4 @@ SYSTEM = {
     "prestart_worker_first_driver": False,
 }
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+WORKER = str(ROOT / "tests" / "support" / "ray_worker.py")
