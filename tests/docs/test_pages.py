@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from openai import OpenAI
-from support.api_server import MODEL, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.apis.fake_server import fake_server
 from support.docs import page_apis
 from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block, with_packages
@@ -80,31 +81,38 @@ def on_a_server(block: Block, url: str) -> Block:
     return block._replace(source=source.replace("import httpx\n", "import httpx2 as httpx\n"))
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(embedding=FOLDER, embedder=embedding_engine(256, 64)) as running:
+        yield running
+        running.assert_idle()
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ON_A_SERVER)
-async def test_the_blocks_of_clients_run_on_a_server(name: str, monkeypatch: pytest.MonkeyPatch):
+async def test_the_blocks_of_clients_run_on_a_server(
+    name: str, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Embedded, "connect", af.Scripted(by_end(SCRIPT)).connect)
     namespace: dict[str, Any] = {"af": af, "essay": ESSAY}
-    with anyio.fail_after(60), api_server(embedding=FOLDER, embedder=embedding_engine(256, 64)) as server:
-        url = server.url.replace("http://", "ws://")
-        blocks = [on_a_server(block, server.url) for block in blocks_of(DOCS / name)]
-        calling = with_packages(blocks)
-        assert calling
-        messages = [{"role": "user", "content": "Hello"}]
-        with OpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:
-            async with af.session(seed=7) as flow, af.session(url) as remote:
-                for block in blocks:
-                    if block.runs:
-                        namespace["flow"] = flow
-                        await run_block(DOCS / name, block, namespace)
-                    elif block in calling:
-                        # What the engine of the tests writes is not what the page shows.
-                        quiet = {"client": openai, "messages": messages, **namespace, "flow": remote}
-                        quiet["print"] = lambda *_, **__: None
-                        await run_block(DOCS / name, block, quiet)
-                        if (client := quiet["client"]) is not openai:
-                            client.close()
-        server.assert_idle()
+    url = server.url.replace("http://", "ws://")
+    blocks = [on_a_server(block, server.url) for block in blocks_of(DOCS / name)]
+    calling = with_packages(blocks)
+    assert calling
+    messages = [{"role": "user", "content": "Hello"}]
+    with anyio.fail_after(60), OpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:
+        async with af.session(seed=7) as flow, af.session(url) as remote:
+            for block in blocks:
+                if block.runs:
+                    namespace["flow"] = flow
+                    await run_block(DOCS / name, block, namespace)
+                elif block in calling:
+                    # What the engine of the tests writes is not what the page shows.
+                    quiet = {"client": openai, "messages": messages, **namespace, "flow": remote}
+                    quiet["print"] = lambda *_, **__: None
+                    await run_block(DOCS / name, block, quiet)
+                    if (client := quiet["client"]) is not openai:
+                        client.close()
 
 
 def test_f47f_every_block_that_can_run_is_run():

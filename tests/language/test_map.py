@@ -179,7 +179,7 @@ async def test_f17a_by_default_as_many_run_at_once_as_the_backend_batches(batch_
     backend.generator.capabilities = msgspec.structs.replace(known, batch_size=batch_size)
     crowd = Crowd()
     async with af.session(backend=backend) as flow:
-        await flow.map(crowd, crowd.inputs([500] * 100))
+        await flow.map(crowd, crowd.inputs([150] * 70))
     assert crowd.max_running == expected
 
 

@@ -170,8 +170,8 @@ async def double(s: af.State, number: int) -> str:
 
 answers = lambda prompt: str(2 * int(prompt.split()[1]))
 flow = af.session(backend=af.Scripted(answers))
-found = af.map(double, range(1000), resume=sys.argv[1], concurrency=16, session=flow)
-assert found == [str(2 * number) for number in range(1000)], found
+found = af.map(double, range(500), resume=sys.argv[1], concurrency=16, session=flow)
+assert found == [str(2 * number) for number in range(500)], found
 print("done", flush=True)
 """
 
@@ -180,7 +180,7 @@ def test_each_input_is_once_in_a_file_whose_writers_were_killed(tmp_path):
     script, path = tmp_path / "child.py", tmp_path / "run.jsonl"
     script.write_text(CHILD)
     ran: Counter[str] = Counter()
-    kills = iter([1, 60, 170, 3, 250])
+    kills = iter([1, 170, 60])
     while True:
         with start_python("-P", script, path, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
@@ -201,10 +201,10 @@ def test_each_input_is_once_in_a_file_whose_writers_were_killed(tmp_path):
         whole = path.read_bytes().split(b"\n")[:-1]
         assert len(whole) == len(set(whole))
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert found == [str(2 * number) for number in range(1000)]
+    assert found == [str(2 * number) for number in range(500)]
     assert ran["done"] == 1
     # What ran twice is what was running when a process was killed.
-    assert sum(ran.values()) - 1 - 1000 <= 5 * 16
+    assert sum(ran.values()) - 1 - 500 <= 3 * 16
 
 
 # Retries.
