@@ -31,7 +31,7 @@ from agentflow.engine.scheduling.defaults import CPU_BATCH_SIZE, CPU_TOKEN_BUDGE
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.store.adapter_folder import missing_adapters, named_adapters, resolve_adapter
 from agentflow.engine.store.embedding_folder import check_generates, read_embedding_folder
-from agentflow.engine.store.gguf.file import find_gguf
+from agentflow.engine.store.gguf.file import find_gguf, reading_once
 from agentflow.engine.store.hub_names import served_name
 from agentflow.engine.store.model_folder import gguf_parts, weight_files
 from agentflow.engine.store.model_store import fetch_model_async, resolve_model
@@ -159,7 +159,8 @@ def load_with(
         if group is not None:
             started.callback(group.close)
         device = chosen.device or _default_device()
-        runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device, group)
+        with reading_once():
+            runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device, group)
         started.pop_all()
     config = _config(chosen, device, is_paged=is_paged)
     batch_size = min(config.max_running, CPU_BATCH_SIZE) if device == "cpu" else config.max_running
@@ -289,8 +290,9 @@ def _load_divided(
 
 
 def _read_texts(options: EngineOptions, folder: Path) -> tuple[Tokenizer, ChatTemplate]:
-    template = read_template(options, folder)
-    return Tokenizer.from_folder(folder, template=template, embeds=options.task == "embed"), template
+    with reading_once():
+        template = read_template(options, folder)
+        return Tokenizer.from_folder(folder, template=template, embeds=options.task == "embed"), template
 
 
 def _has_no_order(folder: Path) -> BadArgument:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,12 +29,18 @@ FAVOURITES = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
 def logits_after(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
     """Plain text is likely, and a few characters are much more so than others, whatever came before; what
     they are worth exactly depends on the last token. The end comes up now and then."""
-    chance = np.random.default_rng(int(tokens[-1]))
-    logits = np.full(TOKENIZER.vocab_size, -20.0)
+    return _logits_after(int(tokens[-1]))
+
+
+@functools.cache
+def _logits_after(token: int) -> NDArray[np.float32]:
+    chance = np.random.default_rng(token)
+    logits = np.full(TOKENIZER.vocab_size, -20.0, dtype=np.float32)
     logits[PLAIN_IDS] = FAVOURITES + chance.normal(0.0, 0.5, len(PLAIN_IDS))
     # In most places the end is no choice, in some it is the first.
-    logits[END_ID] = 9.0 if zlib.crc32(b"%d" % tokens[-1]) % 5 == 0 else -20.0
-    return logits.astype(np.float32)
+    logits[END_ID] = 9.0 if zlib.crc32(b"%d" % token) % 5 == 0 else -20.0
+    logits.flags.writeable = False
+    return logits
 
 
 class LogitRunner(FakeRunner):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
     """Returns ``config.json`` and ``generation_config.json`` of a model folder, or the equivalent config of a
     GGUF file. Raises ``UnknownModel`` if there is no folder, ``BadModelFolder`` if it has no config."""
     if (file := find_gguf(folder)) is not None:
-        return open_gguf(file).config, {}
+        return copy.deepcopy(open_gguf(file).config), {}
     if not folder.is_dir():
         raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
     raw = read_json(folder / "config.json")

@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 from support.faults import has_param
 
+from agentflow.engine.models.config import read_folder
 from agentflow.engine.store.gguf.container import TYPES
-from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf, reading_once
 from agentflow.engine.store.gguf.tensors import GgufTensor, dequantise
 from agentflow.errors import BadModelFolder, UnknownModel
 
@@ -178,3 +179,19 @@ def test_the_only_file_of_a_folder_is_its_model(tmp_path: Path) -> None:
     write(tmp_path / "b.gguf", {})
     with pytest.raises(BadModelFolder, check=has_param("a.gguf")):
         find_gguf(tmp_path)
+
+
+def test_a_file_is_read_once_while_a_model_is_loaded(tmp_path: Path) -> None:
+    """And again by the next load: the file may be another one."""
+    file = write(tmp_path / "m.gguf", {"token_embd.weight": values(2, HIDDEN)})
+    with reading_once():
+        first = open_gguf(file)
+        with reading_once():
+            assert open_gguf(file) is first
+        assert open_gguf(file) is first
+        config, _ = read_folder(file)
+        config.clear()  # whoever reads it may change it
+        assert read_folder(file)[0] == first.config != {}
+    with reading_once():
+        assert open_gguf(file) is not first
+    assert open_gguf(file) is not open_gguf(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,21 @@ ENCODERS = frozenset(
 _NO_POOLING, _POOLING_OF_LAST = 0, 3
 
 
+_READ: ContextVar[dict[Path, GgufFile] | None] = ContextVar("read", default=None)
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Within the scope, ``open_gguf`` reads each file once. The config, the tokenizer, the template and the
+    weights of a model are read from one file by functions that do not know of each other."""
+    read = _READ.get()
+    token = _READ.set({} if read is None else read)
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
 def open_gguf(path: Path) -> GgufFile:
     """Maps a GGUF file, and the projector file next to it (``find_mmproj``). Takes some 20 ms for each
     100,000 texts in its metadata; weights are not read.
@@ -51,7 +67,12 @@ def open_gguf(path: Path) -> GgufFile:
         UnknownModel: there is no such file.
         BadModelFolder: it is not a complete GGUF file of a supported version, type and architecture.
     """
-    return GgufFile(read_container(path), find_mmproj(path))
+    read = _READ.get()
+    if read is None:
+        return GgufFile(read_container(path), find_mmproj(path))
+    if path not in read:
+        read[path] = GgufFile(read_container(path), find_mmproj(path))
+    return read[path]
 
 
 def find_gguf(path: Path) -> Path | None:
