@@ -21,8 +21,8 @@ from agentflow.kernels.ranks import Ranks
 class Norm:
     """RMS norm, or layer norm if there is a bias."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # [size], or [heads, size] if each head has a separate weight
+    bias: Tensor | None  # as the weight
     eps: float
     is_less_one: bool = False  # the weight is stored minus 1
 
@@ -131,9 +131,13 @@ class DecoderWeights:
     position_offset: int = 0  # the row of ``positions`` for position 0
     attention_scale: float  # of the scores
     attention_cap: float = 0.0  # of the scores; 0: none
-    logit_cap: float = 0.0  # 0: none
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # of the scaled logits; 0: none
     activation: Activation = "silu"  # of the MLPs
     is_gated: bool = True  # the MLPs have a gate
+    # The attention and the MLP of a layer read the same residual, and both are added to it. Otherwise the MLP
+    # reads the sum of residual and attention.
+    is_parallel: bool = False
     part: Part | None = None  # that the other fields describe; None: the whole model
 
     @property

@@ -89,6 +89,12 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GPT2LMHeadModel",
         {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50_257},
     ),
+    "phi2": (
+        "PhiForCausalLM",
+        _sizes(2560, 10_240, 8, 32, 32, 51_200) | {"partial_rotary_factor": 0.4},
+    ),
+    "pythia_1_4b": ("GPTNeoXForCausalLM", _sizes(2048, 8192, 8, 16, 16, 50_304)),
+    "command_r7b": ("Cohere2ForCausalLM", _sizes(4096, 14_336, 4, 32, 8, 256_000)),
     "deepseek_v2_lite": (
         "DeepseekV2ForCausalLM",
         _sizes(2048, 10_944, 3, 16, 16, 102_400)

@@ -80,13 +80,17 @@ class DecoderConfig:
     local_rope: RopeConfig | None = None  # of the layers whose ``rope`` is "local"
     rope_axes: tuple[int, ...] = ()  # the axis of the positions for each frequency; empty: there is one axis
     layers: tuple[LayerShape, ...] = ()  # one for each layer; empty if all are plain
-    norm: Literal["rms", "rms_less_one", "layer"] = "rms"  # rms_less_one: weights are stored minus 1
-    qk_norm: Literal["", "head", "row"] = ""  # norms queries and keys before rotation, per head or whole rows
+    # rms_less_one: weights are stored minus 1; layer_unbiased: layer norms without biases.
+    norm: Literal["rms", "rms_less_one", "layer", "layer_unbiased"] = "rms"
+    # Norms queries and keys before rotation: each head, whole rows, or each head with separate weights.
+    qk_norm: Literal["", "head", "row", "each_head"] = ""
     activation: Activation = "silu"  # of the MLP
     is_gated: bool = True  # the MLP has a gate
+    is_parallel: bool = False  # attention and MLP of a layer read the same residual
     attention_scale: float = 0.0  # 0: ``head_dim ** -0.5``
     attention_cap: float = 0.0  # of the scores; 0: none
-    logit_cap: float = 0.0  # 0: none
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # of the scaled logits; 0: none
     embedding_scale: float = 1.0  # factor of the embeddings
     position_offset: int | None = None  # the row of position 0 in the table of learned positions; None: none
     experts: ExpertsShape | None = None  # of the layers with ``is_sparse``

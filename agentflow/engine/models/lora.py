@@ -23,6 +23,7 @@ from agentflow.engine.models.config import DecoderConfig, read_json
 from agentflow.engine.models.families.family import WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.adapted_products import Place
+from agentflow.engine.models.weights.row_order import qkv_order
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart
@@ -63,6 +64,7 @@ class _Projection:
     num_in: int
     first: int  # output of the product
     num_out: int
+    order: Tensor | None = None  # the rows of ``B`` in the order of the product's outputs; None: as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Ada
         scale = _scale(
             folder, rank, patterns.value("alpha_pattern", module, settings.get("lora_alpha")), settings
         )
+        up = up if projection.order is None else up.index_select(0, projection.order)
         changed = (projection, down.to(dtype), (up.float() * scale).to(dtype))
         parts.setdefault((projection.layer, projection.place), []).append(changed)
     return AdapterWeights(config.num_layers, parts)
@@ -154,12 +157,14 @@ def _projections_named(config: DecoderConfig, names: WeightNames) -> Iterator[tu
         ("qkv", names.qkv, qkv, hidden),
         ("output", (names.output,), [hidden], queries),
     ]
+    order = qkv_order(config, names)
     for layer in range(config.num_layers):
         prefix = names.layers.format(layer)
         for place, parts, sizes, num_in in attention + ([] if config.layer(layer).is_sparse else dense):
             first = 0
             for name, size in zip(parts, sizes, strict=True):
-                yield f"{prefix}{name}", _Projection(layer, place, num_in, first, size)
+                rows = order[first : first + size] - first if order is not None and place == "qkv" else None
+                yield f"{prefix}{name}", _Projection(layer, place, num_in, first, size, rows)
                 first += size
 
 

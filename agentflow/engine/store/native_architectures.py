@@ -6,8 +6,12 @@ from typing import Final
 
 NATIVE_ARCHITECTURES: Final = frozenset(
     {
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
         "DeepseekV2ForCausalLM",
         "GPT2LMHeadModel",
+        "GPTJForCausalLM",
+        "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
@@ -23,6 +27,7 @@ NATIVE_ARCHITECTURES: Final = frozenset(
         "OPTForCausalLM",
         "Olmo2ForCausalLM",
         "Phi3ForCausalLM",
+        "PhiForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",

@@ -46,8 +46,9 @@ struct DecoderWeights {
     Norm final_norm;
     Rope ropes[MAX_ROPES];
     int64_t num_ropes;
-    float attention_scale, attention_cap, logit_cap;  // a cap of 0: none
+    float attention_scale, attention_cap, logit_scale, logit_cap;  // a cap of 0: none
     int64_t activation, is_gated;  // of the MLPs
+    int64_t is_parallel;  // the attention and the MLP of a layer read the same residual
     const LayerWeights* layers;
     int64_t first_token;  // of the vocabulary, in the first row of `embedding`
     RankSum ranks;  // of the processes that compute the model together; `num_heads` and all matrices are this rank's parts
@@ -150,8 +151,9 @@ class Forward {
             if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: only its KV is needed
             attend_layer(layer, static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
+            if (w_.is_parallel) prepare(layer.mlp_norm);
             add_attention(i);
-            prepare(layer.mlp_norm);
+            if (!w_.is_parallel) prepare(layer.mlp_norm);
             if (layer.experts) add_mixture(layer);
             else add_mlp(i);
             if (i < rows_.num_deep) add_deep(static_cast<const S*>(rows_.deep) + i * rows_.num_given * w_.hidden_size);
@@ -171,7 +173,8 @@ class Forward {
         grow(m_.highest, num_ * ((head.num_out + PANEL - 1) / PANEL));
         {
             const Timed timed(HEAD);
-            head_linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, w_.logit_cap, m_.logits.data(), m_.highest.data());
+            const LogitMap by{w_.logit_scale, w_.logit_cap};
+            head_linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, by, m_.logits.data(), m_.highest.data());
         }
         const Timed timed(CHOICE);
         choices.logits = m_.logits.data();
@@ -378,9 +381,13 @@ class Forward {
         });
     }
 
-    static void normalize_parts(S* row, int64_t size, const Norm& norm) {
+    static void normalize_parts(S* row, int64_t size, Norm norm) {
         if (!norm) return;
-        for (int64_t at = 0; at < size; at += norm.size) normalize(row + at, norm, row + at);
+        for (int64_t at = 0; at < size; at += norm.size) {
+            normalize(row + at, norm, row + at);
+            norm.weight = static_cast<const S*>(norm.weight) + norm.stride;
+            if (norm.bias) norm.bias = static_cast<const S*>(norm.bias) + norm.stride;
+        }
     }
 
     void attend_layer(const LayerWeights& layer, const S* kv_layer) {

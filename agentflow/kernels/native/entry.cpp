@@ -178,7 +178,7 @@ EXPORT int af_norm(int is_bf16, const void* x, int64_t num_rows, int64_t stride,
                    float eps, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
-        const Norm norm{weight, bias, size, eps, 0};
+        const Norm norm{weight, bias, size, eps, 0, 0};
         team().loop(num_rows, 16, [&](int64_t first, int64_t end, int) {
             for (int64_t t = first; t < end; t++) normalize(static_cast<const S*>(x) + t * stride, norm, static_cast<S*>(out) + t * size);
         });

@@ -292,17 +292,24 @@ void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight
     linear<S>(rows, stride, {{&weight, 0, num_rows}}, out, out_stride, added, activation);
 }
 
-// logits [num_rows][num_out] = rows W^T + b, capped unless `cap` is 0. Writes the highest logit of each panel to highest
+// From the products of the head to logits, which are scaled first.
+struct LogitMap {
+    float scale, cap;  // a cap of 0: none
+};
+
+// logits [num_rows][num_out] = rows W^T + b, scaled and capped. Writes the highest logit of each panel to highest
 // [num_rows][panels], or infinity if one is NaN, so that a choice of tokens need not read all logits again.
 template <class S>
-void head_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, float cap, float* logits, float* highest) {
+void head_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, LogitMap by, float* logits,
+                 float* highest) {
     const int64_t num_panels = num_panels_of(weight);
     const auto put = [&](const Weight&, int64_t row, int num, int64_t panel, const float* sums) {
         for (int64_t i = 0; i < num; i++) {
             Vec most = broadcast(MINUS_INFINITY);
             uint32_t are_numbers = 0xFFFF;
             each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
-                if (cap != 0) value = capped(value, 1, cap);
+                if (by.scale != 1) value = mul(value, broadcast(by.scale));
+                if (by.cap != 0) value = capped(value, 1, by.cap);
                 store_first(logits + (row + i) * weight.num_out + column, value, width);
                 value = first_lanes(value, width, MINUS_INFINITY);
                 are_numbers &= at_least(value, broadcast(MINUS_INFINITY));

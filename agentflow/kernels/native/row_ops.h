@@ -16,6 +16,7 @@ struct Norm {
     int64_t size;
     float eps;
     int32_t is_less_one;  // the weight is stored minus 1
+    int64_t stride;       // the values between the weights of two heads; 0: all heads have the same
 
     explicit operator bool() const { return weight != nullptr; }
 };

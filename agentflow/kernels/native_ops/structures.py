@@ -63,6 +63,7 @@ class NativeNorm(Structure):
         ("size", c_int64),
         ("eps", c_float),
         ("is_less_one", c_int32),
+        ("stride", c_int64),
     )
 
 
@@ -141,9 +142,11 @@ class NativeDecoder(Structure):
         ("num_ropes", c_int64),
         ("attention_scale", c_float),
         ("attention_cap", c_float),
+        ("logit_scale", c_float),
         ("logit_cap", c_float),
         ("activation", c_int64),
         ("is_gated", c_int64),
+        ("is_parallel", c_int64),
         ("layers", POINTER(NativeLayer)),
         ("first_token", c_int64),
         ("rank_sum", c_void_p),
@@ -348,7 +351,9 @@ def pointer(tensor: Tensor | None) -> int | None:
 def native_norm(norm: Norm | None) -> NativeNorm:
     if norm is None:
         return NativeNorm()
-    return NativeNorm(pointer(norm.weight), pointer(norm.bias), len(norm.weight), norm.eps, norm.is_less_one)
+    size = norm.weight.shape[-1]
+    stride = size if norm.weight.ndim == 2 else 0
+    return NativeNorm(pointer(norm.weight), pointer(norm.bias), size, norm.eps, norm.is_less_one, stride)
 
 
 def native_mlp(mlp: Mlp) -> NativeMlp:
@@ -448,9 +453,11 @@ def native_decoder(weights: DecoderWeights, heads: Sequence[PackedHeads | None])
         num_ropes=len(weights.ropes),
         attention_scale=weights.attention_scale,
         attention_cap=weights.attention_cap,
+        logit_scale=weights.logit_scale,
         logit_cap=weights.logit_cap,
         activation=ACTIVATIONS.index(weights.activation),
         is_gated=weights.is_gated,
+        is_parallel=weights.is_parallel,
         layers=(NativeLayer * len(layers))(*layers),
     )
     if part is not None:

@@ -36,6 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": EVEN,
     "phi3": EVEN,
     "gpt2": {"n_head": 4},
+    "phi": EVEN,
+    "gpt_neox": EVEN | {"num_key_value_heads": None},
+    "cohere_normed": EVEN,
 }
 
 

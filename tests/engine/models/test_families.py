@@ -126,7 +126,7 @@ def logprobs_by(runner: TorchRunner, texts: list[list[int]]) -> list[list[float]
     return found
 
 
-@pytest.mark.parametrize("kind", ["mamba", "bloom", "gptj", "llama4_text", "deepseek_v3", "t5"])
+@pytest.mark.parametrize("kind", ["mamba", "bloom", "codegen", "llama4_text", "deepseek_v3", "t5"])
 def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model(kind, **SIZES)
     model = (
@@ -141,8 +141,8 @@ def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])
 def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_path: Path) -> None:
-    saved_model("gpt_neox", tmp_path)
-    file, name = tmp_path / "model.safetensors", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    saved_model("granite", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
     del tensors[name]
     save_file(tensors | ({name: torch.zeros(3, 3)} if change == "misshapen" else {}), file, {"format": "pt"})
@@ -151,7 +151,7 @@ def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_p
 
 
 def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
-    saved_model("gpt_neox", tmp_path)
+    saved_model("granite", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": -128}))
     with pytest.raises(BadModelFolder, check=has_param("max_position_embeddings")):
@@ -159,12 +159,12 @@ def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
-    saved_model("gpt_neox", tmp_path)
+    saved_model("granite", tmp_path)
     with pytest.raises(BadArgument, check=has_param("quantize")):
         TorchRunner(tmp_path, num_slots=4, device="cpu", quantize="int8")
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["granite", "deepseek_v2"])
 def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +264,25 @@ def test_a_config_as_older_releases_wrote_it(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal_to_transformers(model, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["embed_out", "lm_head"])
+def test_gpt_neox_as_older_releases_wrote_it(head: str, tmp_path: Path) -> None:
+    """Other names in the config, either name of the head, and masks among the weights."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    model = saved_model("gpt_neox", tmp_path, rope_parameters=rope)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rotary_emb_base": 500, "rotary_pct": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.replace("embed_out.", f"{head}.").replace("lm_head.", f"{head}."): tensors[name]
+        for name in tensors
+    }
+    renamed["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4)
+    save_file(renamed, tmp_path / "model.safetensors")
     assert_equal_to_transformers(model, tmp_path)
 
 

@@ -58,6 +58,12 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
         {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
         {"target_modules": ["c_fc"], "fan_in_fan_out": True},
     ],
+    "gpt_neox": [
+        {"target_modules": ["query_key_value"]},
+        {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+        {"target_modules": ["dense"]},
+    ],
+    "cohere": [{"target_modules": ALL}, {"target_modules": ["q_proj"]}, {"target_modules": ["k_proj"]}],
     "mixtral": [{"target_modules": ALL[:4]}, {"target_modules": ["v_proj"]}, {"target_modules": ["q_proj"]}],
 }
 

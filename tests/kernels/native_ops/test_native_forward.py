@@ -49,7 +49,7 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     has_bias: bool = False
-    qk_norm: Literal["", "head", "row"] = ""
+    qk_norm: Literal["", "head", "row", "each_head"] = ""
     norm: Literal["rms", "rms_less_one", "layer"] = "rms"
     norms: tuple[str, ...] = ("input_norm", "mlp_norm")
     windows: tuple[int, ...] = (0,)  # of the layers, over and over; so are the ropes
@@ -59,9 +59,11 @@ class Sizes:
     embedding_scale: float = 1.0
     num_positions: int = 0
     cap: float = 0.0  # of scores and logits
+    logit_scale: float = 1.0
     has_sinks: bool = False
     activation: Activation = "silu"
     is_gated: bool = True
+    is_parallel: bool = False
     routing: Routing | None = None
     num_experts: int = 0
     has_shared: bool = False
@@ -98,6 +100,25 @@ SIZES = (
         activation="gelu",
         is_gated=False,
     ),
+    Sizes(  # GPT-NeoX
+        *(64, 96, 4, 4, 24),
+        has_bias=True,
+        norm="layer",
+        qk_norm="head",
+        rotated=(0.25,),
+        activation="gelu",
+        is_gated=False,
+        is_parallel=True,
+    ),
+    Sizes(  # Cohere
+        *(64, 80, 4, 2, 16),
+        norm="layer",
+        qk_norm="each_head",
+        windows=(20, 0),
+        ropes=(0, None),
+        logit_scale=0.3,
+        is_parallel=True,
+    ),
     Sizes(  # GPT-OSS
         *(64, 80, 4, 2, 16),
         has_bias=True,
@@ -133,10 +154,10 @@ class _Maker:
     def random(self, *shape: int, scale: float = 0.2) -> torch.Tensor:
         return (torch.randn(*shape, generator=self._generator) * scale).to(self._dtype)
 
-    def norm(self, size: int) -> Norm:
+    def norm(self, *size: int) -> Norm:
         kind = self._sizes.norm
-        weight = self.random(size) + (0 if kind == "rms_less_one" else 1)
-        bias = self.random(size) if kind == "layer" else None
+        weight = self.random(*size) + (0 if kind == "rms_less_one" else 1)
+        bias = self.random(*size) if kind == "layer" else None
         return Norm(weight, bias, 1e-5, is_less_one=kind == "rms_less_one")
 
     def linear(self, num_out: int, num_in: int, *, gated: bool = False) -> LinearWeight:
@@ -166,7 +187,9 @@ class _Maker:
     def layer(self, index: int) -> LayerWeights:
         sizes = self._sizes
         queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-        normed = {"": (), "head": (sizes.head_dim,) * 2, "row": (queries, keys)}[sizes.qk_norm]
+        dim, counts = sizes.head_dim, (sizes.num_heads, sizes.num_kv_heads)
+        normed: dict[str, Any] = {"": (), "head": ((dim,), (dim,)), "row": ((queries,), (keys,))}
+        normed["each_head"] = tuple((count, dim) for count in counts)
         mlp: Mlp | Experts = self.mlp(sizes.inner)
         if sizes.routing is not None:
             # In bfloat16, roundings change which experts are chosen, unless their scores are far apart.
@@ -178,7 +201,8 @@ class _Maker:
             experts = [self.mlp(sizes.inner) for _ in range(sizes.num_experts)]
             mlp = Experts(router, sizes.routing, experts, mlp if sizes.has_shared else None)
         norms = {name: self.norm(sizes.hidden) if name in sizes.norms else None for name in ALL_NORMS}
-        norms |= dict(zip(("q_norm", "k_norm"), map(self.norm, normed), strict=False))
+        for name, size in zip(("q_norm", "k_norm"), normed[sizes.qk_norm], strict=False):
+            norms[name] = self.norm(*size)
         return LayerWeights(
             qkv=self.latent(*sizes.latent) if sizes.latent else self.linear(queries + 2 * keys, sizes.hidden),
             sinks=self.random(sizes.num_heads, scale=1.0) if sizes.has_sinks else None,
@@ -218,9 +242,11 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         position_offset=2 if has_positions else 0,
         attention_scale=sizes.head_dim**-0.5,
         attention_cap=sizes.cap,
+        logit_scale=sizes.logit_scale,
         logit_cap=sizes.cap,
         activation=sizes.activation,
         is_gated=sizes.is_gated,
+        is_parallel=sizes.is_parallel,
     )
     return Decoder(kernels, weights, head)
 

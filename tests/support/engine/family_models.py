@@ -148,13 +148,30 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
     ),
     "opt": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": None}),
+    "phi": ("phi", {"num_key_value_heads": 6}),
+    "phi_normed": ("phi", {"qk_layernorm": True, "tie_word_embeddings": True}),
+    "gptj": (
+        "gptj",
+        {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 4}
+        | {"num_key_value_heads": None},
+    ),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": None}),
+    "gpt_neox_in_turn": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "num_key_value_heads": None}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+    ),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "cohere_normed": (
+        "cohere",
+        {"logit_scale": 2.0, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 16, "num_hidden_layers": 4, "logit_scale": 0.5}),
 }
 # Those that run through transformers.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_neox": ("gpt_neox", {}),
     "stablelm": ("stablelm", {}),
     "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0}),
-    "cohere2": ("cohere2", {"sliding_window": 16}),
     "glm4": ("glm4", {"head_dim": 16}),
     "exaone4": ("exaone4", {"sliding_window": 16}),
 }

@@ -36,6 +36,10 @@ ARCHITECTURES = {
     "gpt2": MODEL_ARCH.GPT2,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "starcoder2": MODEL_ARCH.STARCODER2,
+    "phi": MODEL_ARCH.PHI2,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "cohere2": MODEL_ARCH.COHERE2,
     "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
     "qwen3_vl_text": MODEL_ARCH.QWEN3VL,
 }
@@ -161,10 +165,11 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(1 if config["is_absorbed"] else config["num_key_value_heads"])
-    if config["model_type"] == "starcoder2":
-        writer.add_layer_norm_eps(config["norm_epsilon"])
-    else:
+    writer.add_head_count_kv(1 if config["is_absorbed"] else config["num_key_value_heads"] or heads)
+    for name in ("norm_epsilon", "layer_norm_eps"):
+        if name in config:
+            writer.add_layer_norm_eps(config[name])
+    if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config["model_type"] == "deepseek_v2":
         _write_deepseek2(writer, config)
@@ -190,6 +195,12 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_sliding_window(config["sliding_window"])
         case "phi3":
             writer.add_sliding_window(config.get("sliding_window") or 0)
+        case "gpt_neox":
+            writer.add_parallel_residual(config["use_parallel_residual"])
+        case "cohere" | "cohere2":
+            writer.add_logit_scale(config["logit_scale"])
+            if config["model_type"] == "cohere2":
+                writer.add_sliding_window(config["sliding_window"])
     if count := config.get("num_local_experts") or config.get("num_experts"):
         writer.add_expert_count(count)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -293,6 +304,9 @@ def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple
             keys, values_up = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
             yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), values_up
+        elif ".query_key_value." in name:
+            by_head = stored.reshape(config["num_attention_heads"], 3, -1, *stored.shape[1:])
+            yield name, by_head.swapaxes(0, 1).reshape(stored.shape)
         elif kind in SHIFTED and name.endswith("norm.weight"):
             yield name, stored + np.float32(1)
         elif kind in PAIRED and ".self_attn." in name and name.split(".")[-2] in ("q_proj", "k_proj"):

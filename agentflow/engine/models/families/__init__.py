@@ -2,6 +2,7 @@
 
 ``family`` has the common parts; ``registry`` finds one by the name in ``config.json``. A family reads its
 shape from the config and names its weights; ``forward/decoder`` computes it.
-Families: ``llama``, ``mixture``, ``gemma``, ``phi``, ``olmo``, ``gpt_oss``, ``deepseek``, ``starcoder`` and
-``gpt2``. With images (``image_text`` has their common parts): ``idefics3``, ``llava`` and ``qwen_vl``.
+Families: ``llama``, ``mixture``, ``gemma``, ``phi``, ``olmo``, ``gpt_oss``, ``deepseek``, ``starcoder``,
+``gpt2``, ``gpt_neox`` and ``cohere``. With images (``image_text`` has their common parts): ``idefics3``,
+``llava`` and ``qwen_vl``.
 """

@@ -84,6 +84,9 @@ class WeightNames:
     experts: ExpertNames | None = None
     latent: LatentNames | None = None
     is_transposed: bool = False  # matrices are stored as inputs by outputs
+    # The rows of ``qkv`` in an order that the forward pass does not have (``weights/row_order``):
+    has_pairs: bool = False  # adjacent rows of a query or key rotate together
+    is_fused_by_head: bool = False  # in one tensor, the queries of a KV head stand before its key and value
     # The ends of names of tensors that the forward pass does not use. Old folders store frequencies, which
     # follow from the config.
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -104,13 +107,16 @@ class Family:
     models: str  # well-known models, for the docs
     read: Callable[[RawConfig], DecoderConfig]  # raises ``BadModelFolder`` for models that cannot be run
     names: WeightNames = WeightNames()
-    other_names: tuple[WeightNames, ...] = ()  # in other releases; the files' embedding decides which apply
+    other_names: tuple[WeightNames, ...] = ()  # in other releases; embedding and head decide which apply
     gguf: tuple[str, ...] = ()  # the values of ``general.architecture`` in GGUF files
 
     def names_among(self, tensors: Collection[str]) -> WeightNames:
-        """Returns the names that fit the tensors of a model, or the usual ones."""
-        fitting = (names for names in self.other_names if f"{names.embedding}.weight" in tensors)
-        return next(fitting, self.names)
+        """Returns the names that fit the tensors of a model best, or the usual ones."""
+
+        def num_found(names: WeightNames) -> int:
+            return sum(f"{name}.weight" in tensors for name in (names.embedding, names.head))
+
+        return max((self.names, *self.other_names), key=num_found)
 
 
 def architecture_of(raw: RawConfig) -> str:

@@ -16,9 +16,11 @@ from agentflow.engine.models.config import (
     read_folder,
 )
 from agentflow.engine.models.families import (
+    cohere,
     deepseek,
     gemma,
     gpt2,
+    gpt_neox,
     gpt_oss,
     idefics3,
     llama,
@@ -48,6 +50,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         deepseek,
         starcoder,
         gpt2,
+        gpt_neox,
+        cohere,
         idefics3,
         llava,
         qwen_vl,
@@ -108,7 +112,8 @@ def _check(shape: DecoderConfig) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}")
-    for name in ("norm_eps", "attention_scale", "attention_cap", "logit_cap", "embedding_scale"):
+    scales = ("attention_scale", "attention_cap", "logit_scale", "logit_cap", "embedding_scale")
+    for name in ("norm_eps", *scales):
         if not math.isfinite(value := getattr(shape, name)):
             raise ValueError(f"{name} is {value}")
     for rope in filter(None, (shape.rope, shape.local_rope)):

@@ -179,7 +179,8 @@ class Decoder:
             if gathered is None:
                 return logits[:0]
             logits = gathered
-        cap = self.weights.logit_cap
+        scale, cap = self.weights.logit_scale, self.weights.logit_cap
+        logits = logits if scale == 1.0 else logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def _forward(self, batch: _Batch) -> Tensor:
@@ -205,7 +206,10 @@ class Decoder:
                 attended = values_of(layer.qkv, attended)
             attended = self._summed(products.multiply(attended, layer.output, i, "output"))
             attended = self._normed(attended, layer.attention_norm)
-            normed, residual = self._added(attended, residual, layer.mlp_norm)
+            if weights.is_parallel:
+                normed, residual = self._normed(residual, layer.mlp_norm), residual + attended
+            else:
+                normed, residual = self._added(attended, residual, layer.mlp_norm)
             out = self._normed(self._summed(self._mlp(layer.mlp, normed, batch, i)), layer.output_norm)
             next_norm = weights.final_norm if i == last else layers[i + 1].input_norm
             if given is not None and given.is_deep(i):
@@ -241,6 +245,16 @@ class Decoder:
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else apply_norm(x, norm, self._kernels)
 
+    def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+        """Returns the norms of heads [T, heads, head_dim], or of all heads of a row together, by the norm's
+        size."""
+        if norm.weight.ndim == 1:
+            rows = heads if len(norm.weight) == heads.shape[2] else heads.flatten(1)
+            return self._normed(rows, norm).view_as(heads)
+        biases = [None] * len(norm.weight) if norm.bias is None else norm.bias
+        norms = [replace(norm, weight=w, bias=b) for w, b in zip(norm.weight, biases, strict=True)]
+        return torch.stack([self._normed(heads[:, i], norm) for i, norm in enumerate(norms)], dim=1)
+
     def _added(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Returns the norm of the sum, and the sum. Overwrites ``residual``."""
         if norm is not None and norm.bias is None and not norm.is_less_one:
@@ -263,9 +277,7 @@ class Decoder:
             (layer.k_norm, num_heads, num_heads + num_kv_heads),
         ):
             if norm is not None:
-                part = qkv[:, first:end]
-                rows = part if len(norm.weight) == head_dim else part.flatten(1)
-                qkv[:, first:end] = self._normed(rows, norm).view_as(part)
+                qkv[:, first:end] = self._normed_heads(qkv[:, first:end], norm)
         rope = layer.rope
         if rope is not None and (num_rotated := batch.angles[rope][0].shape[-1]) < head_dim:
             cos, sin = batch.angles[rope]

@@ -151,6 +151,7 @@ def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -
     first_token = sum(counts[:rank])
     vocabulary = Cut((config.vocab_size, hidden), 0, ((first_token, first_token + counts[rank]),))
     cuts = {f"{names.embedding}.weight": vocabulary, f"{names.head}.weight": vocabulary}
+    cuts[f"{names.head}.bias"] = Cut((config.vocab_size,), 0, vocabulary.ranges)
     absent: set[str] = set()
     queries = _share(config.num_heads * dim, rank, size)
     keys = _share(config.num_kv_heads * dim, rank, size)
@@ -182,7 +183,12 @@ def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -
         prefix = names.layers.format(i)
         sizes = [config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim]
         parts = list(zip(sizes, (queries, keys, keys), strict=True))
-        if len(names.qkv) == 1:
+        if config.qk_norm == "each_head":
+            for name, (length, (first, end)) in zip((names.q_norm, names.k_norm), parts[:2], strict=True):
+                cuts[f"{prefix}{name}.weight"] = Cut((length // dim, dim), 0, ((first // dim, end // dim),))
+        if names.is_fused_by_head:
+            outputs(prefix + names.qkv[0], hidden, (sum(sizes), _share(sum(sizes), rank, size)))
+        elif len(names.qkv) == 1:
             outputs(prefix + names.qkv[0], hidden, *parts)
         else:
             for name, part in zip(names.qkv, parts, strict=True):

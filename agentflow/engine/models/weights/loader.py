@@ -19,6 +19,7 @@ from agentflow.engine.models.weights.checkpoint import Checkpoint, GgufCheckpoin
 from agentflow.engine.models.weights.cuts import check_divides, rank_config, rank_cuts, token_counts
 from agentflow.engine.models.weights.packed_checkpoint import PackedCheckpoint
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
+from agentflow.engine.models.weights.row_order import pair_order, qkv_order
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadArgument
@@ -230,9 +231,11 @@ class _Loader:
             position_offset=config.position_offset or 0,
             attention_scale=config.attention_scale or config.head_dim**-0.5,
             attention_cap=config.attention_cap,
+            logit_scale=config.logit_scale,
             logit_cap=config.logit_cap,
             activation=config.activation,
             is_gated=config.is_gated,
+            is_parallel=config.is_parallel,
             part=self._part,
         )
         return Decoder(self._kernels, weights, head)
@@ -248,17 +251,19 @@ class _Loader:
         config, names, kernels = self._config, self._names, self._kernels
         shape = config.vocab_size, config.hidden_size
         embedding_name, is_tied = f"{names.embedding}.weight", config.tie_word_embeddings
-        if (embedding := self._quantised({embedding_name: shape[0]}, shape[1], None)) is not None:
-            return embedding, embedding if is_tied else self._head(*shape)
+        bias = self._checkpoint.take_if_there(f"{names.head}.bias", config.vocab_size)
+        of_embedding = bias if is_tied else None
+        if (embedding := self._quantised({embedding_name: shape[0]}, shape[1], of_embedding)) is not None:
+            return embedding, embedding if is_tied else self._head(*shape, bias)
         weight = self._vector(embedding_name, *shape)
-        head = kernels.linear.pack(weight, None, exact_output=True) if is_tied else self._head(*shape)
+        head = kernels.linear.pack(weight, bias, exact_output=True) if is_tied else self._head(*shape, bias)
         return kernels.linear.pack_embedding(weight, head if is_tied else None), head
 
-    def _head(self, vocab_size: int, hidden_size: int) -> LinearWeight:
+    def _head(self, vocab_size: int, hidden_size: int, bias: Tensor | None) -> LinearWeight:
         name = f"{self._names.head}.weight"
-        if (head := self._quantised({name: vocab_size}, hidden_size, None)) is not None:
+        if (head := self._quantised({name: vocab_size}, hidden_size, bias)) is not None:
             return head
-        return self._kernels.linear.pack(self._vector(name, vocab_size, hidden_size), None, exact_output=True)
+        return self._kernels.linear.pack(self._vector(name, vocab_size, hidden_size), bias, exact_output=True)
 
     def _quantised(
         self,
@@ -268,9 +273,10 @@ class _Loader:
         *,
         is_gated: bool = False,
         is_transposed: bool = False,
+        order: Tensor | None = None,
     ) -> LinearWeight | None:
         """Returns a weight in blocks of quantised values, or None if it must be dense. ``parts``: the number
-        of outputs of each tensor."""
+        of outputs of each tensor. ``order``: as in ``qkv_order``."""
         if not self._kernels.linear.block_types:
             return None
         blocks: list[BlockMatrix] = []
@@ -286,10 +292,14 @@ class _Loader:
                 stored = quantised(dense, self._weights.quantise)
             if stored is None:
                 return None
+            if order is not None:
+                begin = sum(block.shape[0] for block in blocks)
+                rows = stored.rows[(order[begin : begin + size] - begin).numpy()]
+                stored = replace(stored, rows=rows, is_mapped=False)
             blocks.append(stored)
         packed = self._kernels.linear.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
         if packed is None:  # several types, or a type that the kernels cannot multiply
-            dense = self._dense(parts, num_inputs, is_transposed=is_transposed)
+            dense = self._dense(parts, num_inputs, is_transposed=is_transposed, order=order)
             self.is_as_stored = False
             blocks = [quantised(dense, "Q8_0")]
             packed = self._kernels.linear.pack_blocks(blocks, bias, gated=is_gated, device=self._device)
@@ -299,15 +309,12 @@ class _Loader:
 
     def _layer(self, prefix: str, index: int) -> LayerWeights:
         config, names, shape = self._config, self._names, self._config.layer(index)
-        hidden, head_dim = config.hidden_size, config.head_dim
-        has_rows = config.qk_norm == "row"
-        q_size = config.num_heads * head_dim if has_rows else head_dim
-        k_size = config.num_kv_heads * head_dim if has_rows else head_dim
+        hidden = config.hidden_size
         return LayerWeights(
             input_norm=self._norm_if_named(prefix, names.input_norm, hidden),
             qkv=self._latent(prefix) if config.latent else self._qkv(prefix),
-            q_norm=self._norm(f"{prefix}{names.q_norm}", q_size) if config.qk_norm else None,
-            k_norm=self._norm(f"{prefix}{names.k_norm}", k_size) if config.qk_norm else None,
+            q_norm=self._qk_norm(f"{prefix}{names.q_norm}", config.num_heads),
+            k_norm=self._qk_norm(f"{prefix}{names.k_norm}", config.num_kv_heads),
             sinks=self._vector(f"{prefix}{names.sinks}", config.num_heads) if config.has_sinks else None,
             output=self._output(prefix),
             attention_norm=self._norm_if_named(prefix, names.attention_norm, hidden),
@@ -323,7 +330,24 @@ class _Loader:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = [queries, keys, keys] if len(self._names.qkv) == 3 else [queries + 2 * keys]
         parts = {f"{prefix}{name}": size for name, size in zip(self._names.qkv, sizes, strict=True)}
-        return self._linear(parts, config.hidden_size)
+        return self._linear(parts, config.hidden_size, order=qkv_order(config, self._names))
+
+    def _qk_norm(self, name: str, num_heads: int) -> Norm | None:
+        """Returns the norm of queries or keys."""
+        config, head_dim = self._config, self._config.head_dim
+        if not config.qk_norm:
+            return None
+        shape = {"head": (head_dim,), "row": (num_heads * head_dim,), "each_head": (num_heads, head_dim)}
+        norm = self._norm(name, *shape[config.qk_norm])
+        if not self._names.has_pairs:
+            return norm
+        order = pair_order(config).to(norm.weight.device)
+
+        def in_order(values: Tensor) -> Tensor:
+            return values.view(-1, head_dim).index_select(1, order).view_as(values)
+
+        bias = None if norm.bias is None else in_order(norm.bias)
+        return replace(norm, weight=in_order(norm.weight), bias=bias)
 
     def _latent(self, prefix: str) -> LatentWeights:
         config, shape, names = self._config, self._config.latent, self._names.latent
@@ -460,15 +484,24 @@ class _Loader:
     def _norm_if_named(self, prefix: str, name: str, size: int) -> Norm | None:
         return self._norm(f"{prefix}{name}", size) if name else None
 
-    def _norm(self, name: str, size: int) -> Norm:
+    def _norm(self, name: str, *shape: int) -> Norm:
         kind = self._config.norm
-        bias = self._vector(f"{name}.bias", size) if kind == "layer" else None
-        weight = self._vector(f"{name}.weight", size)
+        weight = self._vector(f"{name}.weight", *shape)
+        bias = self._vector(f"{name}.bias", *shape) if kind == "layer" else None
+        if kind == "layer_unbiased":
+            bias = torch.zeros_like(weight)  # which makes it a layer norm
         return Norm(weight, bias, self._config.norm_eps, kind == "rms_less_one")
 
-    def _linear(self, parts: Mapping[str, int], num_inputs: int, *, is_gated: bool = False) -> LinearWeight:
+    def _linear(
+        self,
+        parts: Mapping[str, int],
+        num_inputs: int,
+        *,
+        is_gated: bool = False,
+        order: Tensor | None = None,
+    ) -> LinearWeight:
         """Returns one weight for several matrices with the same input. ``parts``: the number of outputs of
-        each name."""
+        each name. ``order``: as in ``qkv_order``."""
         names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
         biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
         bias = None
@@ -477,17 +510,23 @@ class _Loader:
             for part, read in zip(torch.split(bias, sizes), biases, strict=True):
                 if read is not None:
                     part.copy_(read)
+            bias = bias if order is None else bias.index_select(0, order.to(bias.device))
         outputs, is_transposed = dict(zip(names, sizes, strict=True)), self._names.is_transposed
-        packed = self._quantised(outputs, num_inputs, bias, is_gated=is_gated, is_transposed=is_transposed)
+        packed = self._quantised(
+            outputs, num_inputs, bias, is_gated=is_gated, is_transposed=is_transposed, order=order
+        )
         if packed is not None:
             return packed
-        weight = self._dense(outputs, num_inputs, is_transposed=is_transposed)
+        weight = self._dense(outputs, num_inputs, is_transposed=is_transposed, order=order)
         return self._kernels.linear.pack(weight, bias, gated=is_gated)
 
-    def _dense(self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool) -> Tensor:
+    def _dense(
+        self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool, order: Tensor | None = None
+    ) -> Tensor:
         """Returns the matrices [outputs, inputs] of ``parts``, stacked."""
         if not is_transposed or all(map(self._checkpoint.is_output_first, parts)):
-            return self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
+            taken = self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
+            return taken if order is None else taken.index_select(0, order.to(taken.device))
         [(name, size)] = parts.items()
         return self._checkpoint.take(name, num_inputs, size).t().contiguous()
 

@@ -37,7 +37,6 @@ class Architecture:
     has_pairs: bool = False  # query and key rows are stored in pairs
     norm_shift: float = 0.0  # added to norm weights
     transposed: frozenset[str] = frozenset()  # parts of a layer that the model stores as inputs by outputs
-    is_fused: bool = False  # the model has queries, keys and values in one matrix
     has_stacks: bool = False  # the model has all experts in one tensor
     # The matrix that expands latents to keys and values may be two tensors in the file, ``k_b_proj`` and
     # ``v_b_proj``; it is one tensor in the model.
@@ -328,13 +327,48 @@ def _deepseek2(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _starcoder2(data: Metadata, stored: Stored) -> Config:
+def _with_layer_norms(data: Metadata, stored: Stored, architecture: str, model_type: str) -> Config:
     hidden_size = data.whole(".embedding_length")
     head_dim = data.whole(".attention.key_length", hidden_size // _num_heads(data))
-    return _decoder(data, stored, "Starcoder2ForCausalLM", "starcoder2", head_dim) | {
-        "norm_epsilon": data.number(".attention.layer_norm_epsilon"),
+    return _decoder(data, stored, architecture, model_type, head_dim) | {
+        "layer_norm_eps": data.number(".attention.layer_norm_epsilon"),
+        "partial_rotary_factor": 1.0,  # that of ``rope_parameters`` comes first
+    }
+
+
+def _starcoder2(data: Metadata, stored: Stored) -> Config:
+    config = _with_layer_norms(data, stored, "Starcoder2ForCausalLM", "starcoder2")
+    return config | {
+        "norm_epsilon": config["layer_norm_eps"],
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": data.whole(".attention.sliding_window", 0) or None,
+    }
+
+
+def _phi2(data: Metadata, stored: Stored) -> Config:
+    return _with_layer_norms(data, stored, "PhiForCausalLM", "phi") | {"hidden_act": "gelu_new"}
+
+
+def _gpt_neox(data: Metadata, stored: Stored) -> Config:
+    """The file does not say which GELU the model has; Pythia has the exact one."""
+    return _with_layer_norms(data, stored, "GPTNeoXForCausalLM", "gpt_neox") | {
+        "hidden_act": "gelu",
+        "use_parallel_residual": data.flag(".use_parallel_residual", True),
+    }
+
+
+def _command_r(data: Metadata, stored: Stored) -> Config:
+    return _with_layer_norms(data, stored, "CohereForCausalLM", "cohere") | {
+        "logit_scale": data.number(".logit_scale"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in stored,
+    }
+
+
+def _cohere2(data: Metadata, stored: Stored) -> Config:
+    return _with_layer_norms(data, stored, "Cohere2ForCausalLM", "cohere2") | {
+        "logit_scale": data.number(".logit_scale"),
+        "sliding_window": data.whole(".attention.sliding_window"),
+        "layer_types": _layer_types(data, 4),
     }
 
 
@@ -413,7 +447,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         read=_phi3,
         top=_TOP,
         layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        is_fused=True,
     ),
     "gemma2": Architecture(read=_gemma2, top=_TOP, layer=_NORMS_AROUND, norm_shift=-1.0),
     "gemma3": Architecture(read=_gemma3, top=_TOP, layer=_NORMS_AROUND, norm_shift=-1.0),
@@ -461,7 +494,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         layer=_GPT2_MATRICES | {"attn_norm": "ln_1", "ffn_norm": "ln_2"},
         prefix="transformer.h.{}.",
         transposed=frozenset(_GPT2_MATRICES),
-        is_fused=True,
     ),
+    "phi2": Architecture(
+        read=_phi2,
+        top=_TOP | {"output_norm": "model.final_layernorm"},
+        layer=_LAYER | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    ),
+    "gptneox": Architecture(read=_gpt_neox, top=_TOP, layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj"}),
+    "command-r": Architecture(read=_command_r, top=_TOP, layer=_LAYER),
+    "cohere2": Architecture(read=_cohere2, top=_TOP, layer=_LAYER),
 }
 """The architectures by ``general.architecture``."""

@@ -53,6 +53,12 @@ CHANGED: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v2_groups": LATENT,
     "starcoder2": {},
+    "phi": {"num_key_value_heads": 4},
+    "gpt_neox": {"hidden_act": "gelu"},
+    "gpt_neox_in_turn": {},
+    "cohere": {},
+    "cohere_normed": {},
+    "cohere2": {},
 }
 """Names of ``family_models``, and how their configs differ here."""
 
@@ -114,7 +120,8 @@ def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "llama_biased", "qwen3_moe", "gemma3", "phi3", "gpt2", "gpt_oss"]
+    "name",
+    ["llama_tied", "llama_biased", "qwen3_moe", "gemma3", "phi3", "gpt2", "gpt_oss", "gpt_neox", "cohere"],
 )
 @pytest.mark.parametrize("source", ["gguf", "safetensors"])
 def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tmp_path: Path) -> None:
