@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from support.api_server import ApiServer, api_server
+from support.apis.anthropic_answers import text_stream as claude_stream
 from support.apis.fake_server import Received
 from support.apis.openai_answers import text_stream
 from support.fake_engine import TOKENIZER, FakeEngine
@@ -26,6 +27,8 @@ from support.wire_server import ThreadServer
 import agentflow as af
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.protocol import ops
+from agentflow.recording.file import read_recording
 from agentflow.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +95,45 @@ async def test_the_model_sees_an_image(scenarios: Path) -> None:
         found = await result(scenarios, "image", served.ws_url, prompts=[str(len(data))])
     assert found == ["a square"] * 3
     assert seen == [f"Look: {url}What is it?"] * 2 + [url]
+
+
+async def test_several_models_in_one_session(scenarios: Path, tmp_path: Path) -> None:
+    models = {"small": "openai:gpt-4.1-mini", "large": "anthropic:claude-sonnet-4-5"}
+    asked: list[list[dict[str, Any]]] = []
+
+    def answer(request: Received) -> Any:
+        if not request.path.endswith("/messages"):
+            return text_stream("A leaf")
+        asked.append(request.json["messages"])
+        return claude_stream("yes" if "true?" in json.dumps(asked[-1]) else "Leaves")
+
+    async with served_apis(answer, models) as served:
+        found = await result(scenarios, "models", served.ws_url, prompts=["Write."])
+    assert found["values"] == ["A leaf", "yes", "Leaves", "Leaves"]
+    assert found["states"] == ["small", "large", "large"]
+    assert [len(messages) for messages in sorted(asked, key=len)] == [1, 1, 3]
+    assert all(cost > 0 for cost in found["costs"])
+    assert sum(found["costs"]) == pytest.approx(found["total"])
+    assert found["refused"] == ["not_supported", None]
+    assert "schema" in found["constraints"][1]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in found["recording"]))
+    recording = read_recording(path)
+    assert list(recording.header.models) == ["small", "large"]
+    opened = [entry.sent for entry in recording.entries if isinstance(entry.sent, ops.Open)]
+    assert [(op.model, op.program) for op in opened[:2]] == [("", "draft"), ("large", "judge")]
+    forks = [entry.sent for entry in recording.entries if isinstance(entry.sent, ops.Fork)]
+    assert [fork.model for fork in forks] == ["large"]
+
+
+async def test_decisions(scenarios: Path) -> None:
+    with api_server(constraints=False) as server:
+        found = await result(scenarios, "decide", server.url, prompts=["Buy this!"])
+    spam, tone = found["value"]["Is it spam?"], found["value"]["tone"]
+    assert isinstance(spam["value"], bool)
+    assert tone["value"] == max(tone["probabilities"], key=tone["probabilities"].__getitem__)
+    assert sum(tone["probabilities"].values()) == pytest.approx(1)
+    assert (found["by"], found["reason"]) == ("logprobs", "decided")
 
 
 async def test_live_graphs_of_a_session_and_of_its_tenant(scenarios: Path, server: ThreadServer) -> None:

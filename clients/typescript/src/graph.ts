@@ -45,7 +45,7 @@ export class Graph {
 
   constructor(options: StateOptions = {}) {
     this.#recorder = new Recorder(options);
-    this.root = new State(this.#recorder, this.#recorder.nextNumber(), []);
+    this.root = new State(this.#recorder, this.#recorder.nextNumber(), [], options.model);
   }
 
   /** A text that `submit` gets as `inputs[name]`, and that can be appended like a variable. */

@@ -4,7 +4,7 @@ import type { AgentflowError } from "./agentflow_error.js";
 import { guarded } from "./changes.js";
 import { Connection, type Status } from "./connection.js";
 import { embedFields, embedTexts, type EmbedOptions } from "./embeddings.js";
-import { EngineDown, ForeignState, StateClosed } from "./errors.js";
+import { EngineDown, ForeignState, StateClosed, UnknownModel } from "./errors.js";
 import { Graph, openOp, Run, type RunLink, type StateOptions, type SubmitOptions } from "./graph.js";
 import type { Image } from "./image.js";
 import {
@@ -148,7 +148,7 @@ export class Session {
   state(options: StateOptions = {}): State {
     const number = this.#link.nextNumber();
     this.#link.send(openOp(number, options));
-    return new State(this.#link, number, []);
+    return new State(this.#link, number, [], options.model ?? this.model);
   }
 
   /** Runs a graph. */
@@ -159,7 +159,7 @@ export class Session {
     }
     const base = this.#link.reserve(graph.size);
     this.#link.send(graph.submission(base, outputs, options), graph.images);
-    const root = new State(this.#link, base, []);
+    const root = new State(this.#link, base, [], graph.root.model ?? this.model);
     const done = this.#link.reached(root, GRAPH_TICKET);
     done.catch(() => {}); // a run that is not awaited reports its errors through its variables
     const run = new Run(this.#link, graph, root, done, outputs);
@@ -308,6 +308,7 @@ class SessionLink implements RunLink {
   }
 
   send(op: Op, images?: Iterable<Image>): void {
+    for (const one of op.op === "submit" ? op.ops : [op]) this.#checkModel(one);
     if (images) this.#uploads.send(images, this.#connection.frameBytes);
     this.#connection.send(op);
   }
@@ -398,6 +399,13 @@ class SessionLink implements RunLink {
     this.#variables.clear();
     this.#states.clear();
     this.#tickets.clear();
+  }
+
+  #checkModel(op: Op): void {
+    const { models } = this.#connection;
+    if ((op.op !== "open" && op.op !== "fork") || !op.model || Object.hasOwn(models, op.model)) return;
+    const known = Object.keys(models).join(", ");
+    throw new UnknownModel(`the session has no model ${JSON.stringify(op.model)} (it has: ${known})`, { param: "model" });
   }
 
   #ticketsOf(state: State): { next: number; reached: number; waiting: [number, Waiting<void>][] } {

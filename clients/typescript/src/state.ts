@@ -3,23 +3,25 @@
 import type { AgentflowError } from "./agentflow_error.js";
 import { splitText } from "./code_points.js";
 import type { EmbedFields } from "./embeddings.js";
-import { BadArgument, ForeignState, StateClosed } from "./errors.js";
+import { BadArgument, ForeignState, NotSupported, StateClosed } from "./errors.js";
 import { genFields, type GenOptions } from "./gen_options.js";
 import { Image, imageAt } from "./image.js";
 import type {
   BeginOp,
   Conversation,
+  DecideOp,
   ForkOp,
   HintOp,
   LimitOp,
   Op,
+  Question,
   ReadOp,
   Ref,
   SelectOp,
   ToolChoice,
   ToolSpec,
 } from "./protocol.js";
-import { messagesOf, Transcript, written, type ChatMessage } from "./transcript.js";
+import { messagesOf, Transcript, written, type ChatMessage, type Entry } from "./transcript.js";
 import { Reference, Variable } from "./variable.js";
 
 /** What can be appended as text: a text, a variable of the same session or graph, or a part of one. */
@@ -67,6 +69,8 @@ export class State {
   readonly number: number;
   /** The place in the fork tree: `[]` is the root, `[2]` its third branch, `[2, 0]` the first branch of that. */
   readonly path: readonly number[];
+  /** The name of its model; undefined in a graph on the session's. */
+  readonly model: string | undefined;
   readonly #link: Link;
   readonly #transcript: Transcript;
   #place: TurnPlace = {};
@@ -81,6 +85,7 @@ export class State {
     link: Link,
     number: number,
     path: readonly number[],
+    model: string | undefined,
     place: unknown = {},
     transcript: unknown = new Transcript(),
   ) {
@@ -88,6 +93,7 @@ export class State {
     this.#transcript = transcript as Transcript;
     this.number = number;
     this.path = path;
+    this.model = model;
     this.#place = place as TurnPlace;
     link.addState(this);
   }
@@ -206,6 +212,7 @@ export class State {
   /** Sets the tools that later gens with `reply` may call. */
   tools(tools: readonly ToolSpec[], choice?: ToolChoice): this {
     this.#send({ op: "tools", state: this.number, tools: [...tools], ...(choice ? { choice } : {}) });
+    this.#transcript.add({ tools, choice });
     return this;
   }
 
@@ -243,6 +250,16 @@ export class State {
     return variable;
   }
 
+  /**
+   * Answers questions about the content at this point, each by itself, and appends nothing. The value is JSON: by the
+   * name of each question its likeliest `value`, and the `probabilities` of all answers.
+   */
+  decide(name: string, questions: readonly Question[]): Variable {
+    return this.#declare(name, (number): DecideOp => {
+      return { op: "decide", state: this.number, var: number, name, questions: [...questions] };
+    });
+  }
+
   /** Sets a variable to a text, which is not appended. */
   set(name: string, ...parts: TextPart[]): Variable {
     const made = parts.map((part) => (typeof part === "string" ? part : this.#ref(part)));
@@ -269,18 +286,25 @@ export class State {
     return this.#declare(name, (number) => ({ op: "embed", state: this.number, var: number, name, texts, ...fields }));
   }
 
-  /** Creates branches, which continue from here independently. */
-  fork(count: number): State[] {
+  /**
+   * Creates branches, which continue from here independently. On another `model` of the session they get the content
+   * as text. Throws `NotSupported` if another model is to continue a conversation.
+   */
+  fork(count: number, options: { model?: string | undefined } = {}): State[] {
     if (!Number.isInteger(count) || count < 1) {
       throw new BadArgument(`fork: the number of branches must be at least 1, not ${count}`);
     }
     this.#check();
+    const model = options.model ?? this.model;
+    const content = model === this.model ? undefined : this.#portable();
     const children = Array.from({ length: count }, () => this.#link.nextNumber());
     const op: ForkOp = { op: "fork", state: this.number, children };
+    if (content && model !== undefined) op.model = model;
     this.#send(op);
     return children.map((number) => {
       const path = [...this.path, this.#numBranches++];
-      return new State(this.#link, number, path, this.#place, new Transcript(this.#transcript));
+      if (!content) return new State(this.#link, number, path, model, this.#place, new Transcript(this.#transcript));
+      return new State(this.#link, number, path, model).#repeat(content);
     });
   }
 
@@ -361,6 +385,41 @@ export class State {
   /** @internal */
   fail(error: AgentflowError): void {
     this.#error ??= error;
+  }
+
+  /** The content, for another model. */
+  #portable(): Entry[] {
+    const content = this.#transcript.entries();
+    if (content.some((entry) => typeof entry === "object" && ("messages" in entry || "replyOf" in entry))) {
+      throw new NotSupported(
+        "fork: another model reads a conversation only as messages: begin a state with converse(await state.messages())",
+        { param: "model" },
+      );
+    }
+    return content;
+  }
+
+  /** Appends the content of another state. */
+  #repeat(content: readonly Entry[]): this {
+    let parts: Part[] = [];
+    const flush = (): void => {
+      if (parts.length) this.text(...parts);
+      parts = [];
+    };
+    for (const entry of content) {
+      if (typeof entry === "string" || entry instanceof Reference || entry instanceof Image) {
+        parts.push(entry);
+        continue;
+      }
+      flush();
+      if ("begin" in entry) {
+        const { role, tool_call_id, name } = entry.begin;
+        this.begin(role, { ...(tool_call_id == null ? {} : { id: tool_call_id }), ...(name == null ? {} : { name }) });
+      } else if ("end" in entry) this.end();
+      else if ("tools" in entry) this.tools(entry.tools, entry.choice);
+    }
+    flush();
+    return this;
   }
 
   /** The place of the next gen, as programs in Python write it: their seeds are the same. */

@@ -2,7 +2,7 @@
 
 import { countCodePoints } from "./code_points.js";
 import { Image, knownFile } from "./image.js";
-import type { BeginOp, Message } from "./protocol.js";
+import type { BeginOp, Message, ToolChoice, ToolSpec } from "./protocol.js";
 import type { Reference, Variable } from "./variable.js";
 
 /** A turn of a conversation. */
@@ -19,6 +19,7 @@ export type Entry =
   | { readonly begin: BeginOp }
   | { readonly end: true }
   | { readonly replyOf: Variable }
+  | { readonly tools: readonly ToolSpec[]; readonly choice: ToolChoice | undefined }
   | { readonly messages: readonly ChatMessage[] };
 
 /** The entries of a state, after those of the state that it was forked from. */
@@ -71,7 +72,7 @@ export async function messagesOf(
       if (name != null) message.name = name;
       open = { message, parts: [] };
     } else if (typeof entry === "object" && "end" in entry) close();
-    else if (!open) continue;
+    else if (!open || (typeof entry === "object" && "tools" in entry)) continue;
     else if (typeof entry === "string" || entry instanceof Image) open.parts.push(entry);
     else if ("replyOf" in entry) {
       const variable = entry.replyOf;

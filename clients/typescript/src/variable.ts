@@ -4,7 +4,7 @@ import type { AgentflowError } from "./agentflow_error.js";
 import { announce, forget, type Due } from "./changes.js";
 import { countCodePoints, takeCodePoints } from "./code_points.js";
 import { DataDependent } from "./errors.js";
-import type { Transform, Usage, ValueEvent } from "./protocol.js";
+import type { PassedOver, Transform, Usage, ValueEvent } from "./protocol.js";
 import { ReplySoFar, type Reply } from "./reply.js";
 import type { State } from "./state.js";
 
@@ -154,6 +154,21 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
     return this.#value?.finish_reason;
   }
 
+  /** The model that answered, if the session chose among several. */
+  get model(): string | undefined {
+    return this.#value?.model || undefined;
+  }
+
+  /** The models that were asked before it, and why they did not answer. */
+  get passedOver(): readonly PassedOver[] {
+    return this.#value?.passed_over ?? [];
+  }
+
+  /** Of a select or decide: by log-probabilities, by a provider's endpoint, or by the text that the model wrote. */
+  get decidedBy(): ValueEvent["decided_by"] | undefined {
+    return this.#value?.decided_by ?? undefined;
+  }
+
   /** Of a select: each choice with the score that its method compares. */
   get choices(): Readonly<Record<string, number>> | undefined {
     return this.#value?.choices ?? undefined;
@@ -162,6 +177,11 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
   /** The log-probability of each token, if the op requested them. */
   get logprobs(): NonNullable<ValueEvent["logprobs"]> | undefined {
     return this.#value?.logprobs ?? undefined;
+  }
+
+  /** The text of each token that `logprobs` has an entry for. */
+  get tokens(): readonly string[] | undefined {
+    return this.#value?.tokens ?? undefined;
   }
 
   /**

@@ -76,6 +76,47 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
     return withSession(options, async (session) => session.model);
   },
 
+  /** A draft on the default model and a judge on the last one; the draft goes on there; with a recording. */
+  async models(options) {
+    const recording: object[] = [];
+    return withSession({ ...options, record: (line) => recording.push(line) }, async (session) => {
+      const large = Object.keys(session.models).at(-1)!;
+      const draft = session.state({ program: "draft" }).system("Be brief.").user(options.prompts[0]!);
+      const text = draft.gen("text");
+      const judge = session.state({ model: large, program: "judge" });
+      const verdict = judge.user("Is it true? ", text).gen("verdict");
+      const [again] = draft.fork(1, { model: large });
+      const better = again!.user("Better!").gen("better");
+      const graph = new Graph({ model: large });
+      const run = session.submit(graph, { outputs: [graph.root.user("Alone?").gen("alone")] });
+      const variables = [text, verdict, better, ...run.variables];
+      const values = await Promise.all(variables);
+      const failed = session.state({ model: large }).user("?").gen("digits", { regex: "[0-9]" });
+      const refused = await Promise.resolve(failed).catch((error: AgentflowError) => [error.code, error.param]);
+      return {
+        values,
+        states: [draft, judge, again!].map((state) => state.model),
+        costs: variables.map((variable) => variable.usage!.cost),
+        total: (await session.stats()).cost,
+        constraints: Object.values(session.models).map(({ constraints }) => constraints),
+        refused,
+        recording,
+      };
+    });
+  },
+
+  /** Answers to questions about the first prompt. */
+  async decide(options) {
+    return withSession(options, async (session) => {
+      const state = session.state().user(options.prompts[0]!);
+      const decisions = state.decide("decisions", [
+        { name: "Is it spam?", kind: "predicate" },
+        { name: "tone", kind: "choice", options: [{ text: "calm" }, { text: "angry" }] },
+      ]);
+      return { value: JSON.parse(await decisions), by: decisions.decidedBy, reason: decisions.finishReason };
+    });
+  },
+
   /** A watch over a generation: its steps, and the nodes that the generation has left in the tree. */
   async watch(options) {
     return withSession(options, async (session) => {

@@ -71,6 +71,54 @@ test("the transforms of a reference", () => {
   );
 });
 
+test("a fork continues on another model with the content as text", () => {
+  const graph = new Graph({ model: "small" });
+  graph.root.system("Be brief.").user("Why?");
+  const answer = graph.root.gen("answer");
+  graph.root.user("So: ");
+  const number = graph.ops.length;
+  const [other] = graph.root.fork(1, { model: "large" });
+  other!.begin("assistant");
+  assert.equal(other!.model, "large");
+  const state = other!.number;
+  assert.deepEqual(graph.ops.slice(number), [
+    { op: "fork", state: 1, children: [state], model: "large" },
+    { op: "begin", state, role: "system" },
+    { op: "text", state, parts: ["Be brief."] },
+    { op: "end", state },
+    { op: "begin", state, role: "user" },
+    { op: "text", state, parts: ["Why?"] },
+    { op: "end", state },
+    { op: "begin", state, role: "assistant" },
+    { op: "text", state, parts: [{ op: "ref", var: answer.number }] },
+    { op: "end", state },
+    { op: "begin", state, role: "user" },
+    { op: "text", state, parts: ["So: "] },
+    { op: "end", state },
+    { op: "begin", state, role: "assistant" },
+  ]);
+  const [same] = graph.root.fork(1, { model: "small" });
+  assert.deepEqual(graph.ops.at(-1), { op: "fork", state: 1, children: [same!.number] });
+  const talk = new Graph();
+  talk.root.converse([{ role: "user", content: "Hi" }]);
+  assert.throws(() => talk.root.fork(1, { model: "large" }), { code: "not_supported", param: "model" });
+});
+
+test("a model that the session does not have is refused before anything is sent", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const state = session.state({ model: "fake" });
+  assert.equal(session.state().model, "fake");
+  assert.throws(() => session.state({ model: "large" }), { code: "unknown_model", param: "model" });
+  assert.throws(() => state.fork(1, { model: "constructor" }), { code: "unknown_model" });
+  const graph = new Graph();
+  graph.root.fork(1, { model: "large" });
+  assert.throws(() => session.submit(graph), { code: "unknown_model" });
+  await settle(server);
+  assert.deepEqual(server.accepted.map((op) => op.op), ["open", "open"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
 test("a conversation's turn ends with its reply", () => {
   const call = { id: "c1", name: "weather", arguments: "{}" };
   const ops = recorded(({ root }) => {
