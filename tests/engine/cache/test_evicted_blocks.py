@@ -40,9 +40,14 @@ class Cache:
         self.num_slots = 0
 
     def put(self, key: str, tokens: tuple[int, ...]) -> None:
+        """Half of the tokens, and then the others, as a request adds them: the leaf grows."""
         slots = np.arange(self.num_slots, self.num_slots + len(tokens), dtype=np.int32)
         self.num_slots += len(tokens)
-        self.cache.extend(self.cache.match(key, b""), key, run_of(tokens), slots)
+        half = len(tokens) // 2
+        match, _ = self.cache.extend(self.cache.match(key, b""), key, run_of(tokens[:half]), slots[:half])
+        self.cache.lock(match)
+        self.cache.extend(match, key, run_of(tokens), slots)
+        self.cache.unlock(match)
 
     def reasons(self, key: str, tokens: tuple[int, ...]) -> tuple[int, bool, Hashable]:
         """The end of the first block that is not cached, whether it was evicted, and the tree that has it."""

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from agentflow.engine.cache import blocks, nodes, radix_cache
 from agentflow.engine.cache.blocks import BlocksRemoved
 from agentflow.engine.cache.nodes import PrefixMatch
 from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.token_run import common_prefix_len, token_run
+from agentflow.engine.cache.token_run import INNER_IDS, common_prefix_len, prefix_end, token_run
 from agentflow.engine.scheduling.kv_memory import KVSlots
 
 # Few token ids and short sequences, so that prefixes collide often.
-sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)
+sequences = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 extra_keys = st.sampled_from(["", "other tenant"])
 
 
@@ -49,6 +49,7 @@ class PrefixList:
         self.keeps: dict[tuple, int] = collections.Counter()
         self.returns: dict[tuple, float] = {}  # with keeps: the earliest time of a state that continues
         self.marked: dict[tuple, float] = {}  # until then a client wants the prefix
+        self.generated: set[tuple] = set()
         self.clock = 0
 
     def match(self, extra: str, sequence: list[int]) -> list[int]:
@@ -62,10 +63,15 @@ class PrefixList:
             self.used[prefix] = self.clock
         return slots
 
-    def insert(self, extra: str, sequence: list[int], slots: list[int]) -> int:
+    def num_output(self, extra: str, sequence: list[int]) -> int:
+        return sum((extra, *sequence[:length]) in self.generated for length in range(1, len(sequence) + 1))
+
+    def insert(self, extra: str, sequence: list[int], slots: list[int], num_prompt: int) -> int:
         existing = len(self.match(extra, sequence))
         for length in range(existing + 1, len(sequence) + 1):
             prefix = (extra, *sequence[:length])
+            if length > num_prompt:
+                self.generated.add(prefix)
             self.slots[prefix] = slots[length - 1]
             self.used[prefix] = self.clock
             self.locks[prefix] = 0
@@ -107,6 +113,7 @@ class PrefixList:
 
     def evict(self, prefix: tuple) -> None:
         del self.slots[prefix]
+        self.generated.discard(prefix)
         self.keep(prefix[:-1], self.keeps.pop(prefix, 0), self.returns.pop(prefix, 0.0))
         self.mark(prefix[:-1], self.marked.pop(prefix, 0.0))
 
@@ -119,7 +126,8 @@ class PrefixList:
 
 
 class RadixCacheMachine(RuleBasedStateMachine):
-    """Random matches, inserts, locks and evictions; the same on both sides."""
+    """Random matches, inserts, locks and evictions of a cache that has some sequences; the same on both
+    sides."""
 
     locked = Bundle("locked")
     kept = Bundle("kept")
@@ -158,11 +166,17 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert row[match.num_tokens :].tolist() == [-1, -1]
         return row[: match.num_tokens].tolist()
 
+    @initialize(first=st.lists(st.tuples(extra_keys, sequences, st.integers(0, 10)), min_size=4, max_size=8))
+    def fill(self, first):
+        for extra, sequence, num_prompt in first:
+            self.extend(extra, sequence, 0, num_prompt)
+
     @rule(extra=extra_keys, sequence=sequences)
     def match(self, extra, sequence):
         assert self.cache.peek(extra, as_run(sequence)) == len(self.reference.match(extra, sequence))
         match = self.cache.match(extra, as_run(sequence))
         assert self.slots_of(match) == self.reference.match(extra, sequence)
+        assert match.num_output == self.reference.num_output(extra, sequence)
 
     @rule(extra=extra_keys, sequence=sequences, known=st.integers(0, 10), num_prompt=st.integers(0, 10))
     def extend(self, extra, sequence, known, num_prompt):
@@ -174,19 +188,30 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.cache.lock(start)
         match, existing = self.cache.extend(start, extra, as_run(sequence), slots, num_prompt=num_prompt)
         self.cache.unlock(start)
-        assert existing == self.reference.insert(extra, sequence, slots.tolist())
+        assert existing == self.reference.insert(extra, sequence, slots.tolist(), num_prompt)
         self.free.release(slots[:existing])
         assert match.num_tokens == len(sequence)
+        assert match.num_output == self.reference.num_output(extra, sequence)
         assert self.slots_of(match) == self.reference.match(extra, sequence)
         self.cache.match(extra, as_run(sequence))  # the clock of the reference has ticked once more
 
     @rule(target=locked, extra=extra_keys, sequence=sequences)
     def lock(self, extra, sequence):
-        match = self.cache.match(extra, as_run(sequence))
+        match = self.cache.match(extra, as_run(sequence), lock=True)
         self.reference.match(extra, sequence)
-        self.cache.lock(match)
         self.reference.lock(extra, sequence[: match.num_tokens], +1)
         return extra, sequence[: match.num_tokens], match
+
+    @rule(target=locked, held=consumes(locked), more=sequences)
+    def move_lock(self, held, more):
+        extra, sequence, old = held
+        new = self.cache.match(extra, as_run(sequence + more))
+        self.reference.match(extra, sequence + more)
+        self.cache.move_lock(old, new)
+        longer = (sequence + more)[: new.num_tokens]
+        self.reference.lock(extra, longer, +1)
+        self.reference.lock(extra, sequence, -1)
+        return extra, longer, new
 
     @rule(held=consumes(locked))
     def unlock(self, held):
@@ -233,7 +258,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.cache.supersede(match)
         self.reference.supersede((extra, *sequence[: match.num_tokens]))
 
-    @rule(count=st.integers(1, 12))
+    @rule(count=st.sampled_from([1, 2, 3, 12]))
     def evict(self, count):
         before = dict(self.reference.slots)
         reported: list[tuple] = []
@@ -292,6 +317,18 @@ def test_common_prefix_len(a, b):
     assert common_prefix_len(as_run(a), as_run(b)) == expected
 
 
+inner_and_others = st.sampled_from(
+    [5, INNER_IDS.start - 1, INNER_IDS.start, INNER_IDS.stop - 1, INNER_IDS.stop]
+)
+
+
+@given(st.lists(inner_and_others, max_size=8), st.integers(0, 8))
+def test_no_prefix_ends_after_an_inner_token(tokens, count):
+    count = min(count, len(tokens))
+    ends = [end for end in range(1, count + 1) if tokens[end - 1] not in INNER_IDS]
+    assert prefix_end(as_run(tokens), count) == max(ends, default=0)
+
+
 def test_unlock_without_lock_is_refused():
     cache = RadixCache()
     match, _ = insert(cache, None, [1, 2], [0, 1])
@@ -307,8 +344,26 @@ def test_trees_of_unused_extra_keys_do_not_stay():
         insert(cache, tenant, [1], [tenant])
         cache.match(f"only asked {tenant}", as_run([1]))
     cache.evict(100)
+    cache.match("asked later", as_run([1]))
     assert not cache._roots
     assert not cache._accounts
+    assert not cache._holdings._in_use
+
+
+def test_a_tree_that_has_gone_is_grown_again_from_an_old_match():
+    cache = RadixCache()
+    root, parent = cache.match(None, b""), insert(cache, None, [1], [1])[0]
+    insert(cache, None, [1, 2], [1, 2])
+    cache.lock(parent)
+    assert cache.evict(2).tolist() == [2]
+    assert cache.peek(None, as_run([1])) == 1
+    cache.unlock(parent)
+    assert cache.evict(1).tolist() == [1]
+    assert (parent.node.run, len(parent.node.slots)) == (b"", 0)  # states may have the match for long
+    insert(cache, None, [3], [3])
+    cache.extend(root, None, as_run([4]), as_array([4]))
+    assert [cache.peek(None, as_run([token])) for token in (1, 3, 4)] == [0, 1, 1]
+    cache.check()
 
 
 def test_a_long_leaf_loses_its_tail_and_no_more():
@@ -343,7 +398,8 @@ owned = st.lists(
 )
 def test_f7a_owners_give_tokens_down_to_one_level(owned, counts, batch):
     """Against the definition, to within a batch, over several evictions: an owner that lost tokens is not
-    below another that has tokens left to lose."""
+    below another that has tokens left to lose. An owner has room for the tokens that it may lose itself, and
+    for those that the highest owner has above it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "EVICTION_BATCH", batch)
         cache = RadixCache(owner_of=lambda key: key)
@@ -365,6 +421,16 @@ def test_f7a_owners_give_tokens_down_to_one_level(owned, counts, batch):
                     if left[other] > locked[other]:
                         assert left[other] / weight <= (left[owner] + batch) / weights[owner] + 1e-9
             cache.check()
+            levels = [size / weight for size, weight in zip(left, weights, strict=True)]
+            highest = [owner for owner, level in enumerate(levels) if level == max(levels)]
+            for owner, level in enumerate(levels):
+                above = {
+                    max(0, min(left[top] - locked[top], left[top] - int(level * weights[top])))
+                    for top in highest
+                    if top != owner
+                }
+                room = cache.room_for(owner) - (left[owner] - locked[owner])
+                assert room in (above if owner not in highest else above | {0})
 
 
 @given(num_owners=st.integers(2, 40), count=st.integers(1, 64), weight=st.sampled_from([1.0, 0.5]))
@@ -406,6 +472,7 @@ def test_a_tenant_that_needs_room_evicts_from_one_that_has_more(monkeypatch):
 
 def test_an_owner_with_a_larger_weight_keeps_more():
     cache = RadixCache(owner_of=lambda key: key)
+    cache.weigh("b", 9.0)  # it has no tokens yet
     insert(cache, "a", list(range(60)), list(range(60)))
     insert(cache, "b", list(range(60)), list(range(60, 120)))
     cache.weigh("b", 3.0)
@@ -418,6 +485,29 @@ def test_an_owner_that_is_idle_for_long_loses_its_claim():
     insert(cache, "idle", list(range(30)), list(range(30)))
     insert(cache, "active", list(range(200)), list(range(100, 300)))
     assert cache.evict(30).tolist() == list(range(30))
+
+
+@pytest.mark.parametrize(("num_entered", "first"), [(100, "active"), (101, "idle")])
+def test_an_owner_is_idle_after_so_many_tokens(num_entered, first):
+    cache = RadixCache(owner_of=lambda key: key, idle_after=100)
+    insert(cache, "idle", list(range(30)), list(range(30)))
+    insert(cache, "active", list(range(num_entered)), list(range(100, 100 + num_entered)))
+    freed = cache.evict(1).tolist()
+    assert freed == ([29] if first == "idle" else [99 + num_entered])
+
+
+def test_the_heap_of_owners_drops_old_entries_and_no_others(monkeypatch):
+    monkeypatch.setattr(nodes, "EVICTION_BATCH", 1)
+    cache = RadixCache(owner_of=lambda key: key)
+    insert(cache, "a", list(range(300)), list(range(300)))
+    num_tokens = num_entries = 0
+    while len(cache._holdings._by_level) >= num_entries:  # each token raises the level of its owner
+        num_entries = len(cache._holdings._by_level)
+        insert(cache, "b", [num_tokens], [300 + num_tokens])
+        num_tokens += 1
+        assert num_tokens < 300
+    cache.evict(300 + num_tokens - 2 * 30)
+    assert {account.owner: account.num_cached for account in cache.accounts()} == {"a": 30, "b": 30}
 
 
 def test_the_heap_of_leaves_stays_small_under_many_matches():
@@ -547,7 +637,10 @@ def test_the_nodes_that_were_used_last_are_known(monkeypatch):
     for token in range(3):
         insert(cache, None, [token], [token])
     assert [node.run for node in cache.recent] == [as_run([1]), as_run([2])]
-    cache.match(None, as_run([1]))
+    match = cache.match(None, as_run([1]), lock=True)
+    assert [node.run for node in cache.recent] == [as_run([2]), as_run([1])]
+    cache.match(None, as_run([2]))
+    cache.unlock(match)
     assert [node.run for node in cache.recent] == [as_run([2]), as_run([1])]
 
 
