@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from agentflow.errors import (
+    BadArgument,
     BudgetExceeded,
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
     Overloaded,
     PromptTooLong,
+    ProtocolError,
     RunFailed,
 )
+from agentflow.runtime.generator import StateHint
 from agentflow.runtime.interpreter import state_tree
-from agentflow.runtime.interpreter.state_tree import StateRecord, StateTree, derived_error
+from agentflow.runtime.interpreter.state_tree import (
+    StateRecord,
+    StateTree,
+    derived_error,
+    drop_tracebacks,
+    with_place,
+)
 from agentflow.runtime.interpreter.variables import EventCursor
 from agentflow.runtime.limits import (
+    FORKED_CHAR_BYTES,
     OWN_CHAR_BYTES,
     Budget,
     MemoryBudget,
     MemoryReservation,
+    error_bytes,
     text_bytes,
 )
 
@@ -33,13 +46,14 @@ pytestmark = pytest.mark.anyio
 
 
 class Contexts:
-    """A tree whose contexts are texts. ``freed``, ``kicked``, ``later``: what it asked for."""
+    """A tree whose contexts are texts. ``freed``, ``dropped``, ``kicked``, ``later``: what it asked for."""
 
     def __init__(self) -> None:
         self.cursor = EventCursor()
         self.memory = MemoryBudget()
         self.freed: list[str] = []
-        self.generator: Any = SimpleNamespace(free=self.freed.append)
+        self.dropped: list[str] = []
+        self.generator: Any = SimpleNamespace(free=self.freed.append, hint=self.hint)
         self.kicked: list[int] = []
         self.later: list[Callable[[], object]] = []
         self.tree: StateTree[str] = StateTree(
@@ -49,15 +63,20 @@ class Contexts:
             later=self.later.append,
         )
 
+    def hint(self, context: str, hint: StateHint) -> None:
+        assert context not in self.freed
+        assert hint == StateHint(is_dropped=True)
+        self.dropped.append(context)
+
     def root(self, number: int) -> StateRecord[str]:
         """A state that has begun."""
         state = self.tree.add_root(number)
         self.begin(state, f"context {number}")
         return state
 
-    def begin(self, state: StateRecord[str], context: str, num_chars: int = 0) -> None:
+    def begin(self, state: StateRecord[str], context: str, *num_chars: int) -> None:
         """Gives the state a context of a generator that notes which ones are freed."""
-        state.begin(self.generator, context, MemoryReservation(self.memory, 0), num_chars)
+        state.begin(self.generator, context, MemoryReservation(self.memory, 0), *num_chars)
 
     def fork(self, parent: StateRecord[str], *numbers: int) -> list[StateRecord[str]]:
         """States that have not begun."""
@@ -69,9 +88,13 @@ class Contexts:
                 return [*end.value]
 
 
-async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch):
+@pytest.fixture
+def at() -> Contexts:
+    return Contexts()
+
+
+async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch, at):
     monkeypatch.setattr(state_tree, "MAX_LIMITS", 3)
-    at = Contexts()
     kept = at.root(1)
     at.tree.restrict(kept, Budget())
     for number in range(2, 9):
@@ -83,8 +106,28 @@ async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch):
         at.tree.forget(state)
 
 
-async def test_a_limit_of_the_session_is_one_of_each_state():
-    at = Contexts()
+async def test_a_limit_of_the_session_counts_for_each_state_and_for_future_ones(monkeypatch, at):
+    monkeypatch.setattr(state_tree, "MAX_LIMITS", 5)
+    parent = at.root(1)
+    at.fork(parent, 2)
+    at.tree.restrict(None, Budget())
+    with pytest.raises(Overloaded):
+        at.tree.restrict(None, Budget())
+    at.tree.restrict(parent, Budget())
+    with pytest.raises(Overloaded):
+        at.tree.restrict(at.root(3), Budget())
+
+
+async def test_the_first_deadline_ends_an_op_that_runs(at):
+    state = at.root(1)
+    now = anyio.current_time()
+    state.scope = anyio.CancelScope(deadline=now + 50)
+    for deadline_s, first_s in ((90.0, 50), (10.0, 10), (20.0, 10)):
+        at.tree.restrict(state, Budget(deadline_s=deadline_s))
+        assert state.scope.deadline == pytest.approx(now + first_s, abs=5)
+
+
+async def test_a_limit_of_the_session_is_one_of_each_state(at):
     first = at.root(1)
     [branch] = at.fork(first, 2)
     session, own = Budget(), Budget()
@@ -95,8 +138,7 @@ async def test_a_limit_of_the_session_is_one_of_each_state():
     assert budgets == [(session, own), (session, own), (session, own), (session,)]
 
 
-def test_the_text_of_a_context_takes_memory_until_it_is_freed():
-    at = Contexts()
+def test_the_text_of_a_context_takes_memory_until_it_is_freed(at):
     state = at.root(1)
     assert state.num_chars == 0
     at.begin(state, "context 1", 10)
@@ -104,6 +146,7 @@ def test_the_text_of_a_context_takes_memory_until_it_is_freed():
     state.reserve_text("text", num_chars=3)
     assert at.memory.num_bytes - num_bytes == text_bytes("text", 3) > 0
     assert state.num_chars == 17
+    assert state.context_bytes == 10 * FORKED_CHAR_BYTES + 7 * OWN_CHAR_BYTES
     at.tree.free(state)
     assert at.memory.num_bytes == num_bytes
     state.reserve_text("more")
@@ -111,8 +154,7 @@ def test_the_text_of_a_context_takes_memory_until_it_is_freed():
     assert at.freed == ["context 1"]
 
 
-def test_forks_are_added_a_hundred_at_a_time():
-    at = Contexts()
+def test_forks_are_added_a_hundred_at_a_time(at):
     parent = at.root(1)
     adding = at.tree.adding_children(parent, tuple(range(2, 602)))
     nums_open = []
@@ -129,8 +171,86 @@ def test_forks_are_added_a_hundred_at_a_time():
     assert len(nums_open) <= 14
 
 
-def test_a_state_waits_for_its_fork_until_it_begins_fails_or_is_gone():
-    at = Contexts()
+def test_the_number_of_states_and_of_forks_is_limited(monkeypatch, at):
+    monkeypatch.setattr(state_tree, "MAX_BRANCHES", 3)
+    tree = StateTree(at.cursor, at.memory, kick=at.kicked.append, later=at.later.append, max_states=5)
+    parent = tree.add_root(1)
+    for children, error in (((2, 3, 4, 5), BadArgument), ((2, 3, 1), ProtocolError), ((), ProtocolError)):
+        with pytest.raises(error):
+            [*tree.adding_children(parent, children)]
+    [*tree.adding_children(parent, (2, 3, 4))]
+    with pytest.raises(Overloaded):
+        [*tree.adding_children(parent, (5, 6))]
+    tree.add_root(5)
+    with pytest.raises(Overloaded):
+        tree.add_root(6)
+    assert [state.id for state in tree] == [1, 2, 3, 4, 5]
+
+
+def test_a_failure_stops_a_few_states_in_each_turn(monkeypatch, at):
+    monkeypatch.setattr(state_tree, "MAX_STOPPED", 4)
+    parent, other = at.root(1), at.root(1000)
+    branches = at.fork(parent, *range(2, 12))
+    for branch in branches:
+        at.fork(branch, 10 * branch.id)
+    at.tree.couple(parent, tuple(range(2, 12)))
+    at.tree.end(branches[4], EngineFailed("broken"))
+    nums_stopped = [len(at.kicked)]
+    while at.later:
+        at.later.pop(0)()
+        nums_stopped.append(len(at.kicked))
+    assert all(later - now <= 4 for now, later in pairwise([0, *nums_stopped]))
+    assert nums_stopped[0] >= 3
+    assert nums_stopped[-1] == len(set(at.kicked)) == 21
+    assert type(parent.error) is RunFailed
+    assert [type(branch.error) for branch in branches] == [Cancelled] * 4 + [EngineFailed] + [Cancelled] * 5
+    assert other.error is None
+    assert len(nums_stopped) <= 8
+
+
+def test_the_forks_of_a_cancelled_state_are_dropped(at):
+    parent = at.root(1)
+    branches = at.fork(parent, 2, 3)
+    for branch in branches:
+        at.begin(branch, f"context {branch.id}")
+    at.tree.forget(branches[0])  # closed, not cancelled
+    at.tree.cancel(parent, Cancelled("left"))
+    assert at.freed == ["context 2", "context 1", "context 3"]
+    assert at.dropped == ["context 3"]
+
+
+async def test_an_error_takes_memory_and_ends_the_op_that_runs(at):
+    state = at.root(1)
+    state.scope, state.is_running = anyio.CancelScope(), True
+    num_bytes = at.memory.num_bytes
+    for error in (EngineFailed("broken"), EngineFailed("once more")):
+        at.tree.stop(state, error)
+        assert str(state.error) == "broken"
+    assert state.scope.cancel_called
+    assert at.memory.num_bytes - num_bytes == error_bytes(state.error)
+    assert at.kicked == [1]
+    assert at.freed == []  # the op still uses the context
+    at.tree.remove_one()
+    assert at.freed == ["context 1"]
+    assert not at.tree.remove_one()
+
+
+def test_a_number_that_is_used_again_is_another_state(at):
+    parent = at.root(1)
+    [old] = at.fork(parent, 2)
+    at.tree.forget(old)
+    [new] = at.fork(parent, 2)
+    at.tree.forget(old)
+    assert at.tree.get(2) is new
+    assert parent.children == {2: new}
+    gone = weakref.ref(new)
+    at.tree.couple(parent, (2,))
+    at.tree.forget(new)
+    del new, old
+    assert gone() is None  # without a garbage collection
+
+
+def test_a_state_waits_for_its_fork_until_it_begins_fails_or_is_gone(at):
     begun, failed, gone, waits = [at.tree.add_root(number) for number in range(1, 5)]
     assert all(map(at.tree.waits_for_fork, (begun, failed, gone, waits)))
     at.begin(begun, "context")
@@ -141,8 +261,39 @@ def test_a_state_waits_for_its_fork_until_it_begins_fails_or_is_gone():
     assert not at.tree.waits_for_fork(gone)
 
 
-def test_a_group_fails_with_a_branch_that_failed_before_it_was_one():
-    at = Contexts()
+def test_an_error_that_fails_several_ops_has_the_place_of_each(at):
+    state = at.root(7)
+    error = EngineFailed("broken")
+    assert with_place(error, state, None) is error
+    assert error.place is None
+    first, second = with_place(error, state, 1), with_place(error, state, 2)
+    assert first is error
+    assert (first.place, second.place) == ((7, 1), (7, 2))
+    assert (type(second), str(second)) == (EngineFailed, "broken")
+
+
+def test_a_stored_error_keeps_no_frames():
+    def raised(number: int) -> BaseException:
+        try:
+            try:
+                raise ValueError(number)
+            except ValueError as cause:
+                if number % 2:
+                    raise RuntimeError(number) from cause
+                raise RuntimeError(number)  # noqa: B904
+        except RuntimeError as error:
+            return error
+
+    for number in range(2):
+        error = raised(number)
+        cause = error.__context__
+        assert cause is not None
+        assert error.__traceback__ is not None
+        drop_tracebacks(error)
+        assert error.__traceback__ is cause.__traceback__ is None
+
+
+def test_a_group_fails_with_a_branch_that_failed_before_it_was_one(at):
     parent = at.root(1)
     branches = at.fork(parent, 2, 3, 4)
     at.tree.end(branches[1], EngineFailed("broken"))
@@ -152,9 +303,8 @@ def test_a_group_fails_with_a_branch_that_failed_before_it_was_one():
     assert errors == [RunFailed, Cancelled, EngineFailed, Cancelled]
 
 
-def test_the_oldest_sealed_contexts_are_dropped(monkeypatch):
+def test_the_oldest_sealed_contexts_are_dropped(monkeypatch, at):
     monkeypatch.setattr(state_tree, "MAX_SEALED_BYTES", 2 * OWN_CHAR_BYTES)
-    at = Contexts()
     for number in range(30):
         at.tree.forget(at.root(number))  # without a sealed context
     at.freed.clear()
@@ -185,8 +335,8 @@ def test_the_oldest_sealed_contexts_are_dropped(monkeypatch):
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_a_derived_error_has_the_kind_and_the_root_of_its_cause(cause, own, of_other):
-    state = Contexts().root(1)
+async def test_a_derived_error_has_the_kind_and_the_root_of_its_cause(cause, own, of_other, at):
+    state = at.root(1)
     state.restrict(Budget(deadline_s=60.0, output_tokens=0))
     errors = [derived_error("no value", cause, state), derived_error("no value", cause, state, of_other=True)]
     assert [type(error) for error in errors] == [own, of_other]
