@@ -321,7 +321,7 @@ class RadixCache:
                     self._report(node, num_kept, on_evict)
                 if next_end(node.start + num_kept) <= node.start + size:
                     self._blocks_left(node, num_kept)
-                if node.digests and self._blocks is not None:
+                if self._blocks is not None:
                     self._blocks.removed(node, num_kept)
                 if num_kept:
                     self._shorten(node, num_kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 
 import numpy as np
@@ -13,21 +12,22 @@ from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, EvictedBlocks, b
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 
-# Pieces of about half a block, so that prefixes branch inside blocks and at their ends.
-PIECES = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([100, 128, 156])), min_size=1, max_size=7)
+# Two runs of equal tokens, so that most sequences begin alike and branch inside blocks or at their ends.
+SEQUENCES = st.builds(
+    lambda num_zeros, num_ones: (0,) * num_zeros + (1,) * num_ones,
+    st.sampled_from([100, 256, 257, 300, 511, 512, 700, 1024]),
+    st.sampled_from([0, 0, 100, 256, 300]),
+)
 KEYS = st.sampled_from(["a", "b", "c"])
 OPS = st.lists(
     st.one_of(
-        st.tuples(st.just("put"), KEYS, PIECES),
+        st.tuples(st.just("put"), KEYS, SEQUENCES),
         st.tuples(st.just("evict"), st.integers(1, 900)),
-        st.tuples(st.just("ask"), KEYS, PIECES),
+        st.tuples(st.just("ask"), KEYS, SEQUENCES),
     ),
+    min_size=5,
     max_size=30,
 )
-
-
-def tokens_of(pieces: list[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(itertools.chain.from_iterable([token] * length for token, length in pieces))
 
 
 def run_of(tokens: tuple[int, ...]) -> bytes:
@@ -67,7 +67,7 @@ def test_the_reasons_of_a_missing_block(ops):
             cached.cache.evict(op[1])
             cached.cache.check()
             continue
-        key, tokens = op[1], tokens_of(op[2])
+        key, tokens = op[1], op[2]
         end, was_evicted, other = cached.reasons(key, tokens)
         is_missing, run = end <= len(tokens), run_of(tokens[:end])
         assert was_evicted == (is_missing and (key, tokens[:end]) in ever)

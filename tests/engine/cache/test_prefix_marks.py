@@ -85,6 +85,19 @@ def test_the_part_of_a_marked_prefix_that_is_left_stays_marked() -> None:
     assert shared.node.marked_until == 0
 
 
+def test_what_is_left_of_a_prefix_is_marked() -> None:
+    cache = Marked()
+    shared = cache.add([1, 1]).node
+    longer = cache.add([1, 1, 2]).node
+    assert cache.evicted(1) == [4]
+    cache.marks.mark(longer, until=10.0)
+    assert shared.marked_until == 10.0
+    assert len(cache.evicted(2)) == 2
+    cache.marks.mark(longer, until=20.0)  # nothing is left
+    cache.marks.expire(10.0)
+    assert len(cache.marks) == 0
+
+
 def test_memory_for_marks_is_bounded_by_the_prefixes_that_are_cached() -> None:
     cache = Marked()
     for number in range(5000):

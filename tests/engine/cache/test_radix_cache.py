@@ -431,6 +431,7 @@ def test_f7a_owners_give_tokens_down_to_one_level(owned, counts, batch):
                 }
                 room = cache.room_for(owner) - (left[owner] - locked[owner])
                 assert room in (above if owner not in highest else above | {0})
+            assert cache.room_for("another") in [left[top] - locked[top] for top in highest]
 
 
 @given(num_owners=st.integers(2, 40), count=st.integers(1, 64), weight=st.sampled_from([1.0, 0.5]))
@@ -567,11 +568,12 @@ def test_to_extend_by_cached_tokens_is_a_use():
 def test_unlocking_is_a_use():
     cache = RadixCache()
     held, _ = insert(cache, None, [1], [1])
-    insert(cache, None, [2], [2])
+    for sequence in ([2], [2, 3]):
+        insert(cache, None, sequence, sequence)
     cache.lock(held)
     cache.match(None, as_run([2]))
     cache.unlock(held)
-    assert cache.evict(1).tolist() == [2]
+    assert [cache.evict(1).tolist() for _ in range(3)] == [[3], [2], [1]]
 
 
 def test_tokens_are_evicted_after_their_unlock():
@@ -598,28 +600,60 @@ def test_what_is_left_of_a_kept_leaf_is_kept():
 
 def test_the_kept_leaf_that_continues_last_goes_first():
     cache = RadixCache()
-    for token, returns in ((1, 5.0), (2, 9.0), (3, 0.0)):
+    for token, returns in ((1, (5.0,)), (2, (9.0,)), (3, ())):
         match, _ = insert(cache, None, [token], [token])
-        cache.keep(match, returns)
+        cache.keep(match, *returns)
     shared, _ = insert(cache, None, [4], [4])
-    for returns in (20.0, 2.0):  # the earliest of its states counts
+    for returns in (20.0, 0.5):  # the earliest of its states counts
         cache.keep(shared, returns)
     insert(cache, None, [5], [5])
-    assert [cache.evict(1).tolist() for _ in range(5)] == [[5], [2], [1], [4], [3]]
+    for token in (5, 2, 1, 4, 3):
+        assert cache.evict(1).tolist() == [token]
+        cache.check()
+
+
+def test_a_superseded_leaf_goes_first_unless_a_state_or_a_client_needs_it():
+    cache = RadixCache()
+    matches = [insert(cache, None, [token], [token])[0] for token in range(6)]
+    for match in matches[:2]:
+        cache.keep(match)
+    for match in matches[2:4]:
+        cache.mark(match.node, 1.0)
+    for match in matches[1::2]:
+        cache.supersede(match)
+    assert [cache.evict(1).tolist() for _ in range(6)] == [[5], [4], [2], [3], [0], [1]]
+    cache.supersede(insert(cache, None, [6], [6])[0])  # its parent has nothing else
+    assert cache.evict(1).tolist() == [6]
+
+
+def test_another_leaf_is_chosen_if_the_owner_needs_less():
+    cache = RadixCache()
+    last, first = [insert(cache, None, [token], [token])[0] for token in range(2)]
+    cache.keep(last, 2.0)
+    cache.keep(first, 1.0)
+    asked = []
+
+    def make_room(leaf) -> bool:
+        asked.append(leaf)
+        if len(asked) == 1:
+            cache.unkeep(first)
+        return len(asked) == 1
+
+    assert cache.evict(1, make_room=make_room).tolist() == [1]
+    assert cache.evict(1, make_room=make_room).tolist() == [0]
+    assert asked == [last.node] * 2
 
 
 def test_a_locked_leaf_grows_and_knows_which_of_its_tokens_were_generated():
     cache = RadixCache()
     match, _ = insert(cache, None, [1, 2], [0, 1])
     cache.lock(match)
-    for num_prompt, sequence in ((4, [1, 2, 3, 4]), (4, [1, 2, 3, 4, 5])):
-        match, _ = cache.extend(
-            match, None, as_run(sequence), np.arange(len(sequence)), num_prompt=num_prompt
-        )
-        assert [node.run for node in cache.nodes()] == [as_run(sequence)]
-    assert match.num_output == 1
-    match, _ = cache.extend(match, None, as_run([1, 2, 3, 4, 5, 6]), np.arange(6))  # by another prompt
-    assert [cache.match(None, as_run(range(1, end))).num_output for end in (5, 6, 7)] == [0, 1, 1]
+    for size in (4, 5, 6):
+        match, _ = cache.extend(match, None, as_run(range(1, size + 1)), np.arange(size), num_prompt=4)
+        assert [node.run for node in cache.nodes()] == [as_run(range(1, size + 1))]
+    assert match.num_output == 2
+    match, _ = cache.extend(match, None, as_run(range(1, 8)), np.arange(7))  # by another prompt
+    assert [cache.match(None, as_run(range(1, end))).num_output for end in (5, 6, 7, 8)] == [0, 1, 2, 2]
 
 
 def test_the_tokens_that_a_leaf_loses_are_not_counted():
