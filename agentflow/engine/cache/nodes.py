@@ -173,10 +173,9 @@ class Holdings:
         self.update(holding)
 
     def left(self, holding: Holding, num_tokens: int) -> None:
-        """Tokens of the owner leave the cache."""
+        """Tokens of the owner, whose holding was popped, leave the cache."""
         holding.num_cached -= num_tokens
         if not holding.num_cached:
-            holding.queued_level = 0.0
             self._in_use.pop(holding, None)
 
     def update(self, holding: Holding) -> None:

@@ -387,7 +387,7 @@ def test_tokens_after_the_end_of_a_state_are_not_kept_with_it():
 
 
 owned = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(0, 60), st.sampled_from([1.0, 1.0, 0.25, 3.0])),
+    st.tuples(st.integers(1, 60), st.integers(0, 60), st.sampled_from([1.0, 1.0, 0.25, 0.7, 3.0])),
     min_size=1,
     max_size=5,
 )
@@ -495,20 +495,25 @@ def test_an_owner_is_idle_after_so_many_tokens(num_entered, first):
     insert(cache, "active", list(range(num_entered)), list(range(100, 100 + num_entered)))
     freed = cache.evict(1).tolist()
     assert freed == ([29] if first == "idle" else [99 + num_entered])
+    assert len(cache.evict(1000)) == 29 + num_entered
 
 
 def test_the_heap_of_owners_drops_old_entries_and_no_others(monkeypatch):
     monkeypatch.setattr(nodes, "EVICTION_BATCH", 1)
     cache = RadixCache(owner_of=lambda key: key)
-    insert(cache, "a", list(range(300)), list(range(300)))
+    owners = random.Random(1)
     num_tokens = num_entries = 0
     while len(cache._holdings._by_level) >= num_entries:  # each token raises the level of its owner
         num_entries = len(cache._holdings._by_level)
-        insert(cache, "b", [num_tokens], [300 + num_tokens])
+        insert(cache, owners.randrange(20), [num_tokens], [num_tokens])
         num_tokens += 1
-        assert num_tokens < 300
-    cache.evict(300 + num_tokens - 2 * 30)
-    assert {account.owner: account.num_cached for account in cache.accounts()} == {"a": 30, "b": 30}
+        assert num_tokens < 1000
+    before = {account.owner: account.num_cached for account in cache.accounts()}
+    assert len(cache.evict(num_tokens // 2)) == num_tokens // 2
+    after = {account.owner: account.num_cached for account in cache.accounts()}
+    level = max(after.values())
+    assert level < max(before.values())
+    assert all(after[owner] in (min(size, level), min(size, level - 1)) for owner, size in before.items())
 
 
 def test_the_heap_of_leaves_stays_small_under_many_matches():
@@ -585,14 +590,16 @@ def test_tokens_are_evicted_after_their_unlock():
     assert cache.evict(2).tolist() == [1, 2]
 
 
-def test_what_is_left_of_a_kept_leaf_is_kept():
+@pytest.mark.parametrize("first", [[1, 2], [1]], ids=["removed", "shortened"])
+def test_what_is_left_of_a_kept_leaf_is_kept(first):
     cache = RadixCache()
-    insert(cache, None, [1, 2], [1, 2])
+    insert(cache, None, first, first)
     kept, _ = insert(cache, None, [1, 2, 3], [1, 2, 3])
     cache.keep(kept)
     assert cache.evict(1).tolist() == [3]
     insert(cache, None, [9], [9])
     assert cache.evict(1).tolist() == [9]
+    cache.check()
     cache.unkeep(kept)
     insert(cache, None, [8], [8])
     assert cache.evict(1).tolist() == [2]
@@ -606,8 +613,9 @@ def test_the_kept_leaf_that_continues_last_goes_first():
     shared, _ = insert(cache, None, [4], [4])
     for returns in (20.0, 0.5):  # the earliest of its states counts
         cache.keep(shared, returns)
-    insert(cache, None, [5], [5])
-    for token in (5, 2, 1, 4, 3):
+    for sequence in ([5], [2, 6]):
+        insert(cache, None, sequence, sequence)
+    for token in (5, 6, 2, 1, 4, 3):
         assert cache.evict(1).tolist() == [token]
         cache.check()
 
