@@ -34,7 +34,7 @@ def common_prefix_len(a: TokenRun, b: TokenRun) -> int:
 
 def prefix_end(run: TokenRun, count: int) -> int:
     """The longest length, at most ``count`` tokens, at which a prefix of the run may end."""
-    last = run[(count - 1) * TOKEN_BYTES : count * TOKEN_BYTES] if count else b""
+    last = run[(count - 1) * TOKEN_BYTES : count * TOKEN_BYTES]
     if int.from_bytes(last, sys.byteorder, signed=True) not in INNER_IDS:
         return count
     tokens = np.frombuffer(run, np.int32, count)
