@@ -82,7 +82,8 @@ class DecoderConfig:
     layers: tuple[LayerShape, ...] = ()  # one for each layer; empty if all are plain
     # rms_less_one: weights are stored minus 1; layer_unbiased: layer norms without biases.
     norm: Literal["rms", "rms_less_one", "layer", "layer_unbiased"] = "rms"
-    # Norms queries and keys before rotation: each head, whole rows, or each head with separate weights.
+    # Norms queries and keys before rotation: each head, whole rows, or each head with separate weights (layer
+    # norms without biases).
     qk_norm: Literal["", "head", "row", "each_head"] = ""
     activation: Activation = "silu"  # of the MLP
     is_gated: bool = True  # the MLP has a gate

@@ -35,6 +35,7 @@ NATIVE_ARCHITECTURES: Final = frozenset(
         "Qwen3VLForConditionalGeneration",
         "SmolLM3ForCausalLM",
         "SmolVLMForConditionalGeneration",
+        "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
     }
 )

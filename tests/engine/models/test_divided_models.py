@@ -199,7 +199,8 @@ def test_a_rank_that_dies_is_a_fault_and_no_rank_is_left(tmp_path: Path) -> None
         ("gpt_oss", EVEN, 2),
         ("deepseek_v2", {}, 2),
         ("gemma3_images", {}, 2),
-        ("stablelm", EVEN, 2),
+        ("stablelm_parallel", EVEN, 2),
+        ("granite", EVEN, 2),
     ],
 )
 def test_models_that_are_not_divided_are_refused_before_a_process_starts(

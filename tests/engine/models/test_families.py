@@ -176,7 +176,7 @@ def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
 
 
 def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:
-    saved_model("stablelm", tmp_path)
+    saved_model("granite", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}

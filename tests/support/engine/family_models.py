@@ -161,6 +161,11 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_parallel_residual": False, "attention_bias": False, "num_key_value_heads": None}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
     ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm_parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 3},
+    ),
     "cohere": ("cohere", {"logit_scale": 0.3}),
     "cohere_normed": (
         "cohere",
@@ -170,7 +175,6 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Those that run through transformers.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "stablelm": ("stablelm", {}),
     "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0}),
     "glm4": ("glm4", {"head_dim": 16}),
     "exaone4": ("exaone4", {"sliding_window": 16}),

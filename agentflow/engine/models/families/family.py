@@ -72,7 +72,7 @@ class WeightNames:
     head: str = "lm_head"
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
+    q_norm: str = "self_attn.q_norm"  # ``{}``, here and below: the number of a head, if each has a tensor
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
     output: str = "self_attn.o_proj"
@@ -107,14 +107,15 @@ class Family:
     models: str  # well-known models, for the docs
     read: Callable[[RawConfig], DecoderConfig]  # raises ``BadModelFolder`` for models that cannot be run
     names: WeightNames = WeightNames()
-    other_names: tuple[WeightNames, ...] = ()  # in other releases; embedding and head decide which apply
+    other_names: tuple[WeightNames, ...] = ()  # in other releases or sizes
     gguf: tuple[str, ...] = ()  # the values of ``general.architecture`` in GGUF files
 
     def names_among(self, tensors: Collection[str]) -> WeightNames:
         """Returns the names that fit the tensors of a model best, or the usual ones."""
 
         def num_found(names: WeightNames) -> int:
-            return sum(f"{name}.weight" in tensors for name in (names.embedding, names.head))
+            mlp_norm = f"{names.layers.format(0)}{names.mlp_norm}"
+            return sum(f"{name}.weight" in tensors for name in (names.embedding, names.head, mlp_norm))
 
         return max((self.names, *self.other_names), key=num_found)
 

@@ -29,6 +29,7 @@ from agentflow.engine.models.families import (
     olmo,
     phi,
     qwen_vl,
+    stablelm,
     starcoder,
 )
 from agentflow.engine.models.families.family import Family
@@ -51,6 +52,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         starcoder,
         gpt2,
         gpt_neox,
+        stablelm,
         cohere,
         idefics3,
         llava,

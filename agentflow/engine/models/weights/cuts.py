@@ -89,6 +89,7 @@ def check_divides(config: DecoderConfig, names: WeightNames, size: int) -> None:
         (config.latent is not None, "latent attention"),
         (names.experts is not None and names.experts.is_stacked, "experts in one tensor"),
         (config.qk_norm == "row", "norms over all heads"),
+        (config.qk_norm == "each_head" and "{}" in names.q_norm, "a tensor for the norm of each head"),
     ):
         if is_so:
             raise BadArgument(

@@ -337,8 +337,11 @@ class _Loader:
         config, head_dim = self._config, self._config.head_dim
         if not config.qk_norm:
             return None
-        shape = {"head": (head_dim,), "row": (num_heads * head_dim,), "each_head": (num_heads, head_dim)}
-        norm = self._norm(name, *shape[config.qk_norm])
+        if config.qk_norm == "each_head":
+            weight = self._each_head(name, num_heads)
+            norm = Norm(weight, torch.zeros_like(weight), config.norm_eps)
+        else:
+            norm = self._norm(name, head_dim if config.qk_norm == "head" else num_heads * head_dim)
         if not self._names.has_pairs:
             return norm
         order = pair_order(config).to(norm.weight.device)
@@ -348,6 +351,13 @@ class _Loader:
 
         bias = None if norm.bias is None else in_order(norm.bias)
         return replace(norm, weight=in_order(norm.weight), bias=bias)
+
+    def _each_head(self, name: str, num_heads: int) -> Tensor:
+        """Returns the weights [heads, head_dim] of norms, in one tensor or one for each head."""
+        head_dim = self._config.head_dim
+        if "{}" not in name:
+            return self._vector(f"{name}.weight", num_heads, head_dim)
+        return torch.stack([self._vector(f"{name}.weight".format(i), head_dim) for i in range(num_heads)])
 
     def _latent(self, prefix: str) -> LatentWeights:
         config, shape, names = self._config, self._config.latent, self._names.latent
@@ -484,10 +494,10 @@ class _Loader:
     def _norm_if_named(self, prefix: str, name: str, size: int) -> Norm | None:
         return self._norm(f"{prefix}{name}", size) if name else None
 
-    def _norm(self, name: str, *shape: int) -> Norm:
+    def _norm(self, name: str, size: int) -> Norm:
         kind = self._config.norm
-        weight = self._vector(f"{name}.weight", *shape)
-        bias = self._vector(f"{name}.bias", *shape) if kind == "layer" else None
+        weight = self._vector(f"{name}.weight", size)
+        bias = self._vector(f"{name}.bias", size) if kind == "layer" else None
         if kind == "layer_unbiased":
             bias = torch.zeros_like(weight)  # which makes it a layer norm
         return Norm(weight, bias, self._config.norm_eps, kind == "rms_less_one")
